@@ -1,0 +1,1 @@
+"""Environments: a prompt out, a scored group in."""

@@ -1,0 +1,1 @@
+"""Runs the whole stack as processes of one machine."""

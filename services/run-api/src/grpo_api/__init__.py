@@ -1,0 +1,1 @@
+"""Trajectory server: scored groups in, training batches out, state in Redis."""

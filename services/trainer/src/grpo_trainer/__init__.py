@@ -1,0 +1,1 @@
+"""GRPO trainer: batch, advantages, loss, update, served weights."""

@@ -1,0 +1,189 @@
+"""A model small enough to train on a laptop and real enough to learn.
+
+The demo, the end-to-end tests and the benchmarks need a model that every service loads the
+ordinary way, on machines that reach no model hub. This module makes one: Qwen2 architecture,
+about one million parameters, a byte-level tokenizer with a ChatML template, taught one-digit
+sums by supervised training until it answers roughly a third of them. GRPO does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+log = structlog.get_logger()
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PAD, BOS, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides which weights come out. Its hash names the cache entry."""
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    max_positions: int = 2048
+    target_accuracy: float = 0.30
+    """Stop supervised training once this share of sampled answers is right."""
+    max_steps: int = 600
+    batch_size: int = 32
+    lr: float = 1e-3
+    eval_every_steps: int = 10
+    seed: int = 0
+    tie_word_embeddings: bool = True
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = None) -> Path:
+    """Return a directory that holds the tiny model, making it on first use.
+
+    Safe to call from several processes at once: the model is written beside its final place and
+    renamed, and whoever comes second finds it there.
+    """
+    recipe = recipe or Recipe()
+    target = directory or default_cache_directory() / f"tiny-qwen2-{recipe.digest()}"
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        make_tiny_model(staging, recipe)
+        staging.rename(target)
+    except OSError:
+        if not (target / "config.json").exists():
+            raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def default_cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "grpo"
+
+
+def make_tiny_model(directory: Path, recipe: Recipe) -> None:
+    """Train the model from random weights and save it with its tokenizer."""
+    import torch
+
+    torch.manual_seed(recipe.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(len(tokenizer), recipe)
+    accuracy = teach_sums(model, tokenizer, recipe)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    log.info("tiny model made", directory=str(directory), accuracy=round(accuracy, 3))
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte plus three specials: no vocabulary file, no merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([PAD, BOS, EOS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(vocab_size: int, recipe: Recipe) -> PreTrainedModel:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=recipe.width,
+        intermediate_size=4 * recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=recipe.max_positions,
+        tie_word_embeddings=recipe.tie_word_embeddings,
+        pad_token_id=vocab_size - 3,
+        bos_token_id=vocab_size - 2,
+        eos_token_id=vocab_size - 1,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> float:
+    """Supervised training on one-digit sums; returns the accuracy it stopped at, in [0, 1]."""
+    import torch
+
+    inputs, labels = sum_examples(tokenizer)  # [100, T] each
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
+    accuracy = 0.0
+    for step in range(1, recipe.max_steps + 1):
+        rows = torch.randint(len(inputs), (recipe.batch_size,))
+        loss = model(inputs[rows], labels=labels[rows]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % recipe.eval_every_steps == 0:
+            accuracy = expected_accuracy(model, inputs, labels)
+            if accuracy >= recipe.target_accuracy:
+                break
+    return accuracy
+
+
+def sum_examples(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    """All 100 sums as (input ids, labels), right-padded; labels are -100 outside the answer."""
+    import torch
+
+    rows: list[tuple[list[int], list[int]]] = []
+    for a in range(10):
+        for b in range(10):
+            question = [{"role": "user", "content": f"{a}+{b}="}]
+            text = tokenizer.apply_chat_template(
+                question, tokenize=False, add_generation_prompt=True
+            )
+            prompt = tokenizer.encode(text)
+            answer = tokenizer.encode(f"{a + b}{EOS}")
+            rows.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
+    width = max(len(tokens) for tokens, _ in rows)
+    pad = tokenizer.pad_token_id
+    inputs = [tokens + [pad] * (width - len(tokens)) for tokens, _ in rows]
+    labels = [marks + [IGNORE_INDEX] * (width - len(marks)) for _, marks in rows]
+    return torch.tensor(inputs), torch.tensor(labels)
+
+
+def expected_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean probability of the whole right answer when sampling at temperature 1."""
+    import torch
+
+    with torch.no_grad():
+        logp = model(inputs).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
+    targets = labels[:, 1:]
+    picked = logp.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return float((picked * (targets != IGNORE_INDEX)).sum(-1).exp().mean())

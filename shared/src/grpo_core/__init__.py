@@ -1,0 +1,1 @@
+"""What every service shares: wire models, clients, settings, logging. Never imports torch."""

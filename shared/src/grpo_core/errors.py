@@ -1,0 +1,29 @@
+"""Errors that more than one service raises.
+
+GrpoError                     everything this system raises on purpose
+├── ServiceUnavailable        a service did not answer within its deadline
+├── RequestRefused            a service answered 4xx: the request is wrong, retrying is useless
+└── ProtocolViolation         a service answered something the contract does not allow
+"""
+
+from __future__ import annotations
+
+
+class GrpoError(Exception):
+    """Base of every error raised on purpose. The message says what, where and what to do next."""
+
+
+class ServiceUnavailable(GrpoError):
+    """A service did not answer, or answered 5xx, until the deadline passed."""
+
+
+class RequestRefused(GrpoError):
+    """A service refused the request with a 4xx status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ProtocolViolation(GrpoError):
+    """An answer breaks the wire contract."""

@@ -1,0 +1,10 @@
+"""Every Redis key carries its run's prefix, so that runs share one Redis without meeting."""
+
+from __future__ import annotations
+
+DEFAULT_RUN_ID = "default"
+
+
+def run_prefix(run_id: str) -> str:
+    """Braces make the whole run one hash slot, which multi-key scripts need on a cluster."""
+    return f"grpo:{{{run_id}}}:"

@@ -1,0 +1,104 @@
+"""The one place that decides which failed requests are sent again, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
+
+from grpo_core.errors import RequestRefused, ServiceUnavailable
+
+RETRIED_STATUS = frozenset({502, 503, 504})
+_MAX_RETRY_AFTER_S = 30.0
+
+T = TypeVar("T")
+
+
+class TransientAnswer(Exception):
+    """A 502, 503 or 504: the service is there but not ready. Never leaves this module's callers."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def check_answer(response: httpx.Response, service: str) -> None:
+    """Raise for every answer that is not a success.
+
+    Raises:
+        TransientAnswer: 502, 503, 504.
+        RequestRefused: any 4xx, with the server's explanation.
+        ServiceUnavailable: any other status.
+    """
+    if response.is_success:
+        return
+    where = f"{service}: {response.request.method} {response.request.url}"
+    detail = f"{where} answered {response.status_code}: {response.text[:2000]}"
+    if response.status_code in RETRIED_STATUS:
+        raise TransientAnswer(detail, _retry_after_s(response))
+    if response.is_client_error:
+        raise RequestRefused(detail, response.status_code)
+    raise ServiceUnavailable(detail)
+
+
+def is_safe_to_repeat(error: BaseException) -> bool:
+    """True where the request did not reach the service, or the service asked for a repeat."""
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TransientAnswer)
+
+
+def is_transient(error: BaseException) -> bool:
+    """True for any broken connection: right for requests that may be repeated without harm."""
+    return isinstance(error, httpx.TransportError | TransientAnswer)
+
+
+def retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> Retrying:
+    """A synchronous retry loop that gives up after `deadline_s` seconds, re-raising the last."""
+    return Retrying(
+        stop=stop_after_delay(deadline_s),
+        wait=_wait,
+        retry=retry_if_exception(retry_on),
+        reraise=True,
+    )
+
+
+def async_retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> AsyncRetrying:
+    """The same for coroutines."""
+    return AsyncRetrying(
+        stop=stop_after_delay(deadline_s),
+        wait=_wait,
+        retry=retry_if_exception(retry_on),
+        reraise=True,
+    )
+
+
+def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
+    """The named error for a deadline that passed."""
+    return ServiceUnavailable(
+        f"{service} not reachable at {url} for {deadline_s:g} s ({error or type(error).__name__}); "
+        "check that it runs and that the URL is right"
+    )
+
+
+_backoff = wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.1)
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after_s if isinstance(error, TransientAnswer) else 0.0
+    return max(asked, _backoff(state))
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return min(float(response.headers.get("retry-after", 0)), _MAX_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0

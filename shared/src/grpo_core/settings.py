@@ -1,0 +1,74 @@
+"""Settings from the command line and the environment, parsed before anything heavy is imported.
+
+Order of precedence: command line, environment, default. Unknown options are refused. Flags may
+be written with dashes or underscores.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+EXIT_USAGE = 2
+
+SHARED_ENVIRONMENT: Mapping[str, str] = {"redis_url": "REDIS_URL", "run_id": "RUN_ID"}
+"""Fields that every command which has them also reads from these variables."""
+
+
+class CommandSettings(BaseSettings):
+    """Base of every command's settings."""
+
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        extra="forbid",
+        populate_by_name=True,
+        protected_namespaces=(),
+        frozen=True,
+    )
+
+
+S = TypeVar("S", bound=CommandSettings)
+
+
+def load_settings(
+    settings_type: type[S],
+    argv: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+) -> S:
+    """Parse a command's settings, or end the process with status 2 and a line per mistake.
+
+    The class names its command in `model_config["cli_prog_name"]`.
+    """
+    prog = settings_type.model_config.get("cli_prog_name")
+    from_environment: dict[str, Any] = {
+        field: environment[variable]
+        for field, variable in SHARED_ENVIRONMENT.items()
+        if field in settings_type.model_fields and environment.get(variable)
+    }
+    try:
+        return CliApp.run(settings_type, cli_args=_with_dashes(argv), **from_environment)
+    except ValidationError as error:
+        for problem in error.errors():
+            option = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+            sys.stderr.write(
+                f"{prog}: --{option}: {problem['msg']} (got {problem['input']!r}); "
+                f"see {prog} --help\n"
+            )
+        raise SystemExit(EXIT_USAGE) from None
+
+
+def _with_dashes(argv: Sequence[str]) -> list[str]:
+    """`--env.group_size=8` → `--env.group-size=8`; values stay untouched."""
+    return [_flag_with_dashes(word) if word.startswith("--") else word for word in argv]
+
+
+def _flag_with_dashes(word: str) -> str:
+    name, separator, value = word.partition("=")
+    return name.replace("_", "-") + separator + value

@@ -1,0 +1,49 @@
+"""Where each parameter lies inside the inference server's weight memory.
+
+Written by the server while it loads the checkpoint, read by the trainer, which builds its model
+from views into the same memory. Names are the checkpoint's own (Hugging Face) names.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class TensorRegion(BaseModel):
+    """One contiguous tensor: `offset` and `nbytes` in bytes from the start of the arena."""
+
+    model_config = ConfigDict(frozen=True)
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix: "float32", "bfloat16"."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class WeightManifest(BaseModel):
+    """`generation` is new at every engine start: the weights under another one are not ours."""
+
+    model_config = ConfigDict(frozen=True)
+
+    generation: str
+    model: str
+    total_bytes: int
+    parameters: dict[str, TensorRegion]
+
+
+class WeightGrant(BaseModel):
+    """What a trainer gets when it connects: a session to act under, and the manifest.
+
+    The session lives as long as the connection. A trainer that dies closes it, and whatever it
+    had paused goes on.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    session: str
+    manifest: WeightManifest

@@ -1,0 +1,122 @@
+"""Hands the weight memory from the inference server to the trainer: one memfd, one JSON record.
+
+Frame: 4 bytes length (big endian) with the file descriptor as ancillary data (SCM_RIGHTS,
+unix(7)), then that many bytes of JSON (`WeightGrant`). Nothing else is ever sent; the open
+connection itself is the sign that the trainer lives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from grpo_core.errors import ProtocolViolation, ServiceUnavailable
+from grpo_core.weight_manifest import WeightGrant
+
+_LENGTH = struct.Struct(">I")
+_MAX_GRANT_BYTES = 64 * 1024 * 1024
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def send_grant(connection: socket.socket, fd: int, grant: WeightGrant) -> None:
+    """Send the grant and the descriptor of the weight memory over a connected unix socket."""
+    payload = grant.model_dump_json().encode()
+    socket.send_fds(connection, [_LENGTH.pack(len(payload))], [fd])
+    connection.sendall(payload)
+
+
+@dataclass
+class WeightConnection:
+    """The trainer's end: an open connection, the memory's descriptor and the grant."""
+
+    connection: socket.socket
+    fd: int
+    grant: WeightGrant
+
+    def server_has_closed(self) -> bool:
+        """True once the server end is gone: its weights are no longer the ones in our memory."""
+        try:
+            return self.connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect_weights(path: Path) -> WeightConnection:
+    """Connect to a server's weight socket and receive its memory.
+
+    Raises:
+        ServiceUnavailable: nothing listens at `path`.
+        ProtocolViolation: what listens there speaks something else.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_CONNECT_TIMEOUT_S)
+    try:
+        connection.connect(str(path))
+        fd, grant = _receive_grant(connection)
+    except OSError as error:
+        connection.close()
+        raise ServiceUnavailable(
+            f"weight socket {path}: {error}; start vllm-api-server with --share-weights on this "
+            "host and pass the same --weights-socket to both"
+        ) from error
+    except ProtocolViolation:
+        connection.close()
+        raise
+    return WeightConnection(connection, fd, grant)
+
+
+def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
+    header, fds, _flags, _address = socket.recv_fds(connection, _LENGTH.size, 1)
+    if len(header) != _LENGTH.size or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolViolation(
+            f"weight socket: got {len(header)} bytes and {len(fds)} descriptors, expected "
+            f"{_LENGTH.size} and 1; is it the socket of vllm-api-server?"
+        )
+    try:
+        payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
+        return fds[0], WeightGrant.model_validate_json(payload)
+    except (ProtocolViolation, ValidationError, OSError) as error:
+        os.close(fds[0])
+        if isinstance(error, ValidationError):
+            raise ProtocolViolation(f"weight socket: {error}") from error
+        raise
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    if size > _MAX_GRANT_BYTES:
+        raise ProtocolViolation(f"weight socket: a grant of {size} bytes is not plausible")
+    received = bytearray()
+    while len(received) < size:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
+            raise ProtocolViolation("weight socket: closed in the middle of the grant")
+        received += chunk
+    return bytes(received)
