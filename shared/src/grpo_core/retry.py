@@ -88,7 +88,7 @@ def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> 
     )
 
 
-_backoff = wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.1)
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)
 
 
 def _wait(state: RetryCallState) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from grpo_core.wire import (
     ScoredGroup,
     ServerStatus,
     TrainerInfo,
+    WireModel,
 )
 
 SERVICE = "Atropos API"
@@ -35,6 +36,8 @@ SERVICE = "Atropos API"
 GZIP_FROM_BYTES = 1024
 _REQUEST_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+
+M = TypeVar("M", bound=WireModel)
 
 
 class TrainerClient:
@@ -80,7 +83,7 @@ class TrainerClient:
             time.sleep(_POLL_S)
 
     def status(self) -> ServerStatus:
-        return ServerStatus.model_validate(self._request("GET", "/status"))
+        return _parse(ServerStatus, self._request("GET", "/status"))
 
     def close(self) -> None:
         self._http.close()
@@ -124,8 +127,7 @@ class TrainerClient:
                     check_answer(response, SERVICE)
         except (httpx.TransportError, TransientAnswer) as error:
             raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        answer: dict[str, Any] = response.json()
-        return answer
+        return _json_object(response)
 
 
 class EnvironmentClient:
@@ -137,7 +139,7 @@ class EnvironmentClient:
         self._http = httpx.AsyncClient(base_url=self.base_url, timeout=_REQUEST_TIMEOUT_S)
 
     async def info(self) -> TrainerInfo:
-        return TrainerInfo.model_validate(await self._request("GET", "/info"))
+        return _parse(TrainerInfo, await self._request("GET", "/info"))
 
     async def register(self, registration: EnvironmentRegistration) -> dict[str, Any] | None:
         """Announce the environment; None while run-api waits for a trainer to start."""
@@ -146,7 +148,7 @@ class EnvironmentClient:
 
     async def status(self, env_id: int) -> EnvironmentStatus:
         answer = await self._request("GET", "/status-env", json={"env_id": env_id})
-        return EnvironmentStatus.model_validate(answer)
+        return _parse(EnvironmentStatus, answer)
 
     async def submit(self, group: ScoredGroup) -> dict[str, Any]:
         """Send one scored group, gzip-encoded when it is large.
@@ -200,5 +202,23 @@ class EnvironmentClient:
                     check_answer(response, SERVICE)
         except (httpx.TransportError, TransientAnswer) as error:
             raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        answer: dict[str, Any] = response.json()
-        return answer
+        return _json_object(response)
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = response.json()
+    except ValueError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: {response.request.url} answered no JSON; is the URL that of run-api?"
+        ) from error
+    if not isinstance(answer, dict):
+        raise ProtocolViolation(f"{SERVICE}: {response.request.url} answered no JSON object")
+    return answer
+
+
+def _parse(model: type[M], answer: dict[str, Any]) -> M:
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        raise ProtocolViolation(f"{SERVICE}: an answer breaks the contract: {error}") from error

@@ -9,10 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 EXIT_USAGE = 2
 
@@ -33,6 +39,20 @@ class CommandSettings(BaseSettings):
         frozen=True,
     )
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Variables count only under a command's own prefix: a stray PORT or MODEL must not."""
+        if settings_cls.model_config.get("env_prefix"):
+            return (init_settings, env_settings)
+        return (init_settings,)
+
 
 S = TypeVar("S", bound=CommandSettings)
 
@@ -41,15 +61,17 @@ def load_settings(
     settings_type: type[S],
     argv: Sequence[str],
     environment: Mapping[str, str] = os.environ,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> S:
     """Parse a command's settings, or end the process with status 2 and a line per mistake.
 
-    The class names its command in `model_config["cli_prog_name"]`.
+    The class names its command in `model_config["cli_prog_name"]`; `variables` maps fields to
+    environment variables that keep a name of their own.
     """
     prog = settings_type.model_config.get("cli_prog_name")
     from_environment: dict[str, Any] = {
         field: environment[variable]
-        for field, variable in SHARED_ENVIRONMENT.items()
+        for field, variable in {**SHARED_ENVIRONMENT, **variables}.items()
         if field in settings_type.model_fields and environment.get(variable)
     }
     try:

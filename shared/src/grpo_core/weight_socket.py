@@ -34,7 +34,7 @@ def send_grant(connection: socket.socket, fd: int, grant: WeightGrant) -> None:
 
 @dataclass
 class WeightConnection:
-    """The trainer's end: an open connection, the memory's descriptor and the grant."""
+    """The trainer's end: an open non-blocking connection, the memory's descriptor, the grant."""
 
     connection: socket.socket
     fd: int
@@ -43,7 +43,7 @@ class WeightConnection:
     def server_has_closed(self) -> bool:
         """True once the server end is gone: its weights are no longer the ones in our memory."""
         try:
-            return self.connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
         except OSError:
@@ -88,6 +88,7 @@ def connect_weights(path: Path) -> WeightConnection:
     except ProtocolViolation:
         connection.close()
         raise
+    connection.setblocking(False)
     return WeightConnection(connection, fd, grant)
 
 

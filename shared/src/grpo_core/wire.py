@@ -12,8 +12,10 @@ Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import Annotated, Any, NamedTuple, Self
+import math
+from collections.abc import Iterator, Sequence, Sized
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -29,13 +31,26 @@ POLICY_VERSION_KEY = "policy_version"
 GENERATION_SECONDS_KEY = "generation_seconds"
 """Key in `group_overrides`: how long the group's one generation request took."""
 
+REWARD_SAMPLE_KEY = "reward_sample"
+"""Key in `group_overrides`: {"sum": float, "count": int} of every reward graded since the
+environment's previous group, this one and the dropped ones included. Groups alone give a biased
+mean: those whose scores are all equal never reach the trainer."""
+
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+T = TypeVar("T")
+
+Rows = Annotated[list[T], Field(fail_fast=True)]
+"""A list that reports its first bad entry only: a body of a million NaN is one problem."""
+
+_MAX_PROBLEMS = 20
 
 
 class PolicyVersion(NamedTuple):
@@ -69,7 +84,7 @@ class EnvironmentRegistration(WireModel):
 
     max_token_length: Count
     desired_name: str
-    weight: Annotated[float, Field(allow_inf_nan=False)]
+    weight: Weight
     group_size: Count
     min_batch_allocation: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
@@ -81,23 +96,24 @@ class EnvironmentId(WireModel):
 class ScoredGroup(WireModel):
     """`POST /scored_data`: the completions of one prompt with their scores.
 
-    Empty optional lists mean "absent": upstream environments send them.
+    Empty optional lists mean "absent": upstream environments send them. Numbers are finite
+    everywhere, inside the free-form fields too: JSON has no NaN.
     """
 
-    tokens: list[list[TokenId]]
-    masks: list[list[MaskValue]]
-    scores: list[FiniteFloat]
-    advantages: list[list[FiniteFloat]] | None = None
-    ref_logprobs: list[list[FiniteFloat]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
+    tokens: Rows[Rows[TokenId]]
+    masks: Rows[Rows[MaskValue]]
+    scores: Rows[FiniteFloat]
+    advantages: Rows[Rows[FiniteFloat]] | None = None
+    ref_logprobs: Rows[Rows[FiniteFloat]] | None = None
+    messages: Rows[Rows[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[FiniteFloat]] | None = None
-    overrides: list[dict[str, Any]] | None = None
+    inference_logprobs: Rows[Rows[FiniteFloat]] | None = None
+    overrides: Rows[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any | None = None
     env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
-    distill_token_ids: list[list[list[TokenId]]] | None = None
-    distill_logprobs: list[list[list[FiniteFloat]]] | None = None
+    distill_token_ids: Rows[Rows[Rows[TokenId]]] | None = None
+    distill_logprobs: Rows[Rows[Rows[FiniteFloat]]] | None = None
 
     @property
     def size(self) -> int:
@@ -109,27 +125,30 @@ class ScoredGroup(WireModel):
     def _messages_name_role_and_content(
         cls, value: list[list[dict[str, Any]]] | None
     ) -> list[list[dict[str, Any]]] | None:
-        missing = [
+        _refuse(
             f"messages[{i}][{j}] lacks {key!r}"
             for i, conversation in enumerate(value or [])
             for j, message in enumerate(conversation)
             for key in ("role", "content")
             if key not in message
-        ]
-        if missing:
-            raise ValueError("; ".join(missing))
+        )
+        return value
+
+    @field_validator("messages", "generation_params", "overrides", "group_overrides", "images")
+    @classmethod
+    def _free_form_numbers_are_finite(cls, value: Any) -> Any:
+        _refuse(f"{path or 'value'} is not a finite number" for path in _non_finite_paths(value))
         return value
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
-        problems = self._outer_mismatches() + self._inner_mismatches()
-        if problems:
-            raise ValueError("; ".join(problems))
+        _refuse(problem for part in (self._outer(), self._inner()) for problem in part)
         return self
 
-    def _outer_mismatches(self) -> list[str]:
+    def _outer(self) -> Iterator[str]:
         if not self.tokens:
-            return ["tokens: a group needs at least one sequence"]
+            yield "tokens: a group needs at least one sequence"
+            return
         required: dict[str, Sized] = {"masks": self.masks, "scores": self.scores}
         optional: dict[str, Sized | None] = {
             "advantages": self.advantages,
@@ -141,25 +160,45 @@ class ScoredGroup(WireModel):
             "distill_logprobs": self.distill_logprobs,
         }
         checked = required | {name: value for name, value in optional.items() if value}
-        return [
-            f"{name}: {len(value)} entries for {self.size} sequences"
-            for name, value in checked.items()
-            if len(value) != self.size
-        ]
+        for name, value in checked.items():
+            if len(value) != self.size:
+                yield f"{name}: {len(value)} entries for {self.size} sequences"
 
-    def _inner_mismatches(self) -> list[str]:
-        problems = [f"tokens[{i}]: empty sequence" for i, row in enumerate(self.tokens) if not row]
+    def _inner(self) -> Iterator[str]:
+        for i, sequence in enumerate(self.tokens):
+            if not sequence:
+                yield f"tokens[{i}]: empty sequence"
         rows: dict[str, Sequence[Sized]] = {
             "masks": self.masks,
             "inference_logprobs": self.inference_logprobs or [],
         }
         for name, values in rows.items():
-            problems += [
-                f"{name}[{i}]: {len(row)} values for {len(tokens)} tokens"
-                for i, (row, tokens) in enumerate(zip(values, self.tokens, strict=False))
-                if len(row) != len(tokens)
-            ]
-        return problems
+            for i, (row, tokens) in enumerate(zip(values, self.tokens, strict=False)):
+                if len(row) != len(tokens):
+                    yield f"{name}[{i}]: {len(row)} values for {len(tokens)} tokens"
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    """Raise one `ValueError` that lists every problem; the list is cut when it is very long."""
+    listed = list(islice(problems, _MAX_PROBLEMS))
+    if not listed:
+        return
+    if next(problems, None) is not None:
+        listed.append(f"and more (the first {_MAX_PROBLEMS} are listed)")
+    raise ValueError("; ".join(listed))
+
+
+def _non_finite_paths(root: Any) -> Iterator[str]:
+    """Where a NaN or an infinity hides inside parsed JSON, as `[0].reward`."""
+    pending: list[tuple[str, Any]] = [("", root)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            yield path
+        elif isinstance(value, dict):
+            pending.extend((f"{path}.{key}", item) for key, item in value.items())
+        elif isinstance(value, list):
+            pending.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
 
 
 class ServerStatus(WireModel):

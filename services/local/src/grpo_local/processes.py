@@ -89,7 +89,7 @@ class ManagedProcess:
         while not healthy():
             if self.exit_code is not None:
                 raise ProcessFailed(
-                    f"{self.name} ended with status {self.exit_code} while starting; "
+                    f"{self.name} ended with {describe_exit(self.exit_code)} while starting; "
                     f"see {self.log_path}\n{self.log_tail()}"
                 )
             if time.monotonic() - started > deadline_s:
@@ -121,6 +121,13 @@ class ManagedProcess:
     def log_tail(self, lines: int = 15) -> str:
         text = self.log_path.read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
+
+
+def describe_exit(code: int | None) -> str:
+    """`status 1`, or the name of the signal that ended it."""
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"status {code}"
 
 
 def free_port() -> int:

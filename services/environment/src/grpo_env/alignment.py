@@ -1,0 +1,74 @@
+"""Prompt and completion laid out as the trainer reads them (legend: `grpo_core.wire`).
+
+prompt 5 6, completion 90 91 sampled with -0.4, -1.2
+tokens              [ 5,    6,    90,   91 ]
+masks               [-100, -100,  90,   91 ]
+inference_logprobs  [ 1.0,  1.0, -0.4, -1.2]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_core.errors import GrpoError
+from grpo_core.inference_client import Completion
+from grpo_core.wire import MASKED, PROMPT_LOGPROB
+
+LOGPROB_SLACK = 1e-6
+"""A probability of 1 may come back as a log-probability this far above 0: rounding."""
+
+
+class MisalignedCompletion(GrpoError):
+    """The server's tokens and log-probabilities cannot be trained on; lists every problem."""
+
+
+@dataclass(frozen=True)
+class AlignedSequence:
+    """Three lists of one length [T]: prompt followed by completion."""
+
+    tokens: list[int]
+    masks: list[int]
+    inference_logprobs: list[float]
+
+
+def align_group(
+    prompt_ids: Sequence[int], completions: Sequence[Completion]
+) -> list[AlignedSequence]:
+    """Lay out every completion of one prompt.
+
+    Raises:
+        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
+            log-probability that is not a finite number of at most 0.
+    """
+    problems = [] if prompt_ids else ["the prompt has no tokens"]
+    for index, completion in enumerate(completions):
+        problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
+    if problems:
+        raise MisalignedCompletion(
+            "vllm-server: /generate answered what cannot be trained on: " + "; ".join(problems)
+        )
+    return [_align(prompt_ids, completion) for completion in completions]
+
+
+def _align(prompt_ids: Sequence[int], completion: Completion) -> AlignedSequence:
+    return AlignedSequence(
+        tokens=[*prompt_ids, *completion.token_ids],
+        masks=[MASKED] * len(prompt_ids) + completion.token_ids,
+        inference_logprobs=[PROMPT_LOGPROB] * len(prompt_ids) + completion.logprobs,
+    )
+
+
+def _problems(completion: Completion) -> list[str]:
+    problems = [] if completion.token_ids else ["no tokens"]
+    if len(completion.logprobs) != len(completion.token_ids):
+        problems.append(
+            f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
+        )
+    problems += [
+        f"logprob {logprob} at token {position}"
+        for position, logprob in enumerate(completion.logprobs)
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
+    ]
+    return problems

@@ -1,0 +1,85 @@
+"""How many groups may be started now: enough to keep the trainer fed, no more, so data is fresh.
+
+Pure. Sequences queued or being sampled stay within `max_batches_offpolicy` batches: what is
+sampled beyond that would be trained on by a policy that has moved on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from grpo_core.wire import EnvironmentStatus, TrainerInfo
+
+END_MARGIN_BATCHES = 1
+"""Sampled beyond the last batch. Groups may still be dropped, and run-api rounds the share of
+other environments up: a tight count could leave the last batch one group short for ever."""
+
+
+class Action(StrEnum):
+    STOP = "stop"
+    PAUSE = "pause"
+    START = "start"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The limits that do not change during a run."""
+
+    group_size: int
+    max_batches_offpolicy: int
+    max_concurrent_groups: int
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Groups of this environment that `EnvironmentStatus` does not count yet."""
+
+    in_flight: int
+    sent_since_status: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do now; `groups` is positive exactly where the action is START."""
+
+    action: Action
+    groups: int = 0
+
+
+def plan_groups(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, load: Load) -> Plan:
+    """Decide from the latest poll.
+
+    The run is complete once the last batch has been *delivered*: `current_step` counts
+    deliveries. A queue that merely holds enough for it is a reason to pause, since a group in it
+    may still be refused or lost and the trainer would wait for ever.
+    """
+    if status.current_step >= pace.total_steps:
+        return Plan(Action.STOP)
+    if trainer.batch_size < 1:
+        return Plan(Action.PAUSE)  # no trainer is registered: after a reset
+    batches_left = pace.total_steps - status.current_step
+    wanted = min(
+        _fresh_groups(trainer.batch_size, pace),
+        _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, pace),
+    )
+    missing = wanted - status.queue_size - load.sent_since_status - load.in_flight
+    free_slots = _slots(status, pace) - load.in_flight
+    groups = min(missing, free_slots)
+    return Plan(Action.START, groups) if groups > 0 else Plan(Action.PAUSE)
+
+
+def _fresh_groups(batch_size: int, pace: Pace) -> int:
+    """At least one whole batch: a bound that rounds down to less would starve the trainer."""
+    bound = pace.max_batches_offpolicy * batch_size // pace.group_size
+    return max(bound, _groups_in(1, batch_size, pace))
+
+
+def _groups_in(batches: int, batch_size: int, pace: Pace) -> int:
+    return -(-batches * batch_size // pace.group_size)
+
+
+def _slots(status: EnvironmentStatus, pace: Pace) -> int:
+    """Environments share the slots by weight; each keeps one, or it would never be heard."""
+    return max(1, int(pace.max_concurrent_groups * status.env_weight))

@@ -1,0 +1,103 @@
+"""One group from prompt to queue; what goes wrong with a group is counted here."""
+
+from __future__ import annotations
+
+import structlog
+
+from grpo_core.errors import RequestRefused, ServiceUnavailable
+from grpo_core.inference_client import GenerationClient
+from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.wire import REWARD_SAMPLE_KEY, ScoredGroup
+from grpo_env.patience import Patience, RefusalLimit
+from grpo_env.progress import Progress, RewardSample
+from grpo_env.prompts import PromptEncoder
+from grpo_env.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
+from grpo_env.tasks import Task
+
+log = structlog.get_logger()
+
+
+class GroupProducer:
+    """Samples groups of one task and sends them.
+
+    `inference` and `run_api` are shared with the caller, who holds back while they are failing.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        prompts: PromptEncoder,
+        generation: GenerationClient,
+        api: EnvironmentClient,
+        inference: Patience,
+        run_api: Patience,
+    ) -> None:
+        self._task = task
+        self._prompts = prompts
+        self._generation = generation
+        self._api = api
+        self._inference = inference
+        self._run_api = run_api
+        self._rewards = RewardSample()
+        self._generation_refusals = RefusalLimit("generation")
+        self._submission_refusals = RefusalLimit("submission")
+        self.env_id = -1
+        self.progress = Progress()
+
+    async def produce(self, plan: SamplingPlan) -> None:
+        """Sample one group and send it, or count why not.
+
+        Raises:
+            EveryGroupRefused: a server refuses whatever is sent.
+            ServiceUnavailable: a server failed longer than its deadline.
+            ProtocolViolation, MisalignedCompletion: an answer breaks the contract.
+        """
+        item = self._task.next_item()
+        try:
+            outcome = await roll_out(
+                self._generation, item, self._prompts.encode(item.messages), plan
+            )
+        except ServiceUnavailable as error:
+            self._inference.failed(error)
+            self._fail(RolloutFailure(FailureReason.UNAVAILABLE, str(error)))
+            return
+        self._inference.succeeded()
+        self._rewards.add(outcome.rewards)
+        if isinstance(outcome, Rollout):
+            self._generation_refusals.accepted()
+            self.progress.record(outcome)
+            await self._send(outcome)
+            return
+        self._fail(outcome)
+        if outcome.reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(outcome.detail)
+        else:
+            self._generation_refusals.accepted()
+
+    async def _send(self, rollout: Rollout) -> None:
+        rewards = self._rewards.take()
+        try:
+            await self._api.submit(self._addressed(rollout.group, rewards))
+        except RequestRefused as error:
+            self._rewards.give_back(rewards)
+            self._fail(RolloutFailure(FailureReason.REFUSED, str(error)))
+            self._submission_refusals.refused(str(error))
+        except ServiceUnavailable as error:
+            # The group may have arrived before the connection broke, so neither it nor its
+            # reward sample is sent again: a gap is harmless, a duplicate is not.
+            self._run_api.failed(error)
+            self._fail(RolloutFailure(FailureReason.UNDELIVERED, str(error)))
+        else:
+            self._run_api.succeeded()
+            self._submission_refusals.accepted()
+            self.progress.record_sent()
+
+    def _addressed(self, group: ScoredGroup, rewards: RewardSample) -> ScoredGroup:
+        overrides = (group.group_overrides or {}) | {REWARD_SAMPLE_KEY: rewards.on_the_wire()}
+        return group.model_copy(update={"env_id": self.env_id, "group_overrides": overrides})
+
+    def _fail(self, failure: RolloutFailure) -> None:
+        self.progress.record(failure)
+        # Equal scores are the ordinary case of a good policy: the progress line counts them.
+        if failure.reason is not FailureReason.EQUAL_SCORES:
+            log.warning("group lost", reason=failure.reason.value, detail=failure.detail)

@@ -1,0 +1,97 @@
+"""Counters behind the progress line, and the unbiased reward sample that groups carry."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_env.rollout import FailureReason, Rollout, RolloutFailure
+
+_REPORT_EVERY_S = 5.0
+
+
+@dataclass
+class RewardSample:
+    """Rewards graded since the last group was sent, those of dropped groups included.
+
+    The mean over the groups that are sent is biased: groups whose scores are all equal are
+    missing from it, and they are the ones the policy always solves, or never.
+    """
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, rewards: Iterable[float]) -> None:
+        for reward in rewards:
+            self.total += reward
+            self.count += 1
+
+    def take(self) -> RewardSample:
+        """Hand over what was gathered and start again."""
+        taken = RewardSample(self.total, self.count)
+        self.total, self.count = 0.0, 0
+        return taken
+
+    def give_back(self, taken: RewardSample) -> None:
+        self.total += taken.total
+        self.count += taken.count
+
+    def on_the_wire(self) -> dict[str, float | int]:
+        return {"sum": self.total, "count": self.count}
+
+
+@dataclass
+class _Window:
+    """What happened since the last line."""
+
+    started: float
+    rewards: RewardSample = field(default_factory=RewardSample)
+    graded_groups: int = 0
+    equal_groups: int = 0
+    tokens: int = 0
+
+
+class Progress:
+    """Counts groups over the whole run; rates and means over the time since the last line."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._window = _Window(clock())
+        self.groups_sent = 0
+        self.failures: Counter[FailureReason] = Counter()
+
+    def record(self, outcome: Rollout | RolloutFailure) -> None:
+        """Count one sampled group; whether it was sent is counted apart."""
+        self._window.tokens += outcome.completion_tokens
+        self._window.rewards.add(outcome.rewards)
+        self._window.graded_groups += bool(outcome.rewards)
+        if isinstance(outcome, RolloutFailure):
+            self.record_failure(outcome.reason)
+
+    def record_failure(self, reason: FailureReason) -> None:
+        self.failures[reason] += 1
+        self._window.equal_groups += reason is FailureReason.EQUAL_SCORES
+
+    def record_sent(self) -> None:
+        self.groups_sent += 1
+
+    def report_if_due(self) -> dict[str, Any] | None:
+        """The fields of the next progress line, or None while it is too early for one."""
+        elapsed_s = self._clock() - self._window.started
+        if elapsed_s < _REPORT_EVERY_S:
+            return None
+        window, self._window = self._window, _Window(self._clock())
+        return {
+            "groups_sent": self.groups_sent,
+            "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
+            "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
+            "tokens_per_s": round(window.tokens / elapsed_s, 1),
+        }
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

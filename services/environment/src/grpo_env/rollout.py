@@ -1,0 +1,173 @@
+"""One prompt, one generation request, one scored group.
+
+A group that cannot be used is data (`RolloutFailure`), a server that breaks the contract is an
+error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from grpo_core.errors import ProtocolViolation, RequestRefused
+from grpo_core.inference_client import Completion, GenerateAnswer, GenerationClient
+from grpo_core.wire import GENERATION_SECONDS_KEY, POLICY_VERSION_KEY, ScoredGroup
+from grpo_env.alignment import align_group
+from grpo_env.grading import Grades, grade_all
+from grpo_env.tasks import Item
+
+_FINISHED = frozenset({"stop", "length"})
+
+
+class FailureReason(StrEnum):
+    """Why a group never reached the queue."""
+
+    TOO_LONG = "too_long"
+    EQUAL_SCORES = "equal_scores"
+    QUARANTINED_REWARD = "quarantined_reward"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+    UNAVAILABLE = "unavailable"
+    UNDELIVERED = "undelivered"
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How groups are sampled; lengths in tokens. Sequences of `max_token_length` are too long."""
+
+    group_size: int
+    temperature: float
+    max_token_length: int
+    max_completion_tokens: int
+    drop_equal_scores: bool
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A group ready to send, except for the environment's id."""
+
+    group: ScoredGroup
+    rewards: tuple[float, ...]
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class RolloutFailure:
+    """A group that is not sent. `rewards` holds the grades it got all the same."""
+
+    reason: FailureReason
+    detail: str
+    rewards: tuple[float, ...] = ()
+    completion_tokens: int = 0
+
+
+async def roll_out(
+    client: GenerationClient, item: Item, prompt_ids: list[int], plan: SamplingPlan
+) -> Rollout | RolloutFailure:
+    """Sample one group and grade it.
+
+    Args:
+        prompt_ids: [T], the item's messages as token ids.
+
+    Raises:
+        ServiceUnavailable: the inference server is gone, or failed on this request.
+        ProtocolViolation, MisalignedCompletion: the answer breaks the contract.
+    """
+    room = plan.max_token_length - len(prompt_ids)
+    if room < 1:
+        return RolloutFailure(
+            FailureReason.REFUSED,
+            f"a prompt of {len(prompt_ids)} tokens leaves no room below the maximum of "
+            f"{plan.max_token_length}; raise --env.max-token-length and the trainer's limit",
+        )
+    params = {
+        "temperature": plan.temperature,
+        "max_tokens": min(plan.max_completion_tokens, room),
+    }
+    started = time.monotonic()
+    try:
+        answer = await client.generate(prompt_ids, n=plan.group_size, **params)
+    except RequestRefused as error:
+        return RolloutFailure(FailureReason.REFUSED, str(error))
+    seconds = time.monotonic() - started
+    completions = _completions(answer, prompt_ids, plan)
+    return _judge(item, prompt_ids, completions, plan, params, seconds)
+
+
+def _completions(
+    answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan
+) -> list[Completion]:
+    completions = answer.completions()
+    problems = []
+    if len(completions) != plan.group_size:
+        problems.append(f"{len(completions)} completions instead of {plan.group_size}")
+    if answer.prompt_token_ids != prompt_ids:
+        problems.append("prompt_token_ids are not the ones sent")
+    if problems:
+        raise ProtocolViolation("vllm-server: /generate answered " + "; ".join(problems))
+    return completions
+
+
+def _judge(
+    item: Item,
+    prompt_ids: list[int],
+    completions: list[Completion],
+    plan: SamplingPlan,
+    params: dict[str, Any],
+    seconds: float,
+) -> Rollout | RolloutFailure:
+    token_count = sum(len(completion.token_ids) for completion in completions)
+    reasons = sorted({completion.finish_reason for completion in completions} - _FINISHED)
+    if reasons:
+        # Cut off by the server, not by the policy: its text is not an answer to grade.
+        detail = f"finish reasons {', '.join(reasons)}"
+        return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
+    grades = grade_all(item, [completion.text for completion in completions])
+    failure = _reason_to_drop(len(prompt_ids), completions, grades, plan)
+    if failure is not None:
+        return RolloutFailure(*failure, rewards=grades.scores, completion_tokens=token_count)
+    group = _scored_group(item, prompt_ids, completions, grades.scores, params, seconds)
+    return Rollout(group, grades.scores, token_count)
+
+
+def _reason_to_drop(
+    prompt_length: int, completions: Sequence[Completion], grades: Grades, plan: SamplingPlan
+) -> tuple[FailureReason, str] | None:
+    if grades.quarantined:
+        return FailureReason.QUARANTINED_REWARD, "; ".join(grades.quarantined)
+    longest = prompt_length + max(len(completion.token_ids) for completion in completions)
+    if longest >= plan.max_token_length:
+        return FailureReason.TOO_LONG, f"{longest} tokens, maximum {plan.max_token_length}"
+    if plan.drop_equal_scores and len(set(grades.scores)) == 1:
+        return FailureReason.EQUAL_SCORES, f"all {grades.scores[0]}"
+    return None
+
+
+def _scored_group(
+    item: Item,
+    prompt_ids: list[int],
+    completions: list[Completion],
+    scores: Sequence[float],
+    params: dict[str, Any],
+    seconds: float,
+) -> ScoredGroup:
+    rows = align_group(prompt_ids, completions)
+    versions = [
+        [list(completion.first_version), list(completion.last_version)]
+        for completion in completions
+    ]
+    return ScoredGroup(
+        tokens=[row.tokens for row in rows],
+        masks=[row.masks for row in rows],
+        scores=list(scores),
+        inference_logprobs=[row.inference_logprobs for row in rows],
+        messages=[
+            [*map(dict, item.messages), {"role": "assistant", "content": completion.text}]
+            for completion in completions
+        ],
+        generation_params=params,
+        group_overrides={POLICY_VERSION_KEY: versions, GENERATION_SECONDS_KEY: seconds},
+    )

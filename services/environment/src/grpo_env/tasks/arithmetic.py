@@ -1,0 +1,39 @@
+"""One-digit sums: small enough for a model of a million parameters to learn in minutes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from grpo_env.tasks import Message
+
+_LARGEST_DIGIT = 9
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`a + b`, asked as "3+4="."""
+
+    a: int
+    b: int
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": f"{self.a}+{self.b}="}]
+
+    def grade(self, completion: str) -> float:
+        """1.0 for exactly the right number, space around it allowed; 0.0 for anything else."""
+        return 1.0 if completion.strip() == str(self.a + self.b) else 0.0
+
+
+class Arithmetic:
+    """Sums drawn independently; the same seed gives the same sums."""
+
+    name = "arithmetic"
+    max_completion_tokens = 16
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def next_item(self) -> Sum:
+        return Sum(self._random.randint(0, _LARGEST_DIGIT), self._random.randint(0, _LARGEST_DIGIT))

@@ -1,0 +1,222 @@
+"""The environment's loop: poll run-api, start groups as flow control says, until the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import structlog
+
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.inference_client import GenerationClient
+from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
+from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
+from grpo_env.patience import Patience
+from grpo_env.producer import GroupProducer
+from grpo_env.prompts import PromptEncoder
+from grpo_env.registration import Membership, join_run
+from grpo_env.rollout import SamplingPlan
+from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks import Task
+
+log = structlog.get_logger()
+
+_POLL_S = 0.1
+_GOODBYE_S = 5.0
+_NOT_FOUND = 404
+
+
+class GroupLargerThanBatch(GrpoError):
+    """No batch can ever hold a group of this environment."""
+
+
+async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder) -> None:
+    """Feed the trainer until its run is complete; returns then.
+
+    Cancelling drops the connections of the groups being sampled and says goodbye to run-api.
+
+    Raises:
+        GrpoError: what ended the work, by name.
+    """
+    env, openai = settings.env, settings.openai
+    async with (
+        EnvironmentClient(env.rollout_server_url, env.run_api_deadline_s) as api,
+        GenerationClient(
+            openai.base_url, openai.request_deadline_s, env.max_concurrent_groups
+        ) as generation,
+    ):
+        await Worker(settings, task, prompts, api, generation).run()
+
+
+class Worker:
+    """One environment's membership in a run, and the groups it has under way."""
+
+    def __init__(
+        self,
+        settings: EnvServerSettings,
+        task: Task,
+        prompts: PromptEncoder,
+        api: EnvironmentClient,
+        generation: GenerationClient,
+    ) -> None:
+        self._env = settings.env
+        self._api = api
+        self._inference = Patience("vllm-server", settings.openai.request_deadline_s)
+        self._run_api = Patience("run-api", settings.env.run_api_deadline_s)
+        self._producer = GroupProducer(
+            task, prompts, generation, api, self._inference, self._run_api
+        )
+        self._completion_tokens = settings.env.max_completion_tokens or task.max_completion_tokens
+        self._membership: Membership | None = None
+        self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
+        self._in_flight: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        try:
+            membership = await self._join()
+            await self._feed_trainer(membership)
+        finally:
+            await self._leave()
+
+    async def _feed_trainer(self, membership: Membership) -> None:
+        while True:
+            status = await self._poll_status(membership.env_id)
+            if status is None:
+                membership = await self._join()
+                continue
+            if not await self._work_until_next_poll(status, self._pace(membership)):
+                log.info(
+                    "run complete",
+                    step=status.current_step,
+                    groups_sent=self._producer.progress.groups_sent,
+                )
+                return
+            await self._report()
+
+    async def _join(self) -> Membership:
+        env = self._env
+        registration = EnvironmentRegistration(
+            max_token_length=env.max_token_length,
+            desired_name=env.wandb_name,
+            weight=env.weight,
+            group_size=env.group_size,
+        )
+        membership = await join_run(self._api, registration, env.trainer_deadline_s)
+        self._membership = membership
+        self._producer.env_id = membership.env_id
+        await self._ask_trainer_info()
+        log.info(
+            "registered",
+            env_id=membership.env_id,
+            name=membership.wandb_name,
+            step=membership.starting_step,
+            total_steps=self._pace(membership).total_steps,
+            batch_size=self._trainer.batch_size,
+        )
+        return membership
+
+    async def _ask_trainer_info(self) -> None:
+        self._trainer = await self._api.info()
+        if 0 < self._trainer.batch_size < self._env.group_size:
+            raise GroupLargerThanBatch(
+                f"group size {self._env.group_size} is larger than the trainer's batch of "
+                f"{self._trainer.batch_size} sequences; pass a smaller --env.group-size or a "
+                "larger batch size to the trainer"
+            )
+
+    async def _poll_status(self, env_id: int) -> EnvironmentStatus | None:
+        """None where run-api does not know this environment any more: it was reset."""
+        while True:
+            try:
+                status = await self._api.status(env_id)
+            except RequestRefused as error:
+                if error.status != _NOT_FOUND:
+                    raise
+                log.warning("run-api forgot this environment, registering again", env_id=env_id)
+                self._membership = None
+                await asyncio.sleep(_POLL_S)
+                return None
+            except ServiceUnavailable as error:
+                self._run_api.failed(error)
+                await asyncio.sleep(self._run_api.delay_s)
+            else:
+                self._run_api.succeeded()
+                return status
+
+    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> bool:
+        """Keep the slots filled for one poll interval; False once the run is complete."""
+        poll_at = time.monotonic() + _POLL_S
+        sent_before = self._producer.progress.groups_sent
+        while True:
+            load = Load(
+                in_flight=len(self._in_flight),
+                sent_since_status=self._producer.progress.groups_sent - sent_before,
+            )
+            plan = plan_groups(status, self._trainer, pace, load)
+            if plan.action is Action.STOP:
+                return False
+            self._start(plan)
+            left_s = poll_at - time.monotonic()
+            if left_s <= 0:
+                return True
+            await self._wait_for_a_group(left_s)
+
+    def _start(self, plan: Plan) -> None:
+        if self._inference.delay_s or self._run_api.delay_s:
+            return
+        for _ in range(plan.groups):
+            self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
+
+    async def _wait_for_a_group(self, timeout_s: float) -> None:
+        if not self._in_flight:
+            await asyncio.sleep(timeout_s)
+            return
+        done, self._in_flight = await asyncio.wait(
+            self._in_flight, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        errors = [error for task in done if (error := task.exception())]
+        if errors:
+            raise errors[0]
+
+    async def _report(self) -> None:
+        fields = self._producer.progress.report_if_due()
+        if fields is None:
+            return
+        log.info("progress", in_flight=len(self._in_flight), **fields)
+        # A trainer that registers again may bring another batch size.
+        await self._ask_trainer_info()
+
+    async def _leave(self) -> None:
+        for task in self._in_flight:
+            task.cancel()
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        self._in_flight.clear()
+        if self._membership is None:
+            return
+        with contextlib.suppress(GrpoError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await self._api.disconnect(self._membership.env_id)
+
+    def _pace(self, membership: Membership) -> Pace:
+        env = self._env
+        return Pace(
+            group_size=env.group_size,
+            max_batches_offpolicy=env.max_batches_offpolicy,
+            max_concurrent_groups=env.max_concurrent_groups,
+            total_steps=membership.num_steps if env.total_steps == -1 else env.total_steps,
+        )
+
+    def _sampling(self) -> SamplingPlan:
+        env = self._env
+        trainer_limit = self._trainer.max_token_len
+        return SamplingPlan(
+            group_size=env.group_size,
+            temperature=env.temperature,
+            max_token_length=min(env.max_token_length, trainer_limit)
+            if trainer_limit > 0
+            else env.max_token_length,
+            max_completion_tokens=self._completion_tokens,
+            drop_equal_scores=env.drop_equal_scores,
+        )

@@ -1,0 +1,162 @@
+"""A whole training run on this machine: start, follow, sum up."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_local.health import HealthProbe
+from grpo_local.metrics_file import MetricsFile, StepRecord
+from grpo_local.processes import ManagedProcess, ProcessFailed, free_port
+from grpo_local.progress import StepTable
+from grpo_local.run_directory import RunDirectory, create_run_directory
+from grpo_local.screen import Screen
+from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
+from grpo_local.settings import DemoSettings
+from grpo_local.stack import Service, Stack
+from grpo_local.stop_request import StopRequest, StopRequested
+from grpo_local.summary import summarise, summary_lines
+
+EXIT_FAILED = 1
+FOLLOW_POLL_S = 0.2
+
+
+class NoTrainingStep(GrpoError):
+    """All processes run, yet the trainer finished no step in time."""
+
+
+def run_demo(settings: DemoSettings, screen: Screen) -> int:
+    """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
+    with StopRequest() as stop_request:
+        try:
+            _train_and_report(settings, screen, stop_request)
+        except StopRequested as stopped:
+            screen.failure(f"{stopped}; every process of this run has ended")
+            return stopped.exit_status
+        except GrpoError as error:
+            screen.failure(f"failed ({type(error).__name__}): {error}")
+            return EXIT_FAILED
+    return 0
+
+
+def _train_and_report(settings: DemoSettings, screen: Screen, stop_request: StopRequest) -> None:
+    started = time.monotonic()
+    run = create_run_directory(settings.run_dir, settings.seed)
+    screen.line(f"run {run.run_id}: {settings.steps} steps, files in {run.path}")
+    with (
+        tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
+        HealthProbe() as probe,
+        Stack(run.logs, stop_request) as stack,
+    ):
+        launch = Launch(ServiceFactory(settings, run, probe), stack, screen)
+        try:
+            launch.all_services(weights_socket_path(Path(temporary)))
+            training_started = time.monotonic()
+            records = follow_training(stack, run, settings, screen)
+            training_s = time.monotonic() - training_started
+        finally:
+            with screen.activity("ending every process of this run"):
+                stack.stop()
+    with screen.activity("drawing the reward curve"):
+        _draw(records, run, settings)
+    summary = summarise(records, time.monotonic() - started, training_s)
+    screen.line("")
+    screen.lines(summary_lines(summary, run), style="bold")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Starts the services in the order in which they need each other, and says so."""
+
+    factory: ServiceFactory
+    stack: Stack
+    screen: Screen
+
+    def all_services(self, weights_socket: Path) -> None:
+        """Each port is chosen just before its service starts, so that nothing else takes it."""
+        factory = self.factory
+        model = factory.settings.model or self._tiny_model()
+        redis_port = free_port()
+        self._start(factory.redis(redis_port))
+        api_port = free_port()
+        self._start(factory.run_api(api_port, redis_port))
+        vllm_port = free_port()
+        self._start(factory.vllm_server(vllm_port, model, weights_socket))
+        self._start(factory.trainer(model, api_port, vllm_port, weights_socket))
+        self._start(factory.environment(model, api_port, vllm_port))
+
+    def _tiny_model(self) -> str:
+        path_file = self.factory.run.path / TINY_MODEL_PATH_FILE
+        self._timed(self.factory.tiny_model(path_file), self.stack.run, "making", "made")
+        return path_file.read_text().strip()
+
+    def _start(self, service: Service) -> None:
+        self._timed(service, self.stack.start, "starting", "ready")
+
+    def _timed(
+        self, service: Service, act: Callable[[Service], float], doing: str, done: str
+    ) -> None:
+        with self.screen.activity(f"{doing} {service.name}, at most {service.deadline_s:g} s"):
+            seconds = act(service)
+        self.screen.line(f"{service.name:<12}{done} after {seconds:5.1f} s", style="green")
+
+
+def follow_training(
+    stack: Stack, run: RunDirectory, settings: DemoSettings, screen: Screen
+) -> list[StepRecord]:
+    """Show every step until the trainer has ended; returns the records of all steps.
+
+    Raises:
+        ProcessFailed: a process failed, or the trainer ended before its last step.
+        NoTrainingStep: `step_deadline_s` passed without a step.
+        ProtocolViolation: the metrics file breaks its contract.
+        StopRequested: a stop signal arrived.
+    """
+    metrics, table = MetricsFile(run.metrics), StepTable()
+    records: list[StepRecord] = []
+    trainer = stack.process("trainer")
+    last_step_at = time.monotonic()
+    while True:
+        finished = trainer.exit_code == 0  # asked before reading, so that no line comes after
+        for record in metrics.read_new():
+            records.append(record)
+            last_step_at = time.monotonic()
+            for line, is_header in table.lines(record):
+                screen.line(line, style="bold" if is_header else None)
+        if finished:
+            return _all_steps(records, settings.steps, trainer)
+        if time.monotonic() - last_step_at > settings.step_deadline_s:
+            raise NoTrainingStep(_no_step_message(settings, len(records), trainer))
+        stack.sleep(FOLLOW_POLL_S)
+
+
+def _all_steps(records: list[StepRecord], steps: int, trainer: ManagedProcess) -> list[StepRecord]:
+    if len(records) < steps:
+        raise ProcessFailed(
+            f"trainer ended with status 0 after {len(records)} of {steps} steps; "
+            f"see {trainer.log_path}\n{trainer.log_tail()}"
+        )
+    return records
+
+
+def _no_step_message(settings: DemoSettings, done: int, trainer: ManagedProcess) -> str:
+    return (
+        f"no training step within {settings.step_deadline_s:g} s, "
+        f"{done} of {settings.steps} done; see {trainer.log_path} and the other logs beside it, "
+        f"or raise --step-deadline-s\n{trainer.log_tail()}"
+    )
+
+
+def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) -> None:
+    from grpo_local.plot import draw_reward_curve
+
+    draw_reward_curve(
+        [record.step for record in records],
+        [record.reward_mean for record in records],
+        f"GRPO, arithmetic environment, seed {settings.seed}",
+        run.reward_plot,
+    )

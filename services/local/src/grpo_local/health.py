@@ -1,0 +1,57 @@
+"""Is a service ready? Questions over HTTP that count any failure to answer as "not yet"."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+PROBE_TIMEOUT_S = 1.0
+NOT_REGISTERED = -1
+"""`batch_size` of run-api's `/info` before a trainer has registered."""
+
+
+class HealthProbe:
+    """One connection pool for all probes. The environment's proxies do not apply: all is local."""
+
+    def __init__(self) -> None:
+        self._client = httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False)
+
+    def answers(self, base_url: str) -> bool:
+        """`GET /health` is 200."""
+        return self._get(f"{base_url}/health") is not None
+
+    def trainer_is_registered(self, run_api_url: str) -> bool:
+        info = self._get_json(f"{run_api_url}/info")
+        return isinstance(info, dict) and info.get("batch_size", NOT_REGISTERED) != NOT_REGISTERED
+
+    def has_environment(self, run_api_url: str) -> bool:
+        return bool(self._get_json(f"{run_api_url}/environments"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    def _get(self, url: str) -> httpx.Response | None:
+        try:
+            response = self._client.get(url)
+        except httpx.RequestError:
+            return None
+        return response if response.status_code == httpx.codes.OK else None
+
+    def _get_json(self, url: str) -> Any:
+        response = self._get(url)
+        if response is None:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            return None

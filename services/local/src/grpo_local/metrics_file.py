@@ -1,0 +1,70 @@
+"""The trainer's metrics file, read while it grows: one JSON object per line, one line per step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_core.errors import ProtocolViolation
+
+
+class StepRecord(BaseModel):
+    """What the trainer measured in one step. Keys that are not listed here are passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    reward_mean: float = Field(alias="reward/mean")
+    loss: float = Field(alias="train/loss")
+    mean_ratio: float = Field(alias="grpo/mean_ratio")
+    clipped_fraction: float = Field(alias="grpo/clipped_fraction")
+    # None where the server reported nothing to compare with.
+    alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
+    staleness_mean: float | None = Field(None, alias="staleness/mean")
+    staleness_max: float | None = Field(None, alias="staleness/max")
+    tokens_per_s: float = Field(alias="throughput/tokens_per_s")
+    generate_s: float = Field(alias="time/generate_s")
+    wait_s: float = Field(alias="time/wait_s")
+    train_s: float = Field(alias="time/train_s")
+    publish_s: float = Field(alias="time/publish_s")
+    step_s: float = Field(alias="time/step_s")
+
+
+class MetricsFile:
+    """Remembers how far it has read; a line that is still being written waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0  # bytes, always just behind a newline
+        self._lines = 0
+
+    def read_new(self) -> list[StepRecord]:
+        """The records that were completed since the last call; none while there is no file.
+
+        Raises:
+            ProtocolViolation: a complete line is not a step record. Names the line.
+        """
+        return [self._parse(line) for line in self._complete_lines()]
+
+    def _complete_lines(self) -> list[bytes]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].splitlines()
+
+    def _parse(self, line: bytes) -> StepRecord:
+        self._lines += 1
+        try:
+            return StepRecord.model_validate_json(line)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, problem['loc'])) or 'line'}: {problem['msg']}"
+                for problem in error.errors()
+            )
+            raise ProtocolViolation(f"{self._path} line {self._lines}: {problems}") from None

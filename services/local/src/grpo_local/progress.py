@@ -1,0 +1,72 @@
+"""One line per training step, in columns that fit a terminal 100 wide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from grpo_local.metrics_file import StepRecord
+
+HEADER_EVERY_STEPS = 20
+NOT_MEASURED = "-"
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    unit: str
+    width: int
+    value: Callable[[StepRecord], str]
+
+
+def optional(value: float | None, form: str) -> str:
+    return NOT_MEASURED if value is None else format(value, form)
+
+
+def seconds(value: float) -> str:
+    """Two decimals while they mean something; a wait of minutes must not widen its column."""
+    return f"{value:.2f}" if value < 99.995 else f"{value:.0f}"
+
+
+COLUMNS = (
+    Column("step", "", 7, lambda r: f"{r.step}/{r.steps}"),
+    Column("reward", "mean", 7, lambda r: f"{r.reward_mean:.3f}"),
+    Column("loss", "", 8, lambda r: f"{r.loss:.4f}"),
+    Column("ratio", "mean", 6, lambda r: f"{r.mean_ratio:.3f}"),
+    Column("clip", "%", 5, lambda r: f"{100 * r.clipped_fraction:.1f}"),
+    Column("align", "nats", 7, lambda r: optional(r.alignment_abs_mean, ".1e")),
+    Column("stale", "steps", 5, lambda r: optional(r.staleness_mean, ".2f")),
+    Column("speed", "tok/s", 6, lambda r: f"{r.tokens_per_s:.0f}"),
+    Column("generate", "s", 8, lambda r: seconds(r.generate_s)),
+    Column("wait", "s", 5, lambda r: seconds(r.wait_s)),
+    Column("train", "s", 5, lambda r: seconds(r.train_s)),
+    Column("publish", "s", 7, lambda r: seconds(r.publish_s)),
+)
+
+
+def header_lines() -> list[str]:
+    """Titles, and their units below."""
+    return [
+        _GAP.join(column.title.rjust(column.width) for column in COLUMNS),
+        _GAP.join(column.unit.rjust(column.width) for column in COLUMNS),
+    ]
+
+
+def step_line(record: StepRecord) -> str:
+    return _GAP.join(column.value(record).rjust(column.width) for column in COLUMNS)
+
+
+class StepTable:
+    """Gives the lines of each record, headed before the first and then every 20 steps."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def lines(self, record: StepRecord) -> Iterator[tuple[str, bool]]:
+        """Pairs of (line, whether it belongs to a header)."""
+        if self._rows % HEADER_EVERY_STEPS == 0:
+            for line in header_lines():
+                yield line, True
+        self._rows += 1
+        yield step_line(record), False

@@ -1,0 +1,179 @@
+"""The command line, environment and health check of each service of a local run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_local.health import HealthProbe
+from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_local.run_directory import RunDirectory
+from grpo_local.settings import DemoSettings
+from grpo_local.stack import Service
+
+HOST = "127.0.0.1"
+DTYPE = "float32"
+MAX_MODEL_LEN = 512
+MAX_NUM_SEQS = 64
+KV_CACHE_BYTES = 64 * 2**20  # a few thousand tokens per sequence of the tiny model
+LONGEST_SOCKET_PATH = 107  # bytes, sun_path of unix(7) less its end mark
+TINY_MODEL_PATH_FILE = "tiny-model-path"
+
+
+class SocketPathTooLong(GrpoError):
+    """The temporary directory leaves no room for the name of a Unix socket."""
+
+
+@dataclass(frozen=True)
+class ServiceFactory:
+    """Builds the services of one run. `model` is a checkpoint directory or a hub id."""
+
+    settings: DemoSettings
+    run: RunDirectory
+    probe: HealthProbe
+
+    def tiny_model(self, path_file: Path) -> Service:
+        """A job that makes the model, or finds it in its cache, and writes where it is."""
+        return Service(
+            name="model",
+            command=_module("grpo_trainer.tiny_model", "--path-file", path_file),
+            healthy=path_file.exists,
+            deadline_s=self.settings.model_deadline_s,
+            environment=child_environment(threads=2 * self.settings.compute_threads),
+            may_finish=True,
+        )
+
+    def redis(self, port: int) -> Service:
+        return Service(
+            name="redis",
+            command=redis_command(port, self.run.redis),
+            healthy=lambda: answers_ping(port),
+            deadline_s=REDIS_DEADLINE_S,
+        )
+
+    def run_api(self, port: int, redis_port: int) -> Service:
+        return Service(
+            name="run-api",
+            command=_module(
+                "grpo_api",
+                *("--host", HOST),
+                *("--port", port),
+                *("--redis-url", f"redis://{HOST}:{redis_port}/0"),
+                *("--run-id", self.run.run_id),
+            ),
+            healthy=lambda: self.probe.answers(url(port)),
+            deadline_s=self.settings.start_deadline_s,
+            environment=child_environment(threads=1),
+        )
+
+    def vllm_server(self, port: int, model: str, weights_socket: Path) -> Service:
+        return Service(
+            name="vllm-server",
+            command=_module(
+                "grpo_vllm",
+                *("--model", model),
+                *("--host", HOST),
+                *("--port", port),
+                "--share-weights",
+                *("--weights-socket", weights_socket),
+                *("--dtype", DTYPE),
+                *("--max-model-len", MAX_MODEL_LEN),
+                *("--max-num-seqs", MAX_NUM_SEQS),
+                "--enforce-eager",  # compiling costs more seconds than a short run wins back
+                *("--kv-cache-memory-bytes", KV_CACHE_BYTES),
+                *("--seed", self.settings.seed),
+            ),
+            healthy=lambda: self.probe.answers(url(port)),
+            deadline_s=self.settings.server_deadline_s,
+            environment=child_environment(self.settings.compute_threads, model),
+        )
+
+    def trainer(
+        self, model: str, run_api_port: int, vllm_port: int, weights_socket: Path
+    ) -> Service:
+        settings = self.settings
+        return Service(
+            name="trainer",
+            command=_module(
+                "grpo_trainer",
+                *("--model-name", model),
+                *("--weight-bridge-mode", "shared_vllm"),
+                *("--atropos-url", url(run_api_port)),
+                *("--vllm-port", vllm_port),
+                *("--weights-socket", weights_socket),
+                *("--training-steps", settings.steps),
+                *("--batch-size", settings.batch_size),
+                *("--gradient-accumulation-steps", settings.gradient_accumulation_steps),
+                *("--lr", settings.lr),
+                *("--warmup-steps", settings.warmup_steps),
+                *("--optimizer", "adamw"),
+                *("--dtype", DTYPE),
+                *("--device", "cpu"),
+                *("--seq-len", settings.seq_len),
+                *("--seed", settings.seed),
+                *("--metrics-file", self.run.metrics),
+                *("--save-path", self.run.checkpoints),
+            ),
+            healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
+            deadline_s=settings.start_deadline_s,
+            environment=child_environment(settings.compute_threads, model),
+            may_finish=True,
+        )
+
+    def environment(self, model: str, run_api_port: int, vllm_port: int) -> Service:
+        settings = self.settings
+        return Service(
+            name="environment",
+            command=_module(
+                "grpo_env",
+                *("arithmetic", "serve"),
+                *("--env.rollout-server-url", url(run_api_port)),
+                *("--env.group-size", settings.group_size),
+                *("--env.max-token-length", settings.seq_len),
+                *("--env.max-completion-tokens", settings.max_completion_tokens),
+                *("--env.max-batches-offpolicy", settings.max_batches_offpolicy),
+                *("--env.seed", settings.seed),
+                *("--openai.base-url", f"{url(vllm_port)}/v1"),
+                *("--openai.model-name", model),
+            ),
+            healthy=lambda: self.probe.has_environment(url(run_api_port)),
+            deadline_s=settings.start_deadline_s,
+            environment=child_environment(1, model),
+            may_finish=True,  # it stops by itself once enough is queued for the last step
+        )
+
+
+def url(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
+def weights_socket_path(directory: Path) -> Path:
+    """Raises `SocketPathTooLong` where the kernel would refuse it."""
+    path = directory / "weights.sock"
+    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
+        raise SocketPathTooLong(
+            f"{path} is longer than {LONGEST_SOCKET_PATH} bytes; point TMPDIR at a shorter path"
+        )
+    return path
+
+
+def child_environment(threads: int, model: str | None = None) -> Mapping[str, str]:
+    """What a child gets on top of the runner's own environment."""
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",  # the last words of a process that dies must reach its log
+    }
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
+    if model is not None and Path(model).is_dir():
+        # Without this every start asks the hub for news of a checkpoint that it does not have.
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment
+
+
+def _module(name: str, *arguments: str | int | float | Path) -> list[str]:
+    return [sys.executable, "-m", name, *(str(argument) for argument in arguments)]

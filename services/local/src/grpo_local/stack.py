@@ -1,0 +1,156 @@
+"""The processes of one run: started in order, watched together, ended in reverse."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from grpo_local.orphans import adopt_orphans, end_orphans, stop_adopting
+from grpo_local.processes import ManagedProcess, ProcessFailed, describe_exit
+from grpo_local.stop_request import StopRequest
+
+STOP_GRACE_S = 10.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Service:
+    """How to start one process and how to know that it is ready."""
+
+    name: str
+    command: Sequence[str]
+    healthy: Callable[[], bool]
+    deadline_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    may_finish: bool = False
+    """Ending with status 0 is success, not failure."""
+
+
+class Stack:
+    """Everything that was started while this is entered has ended once it is left.
+
+    That holds for grandchildren too, and for nothing that this process had started before.
+    """
+
+    def __init__(self, log_directory: Path, stop_request: StopRequest) -> None:
+        self._log_directory = log_directory
+        self._stop_request = stop_request
+        self._running: list[tuple[Service, ManagedProcess]] = []
+        self._not_ours: frozenset[int] = frozenset()
+
+    def start(self, service: Service) -> float:
+        """Start it and wait until it is healthy; returns the seconds that took.
+
+        Raises:
+            ProcessFailed: it, or a service started before it, ended; or its deadline passed.
+            StopRequested: a stop signal arrived.
+        """
+        self.check()
+        process = self._spawn(service)
+        return process.wait_until(lambda: self._is_healthy(service), service.deadline_s)
+
+    def run(self, job: Service) -> float:
+        """Start a process that works and ends, and wait for that; returns the seconds it took.
+
+        The job must be marked `may_finish`.
+
+        Raises:
+            ProcessFailed: it ended with another status than 0, or its deadline passed.
+            StopRequested: a stop signal arrived.
+        """
+        process = self._spawn(job)
+        started = time.monotonic()
+        while process.exit_code is None:
+            self.check()
+            if time.monotonic() - started > job.deadline_s:
+                raise ProcessFailed(
+                    f"{job.name} not finished after {job.deadline_s:g} s; see {process.log_path}\n"
+                    f"{process.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+        self.check()
+        process.kill()
+        self._running.pop()
+        return time.monotonic() - started
+
+    def check(self) -> None:
+        """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
+        self._stop_request.check()
+        self._check_processes(self._running)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, and wake early for whatever `check` raises."""
+        wake_at = time.monotonic() + seconds
+        while (left := wake_at - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(_POLL_S, left))
+
+    def process(self, name: str) -> ManagedProcess:
+        return next(process for service, process in self._running if service.name == name)
+
+    def stop(self) -> None:
+        """End everything, last started first; a second stop signal ends the patience."""
+        while self._running:
+            _, process = self._running[-1]
+            process.signal(signal.SIGTERM)
+            give_up_at = time.monotonic() + STOP_GRACE_S
+            while process.exit_code is None and time.monotonic() < give_up_at:
+                if self._stop_request.is_urgent:
+                    break
+                time.sleep(_POLL_S)
+            process.kill()
+            self._running.pop()
+        end_orphans(self._not_ours)
+
+    def __enter__(self) -> Self:
+        self._not_ours = adopt_orphans()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        stop_adopting()
+
+    def _spawn(self, service: Service) -> ManagedProcess:
+        log_path = self._log_directory / f"{service.name}.log"
+        process = ManagedProcess(service.name, service.command, log_path, service.environment)
+        self._running.append((service, process))
+        return process
+
+    def _is_healthy(self, service: Service) -> bool:
+        self._stop_request.check()
+        self._check_processes(self._running[:-1])
+        newest = self._running[-1][1]
+        return newest.exit_code is None and service.healthy()
+
+    def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
+        failed = [process for service, process in running if _has_failed(service, process)]
+        if failed:
+            raise ProcessFailed(describe_failures(failed))
+
+
+def describe_failures(failed: Sequence[ManagedProcess]) -> str:
+    """One line per process that ended, first started first, and the end of the first one's log.
+
+    Services depend on those started before them, so where several ended at once the first is the
+    likely cause.
+    """
+    endings = [
+        f"{process.name} ended with {describe_exit(process.exit_code)}; see {process.log_path}"
+        for process in failed
+    ]
+    return "\n".join([*endings, failed[0].log_tail()])
+
+
+def _has_failed(service: Service, process: ManagedProcess) -> bool:
+    code = process.exit_code
+    return code is not None and not (service.may_finish and code == 0)

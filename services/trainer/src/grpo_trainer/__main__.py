@@ -1,0 +1,38 @@
+"""`grpo`: parse first, import torch afterwards."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_core.settings import load_settings
+from grpo_trainer.settings import TrainerSettings
+
+EXIT_FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load_settings(TrainerSettings, sys.argv[1:] if argv is None else argv)
+    configure_logging("trainer", settings.log_level)
+    signal.signal(signal.SIGTERM, _stop)
+
+    from grpo_trainer.loop import train
+
+    try:
+        train(settings)
+    except GrpoError as error:
+        structlog.get_logger().error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Errors that end a training run.
+
+GrpoError (grpo_core)
+├── UnusableGroup           a scored group lacks what GRPO needs, or carries what breaks it
+├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
+├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
+└── WeightSyncError         trainer and server do not hold the same weights
+    ├── PolicyMismatch      the server's parameters do not fit the trainer's model
+    ├── MovedParameters     parameters left the memory they share with the server
+    ├── LostServer          the server that shared the weights is gone
+    └── ServedWeightsDiffer the server answers with other weights than the trainer's
+"""
+
+from __future__ import annotations
+
+from grpo_core.errors import GrpoError
+
+NO_INFERENCE_LOGPROBS = """\
+GRPO requires inference_logprobs for importance sampling!
+
+Group {index} of the batch (env_id {env_id}) carries none. To fix:
+  1. run the environment with --openai.server_type vllm (not "openai")
+  2. check that the inference server returns logprobs on /generate
+  3. check that the environment copies them into inference_logprobs"""
+
+
+class UnusableGroup(GrpoError):
+    """A scored group cannot be trained on."""
+
+
+class NonFiniteLoss(GrpoError):
+    """The loss is NaN or infinite; training on would spread it into every weight."""
+
+
+class NonFiniteGradient(GrpoError):
+    """The gradient norm is NaN or infinite."""
+
+
+class WeightSyncError(GrpoError):
+    """Trainer and inference server do not hold the same weights."""
+
+
+class PolicyMismatch(WeightSyncError):
+    """The server's parameters do not fit the trainer's model. Lists every difference."""
+
+
+class MovedParameters(WeightSyncError):
+    """Parameters left the memory shared with the server. Lists all of them."""
+
+
+class LostServer(WeightSyncError):
+    """The inference server closed its end, or restarted with other memory."""
+
+
+class ServedWeightsDiffer(WeightSyncError):
+    """The server's log-probabilities are not those of the trainer's weights."""

@@ -1,0 +1,159 @@
+"""The training loop: batch → advantages → loss → update → served weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+
+from grpo_core.inference_client import BridgeClient
+from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.alignment import Alignment, measure_alignment, probe_tokens, require_alignment
+from grpo_trainer.batch import Batch, collate
+from grpo_trainer.checkpoint import save_final_model
+from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
+from grpo_trainer.metrics import MetricsFile, StepTimes, step_record
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.policy import token_logprobs
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    loss: float
+    sums: LossSums
+
+
+def train(settings: TrainerSettings) -> None:
+    """Run `settings.training_steps` steps and save the final model.
+
+    Raises:
+        GrpoError: any of the named errors; the server is left serving in every case.
+    """
+    torch.manual_seed(settings.seed)
+    with _clients(settings) as (api, sync):
+        policy = sync.load_policy()
+        policy.train()
+        optimizer = build_optimizer(policy, settings)
+        api.register(settings.registration(first_step=0))
+        sync.start(optimizer, step=0)
+        started = time.monotonic()
+        for step in range(settings.training_steps):
+            run_step(step, started, settings, api, sync, policy, optimizer)
+        save_final_model(policy, settings.model_name, settings.save_path)
+
+
+def run_step(
+    step: int,
+    started: float,
+    settings: TrainerSettings,
+    api: TrainerClient,
+    sync: WeightSync,
+    policy: Any,
+    optimizer: MasterOptimizer,
+) -> None:
+    """One optimizer step, counted from 0, and its record."""
+    begin = time.monotonic()
+    groups = api.next_batch(settings.batch_deadline_s)
+    received = time.monotonic()
+    batch = collate(groups, settings.seq_len, settings.batch_size)
+    gradients = accumulate_gradients(policy, batch, settings.clip_eps, step)
+    accumulated = time.monotonic()
+    published = sync.apply(optimizer, step)
+    alignment = verify(policy, sync, step, settings.verify_every_steps)
+    end = time.monotonic()
+    times = StepTimes(
+        wait_s=received - begin,
+        train_s=accumulated - received + published.optimizer_s,
+        publish_s=published.publish_s,
+        step_s=end - begin,
+    )
+    record = step_record(
+        step=step,
+        steps=settings.training_steps,
+        time_s=end - started,
+        loss=gradients.loss,
+        lr=optimizer.learning_rate(step),
+        sums=gradients.sums,
+        facts=batch.facts,
+        published=published,
+        times=times,
+        alignment=alignment,
+    )
+    log.info("step", **record)
+    if settings.metrics_file is not None:
+        with MetricsFile(settings.metrics_file) as metrics:
+            metrics.write(record)
+
+
+def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) -> GradientStats:
+    """Forward and backward over the micro-batches; their gradients add up to the batch's.
+
+    Raises:
+        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+    """
+    total, sums = 0.0, NO_SUMS
+    for i, micro in enumerate(batch.micro_batches):
+        logp = token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
+        loss, part = grpo_loss(
+            logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps
+        )
+        if not bool(loss.isfinite()):
+            raise NonFiniteLoss(
+                f"step {step}, micro-batch {i}: loss is {float(loss)} (mean ratio "
+                f"{part.mean('ratio'):.3g}, largest |log ratio| {part.diff_max:.3g}); no weight "
+                "was changed by this step. Lower the learning rate, or look at the batch's logprobs"
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        total, sums = total + float(loss.detach()), sums + part
+    return GradientStats(total, sums)
+
+
+def verify(policy: Any, sync: WeightSync, step: int, every: int) -> Alignment | None:
+    """After the first update and every `every`-th: does the server serve these weights?"""
+    if every == 0 or (step != 0 and (step + 1) % every != 0):
+        return None
+    alignment = measure_alignment(policy, sync, probe_tokens(policy.config.vocab_size))
+    require_alignment(alignment, next(policy.parameters()).dtype, step)
+    return alignment
+
+
+def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
+    return MasterOptimizer(
+        policy.parameters(),
+        lr=settings.lr,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+
+
+def build_weight_sync(settings: TrainerSettings) -> WeightSync:
+    """The object that stands for the mode."""
+    return SharedVllm(
+        bridge=BridgeClient(settings.inference_url, settings.service_deadline_s),
+        model_name=settings.model_name,
+        socket=settings.weights_socket,
+        dtype=settings.dtype,
+        lease_s=settings.pause_lease_s,
+    )
+
+
+@contextlib.contextmanager
+def _clients(settings: TrainerSettings) -> Iterator[tuple[TrainerClient, WeightSync]]:
+    with TrainerClient(settings.atropos_url, settings.service_deadline_s) as api:
+        sync = build_weight_sync(settings)
+        try:
+            yield api, sync
+        finally:
+            sync.close()

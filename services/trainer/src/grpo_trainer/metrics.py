@@ -1,0 +1,94 @@
+"""One record per optimizer step, under the names that the field uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from grpo_trainer.alignment import Alignment
+from grpo_trainer.batch import BatchFacts
+from grpo_trainer.loss import LossSums
+from grpo_trainer.weight_sync.base import Published
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step. `train_s` includes the optimizer, `step_s` everything."""
+
+    wait_s: float
+    train_s: float
+    publish_s: float
+    step_s: float
+
+
+def step_record(
+    step: int,
+    steps: int,
+    time_s: float,
+    loss: float,
+    lr: float,
+    sums: LossSums,
+    facts: BatchFacts,
+    published: Published,
+    times: StepTimes,
+    alignment: Alignment | None,
+) -> dict[str, float]:
+    """Flat record of the step with index `step`, counted from 0; "step" in it counts from 1."""
+    staleness = [max(0, step - sampled_at) for sampled_at in facts.first_version_steps]
+    record = {
+        "step": step + 1,
+        "steps": steps,
+        "time_s": time_s,
+        "reward/mean": facts.reward_mean,
+        "reward/zero_variance_fraction": facts.zero_variance_fraction,
+        "train/loss": loss,
+        "train/grad_norm": published.grad_norm,
+        "train/lr": lr,
+        "train/truncated_sequences": facts.truncated_sequences,
+        "grpo/mean_ratio": sums.mean("ratio"),
+        "grpo/clipped_fraction": sums.mean("clipped"),
+        "alignment/diff_mean": sums.mean("diff"),
+        "alignment/diff_abs_mean": sums.mean("diff_abs"),
+        "alignment/diff_max": sums.diff_max,
+        "logprobs/training_mean": sums.mean("logp"),
+        "logprobs/inference_mean": sums.mean("behaviour_logp"),
+        "throughput/tokens_per_s": facts.tokens / times.step_s,
+        "time/generate_s": facts.generate_s,
+        "time/wait_s": times.wait_s,
+        "time/train_s": times.train_s,
+        "time/publish_s": times.publish_s,
+        "time/step_s": times.step_s,
+    }
+    if staleness:
+        record["staleness/mean"] = sum(staleness) / len(staleness)
+        record["staleness/max"] = max(staleness)
+    if alignment is not None:
+        record["alignment/probe_abs_mean"] = alignment.mean
+        record["alignment/probe_max"] = alignment.max
+    return record
+
+
+class MetricsFile:
+    """JSON lines, each written whole and flushed, so that others can follow the file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, float]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()

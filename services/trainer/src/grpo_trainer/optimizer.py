@@ -1,0 +1,94 @@
+"""AdamW on fp32 masters of the policy's parameters.
+
+A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update rounds away.
+Gradients are therefore gathered in fp32, the step is taken on fp32 copies, and only its result is
+rounded into the served weights. The step itself touches no served weight, so serving goes on
+meanwhile; `write_into` is the short moment that needs a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.errors import NonFiniteGradient
+
+
+class MasterOptimizer:
+    """Owns the masters, their gradients and the learning-rate schedule.
+
+    Args:
+        parameters: the policy's parameters; their gradients are taken over as they appear
+        lr: peak learning rate, reached after `warmup_steps` steps of linear growth
+        max_grad_norm: bound on the global L2 norm of the gradient
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        warmup_steps: int,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> None:
+        self._parameters = list(parameters)
+        self.masters = [p.detach().float().clone().requires_grad_() for p in self._parameters]
+        self._adamw = torch.optim.AdamW(self.masters, lr=lr, weight_decay=weight_decay)
+        self._lr = lr
+        self._warmup_steps = warmup_steps
+        self._max_grad_norm = max_grad_norm
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            hook = _GradientTransfer(master)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of the step with this index, counted from 0."""
+        if step >= self._warmup_steps:
+            return self._lr
+        return self._lr * (step + 1) / self._warmup_steps
+
+    def step(self, step: int) -> float:
+        """Update the masters from the gathered gradients; returns the norm before clipping.
+
+        Raises:
+            NonFiniteGradient: nothing was updated.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self._max_grad_norm)
+        if not bool(norm.isfinite()):
+            raise NonFiniteGradient(
+                f"step {step}: gradient norm is {float(norm)}; the weights of the step before are "
+                "intact. Lower the learning rate, or look for extreme ratios in the last metrics"
+            )
+        for group in self._adamw.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return float(norm)
+
+    @torch.no_grad()
+    def write_into_parameters(self) -> None:
+        """Round the masters into the policy's parameters, in place: their addresses stay."""
+        copy_all(self._parameters, self.masters)
+
+
+class _GradientTransfer:
+    """Moves a finished gradient into the master's and frees it, one parameter at a time."""
+
+    def __init__(self, master: Tensor) -> None:
+        self._master = master
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        parameter.grad = None
+        if self._master.grad is None:
+            self._master.grad = gradient
+        else:
+            self._master.grad += gradient
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, converting dtype, with one kernel launch where possible."""
+    torch._foreach_copy_(list(targets), list(sources))

@@ -1,0 +1,1 @@
+"""How new weights reach the inference server: one module per mode, one interface."""

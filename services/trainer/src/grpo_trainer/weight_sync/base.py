@@ -1,0 +1,40 @@
+"""What the training loop knows of a weight-sync mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.optimizer import MasterOptimizer
+
+
+@dataclass(frozen=True)
+class Published:
+    """One update as it went out."""
+
+    version: PolicyVersion
+    grad_norm: float
+    optimizer_s: float
+    """Seconds of the optimizer step; serving goes on meanwhile where the mode allows."""
+    publish_s: float
+    """Seconds from asking the server to stop until it serves the new weights."""
+
+
+class WeightSync(Protocol):
+    """Owns the policy's weights and their way to the server."""
+
+    def load_policy(self) -> Any:
+        """The model to train, a transformers causal language model."""
+
+    def start(self, optimizer: MasterOptimizer, step: int) -> PolicyVersion:
+        """Bring the server to the weights of `step` and announce them."""
+
+    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """Take the optimizer step with index `step` and serve its result."""
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The server's log-probabilities of token_ids[1:]; [T] → [T-1]."""
+
+    def close(self) -> None:
+        """Let go of the server. The weights served last stay served."""

@@ -1,0 +1,32 @@
+"""`vllm-api-server`: parse first, import vLLM afterwards."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from grpo_core.logs import configure_logging
+from grpo_core.settings import load_settings
+from grpo_vllm.plugin import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.settings import ServerSettings
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load_settings(
+        ServerSettings,
+        sys.argv[1:] if argv is None else argv,
+        variables={"share_weights": SHARE_WEIGHTS_VARIABLE},
+    )
+    configure_logging("vllm-server", settings.log_level)
+    # Inherited by the engine's processes: our plugin registers there only where it is wanted.
+    os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+    from grpo_vllm import server
+
+    server.run(settings)
+
+
+if __name__ == "__main__":
+    main()

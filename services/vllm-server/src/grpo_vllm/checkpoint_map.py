@@ -1,0 +1,96 @@
+"""Learns where each checkpoint tensor lands in the arena by watching the checkpoint load.
+
+No table of fused layers is needed: vLLM's own loading code copies q, k and v into their places
+in a fused tensor, and every copy is seen here under the checkpoint's name for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_core.weight_manifest import TensorRegion
+from grpo_vllm.arena import Arena, dtype_name
+
+
+class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records every copy into the arena under the current checkpoint name."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = arena
+        self._name: str | None = None
+        self._copies: dict[str, list[TensorRegion]] = {}
+        self._scattered: set[str] = set()
+
+    def watch(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the checkpoint through, noting which tensor is being loaded."""
+        for name, tensor in weights:
+            self._name = name
+            yield name, tensor
+        self._name = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and self._name is not None:
+            self._record(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def regions(self) -> dict[str, TensorRegion]:
+        """Checkpoint name → its one region. Names without one are in `unshareable`."""
+        merged = {name: _merged(copies) for name, copies in self._copies.items()}
+        return {
+            name: region
+            for name, region in merged.items()
+            if region is not None and name not in self._scattered
+        }
+
+    def unshareable(self) -> dict[str, str]:
+        """Checkpoint name → why no single contiguous tensor of the server holds it."""
+        shareable = self.regions()
+        return {
+            name: f"loaded into {len(copies)} separate or non-contiguous places"
+            for name, copies in self._copies.items()
+            if name not in shareable
+        }
+
+    def _record(self, target: torch.Tensor) -> None:
+        offset = self._arena.offset_of(target)
+        if offset is None or self._name is None:
+            return
+        if not target.is_contiguous():
+            self._scattered.add(self._name)
+        region = TensorRegion(
+            offset=offset,
+            nbytes=target.numel() * target.element_size(),
+            shape=tuple(target.shape),
+            dtype=dtype_name(target.dtype),
+        )
+        self._copies.setdefault(self._name, []).append(region)
+
+
+def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
+    """One region for pieces that follow each other in memory along their first dimension.
+
+    Checkpoints that are fused already (Phi-3) load one tensor in several adjacent pieces.
+    """
+    first, *rest = copies
+    rows, end = (first.shape[0] if first.shape else 1), first.end
+    for piece in rest:
+        if piece.offset != end or piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:]:
+            return None
+        rows, end = rows + piece.shape[0], piece.end
+    if not rest:
+        return first
+    return TensorRegion(
+        offset=first.offset,
+        nbytes=end - first.offset,
+        shape=(rows, *first.shape[1:]),
+        dtype=first.dtype,
+    )

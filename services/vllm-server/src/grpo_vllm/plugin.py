@@ -1,0 +1,15 @@
+"""Entry point `vllm.general_plugins`: vLLM calls it in each of its processes."""
+
+from __future__ import annotations
+
+import os
+
+SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+LOAD_FORMAT = "grpo_shared"
+WORKER_EXTENSION = "grpo_vllm.worker_extension.WeightExport"
+
+
+def register() -> None:
+    """Register the shared load format where the server asked for it, and touch nothing else."""
+    if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":
+        import grpo_vllm.loader  # noqa: F401  (importing registers the load format)

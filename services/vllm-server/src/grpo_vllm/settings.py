@@ -1,0 +1,92 @@
+"""Options of `vllm-api-server`. What is not listed here goes to vLLM's engine as it stands."""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import CliUnknownArgs, SettingsConfigDict
+
+from grpo_core.redis_names import DEFAULT_RUN_ID
+from grpo_core.settings import CommandSettings
+
+UNIX_PATH_MAX_BYTES = 107
+
+
+class ServerSettings(CommandSettings):
+    """Inference server: vLLM with shareable weights and control over updates.
+
+    Every option that is not listed here is passed to vLLM unchanged, for example --dtype,
+    --max-model-len, --gpu-memory-utilization, --enforce-eager.
+    """
+
+    model_config = SettingsConfigDict(
+        cli_prog_name="vllm-api-server", cli_ignore_unknown_args=True, env_prefix="VLLM_SERVER_"
+    )
+
+    model: str = Field(description="Hub id or directory of the model to serve")
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(9001, ge=1, le=65535, description="TCP port of the public routes")
+    share_weights: bool = Field(
+        False,
+        description="Let a trainer on this host write the weights in place "
+        "(VLLM_ENABLE_SHARED_WEIGHTS=1 means the same)",
+    )
+    weights_socket: Path | None = Field(
+        None,
+        description="Unix socket that hands the weights to the trainer "
+        "(default: <temporary directory>/grpo-<run id>-<port>/weights.sock)",
+    )
+    control_host: str = Field("127.0.0.1", description="Address of the control port")
+    control_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="TCP port of the routes that change state (pause, resume); without it they "
+        "are served on the public port, and only where that is bound to loopback",
+    )
+    max_pause_lease_s: float = Field(
+        120.0, gt=0, description="Longest pause a trainer may ask for, in seconds"
+    )
+    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (RUN_ID)")
+    log_level: str = Field("INFO", description="Least severe level that is logged")
+    engine_arguments: CliUnknownArgs
+
+    @property
+    def public_is_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    @property
+    def socket_path(self) -> Path:
+        folder = Path(tempfile.gettempdir()) / f"grpo-{self.run_id}-{self.port}"
+        return self.weights_socket or folder / "weights.sock"
+
+    @model_validator(mode="after")
+    def _control_is_reachable_and_private(self) -> Self:
+        if self.share_weights and self.control_port is None and not self.public_is_loopback:
+            raise ValueError(
+                f"--share-weights on {self.host} needs --control-port: routes that pause the "
+                "server are not offered on an address that others reach"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _socket_path_fits(self) -> Self:
+        if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
+            raise ValueError(
+                f"--weights-socket {self.socket_path}: unix socket paths hold at most "
+                f"{UNIX_PATH_MAX_BYTES} bytes; choose a shorter one"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

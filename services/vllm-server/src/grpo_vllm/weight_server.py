@@ -1,0 +1,102 @@
+"""Hands the weight memory to trainers over a unix socket; its twin is `grpo_core.weight_socket`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from grpo_core.weight_manifest import WeightGrant, WeightManifest
+from grpo_core.weight_socket import send_grant
+from grpo_vllm.bridge import WeightBridge
+
+log = structlog.get_logger()
+
+SEND_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """The arena as this process holds it: its own descriptor of the worker's memory."""
+
+    fd: int
+    manifest: WeightManifest
+
+
+async def import_from_worker(engine: Any) -> ExportedWeights:
+    """Fetch the arena's descriptor from the worker process, which is our child.
+
+    Raises:
+        OSError: the worker's descriptor cannot be opened.
+    """
+    exports: list[dict[str, Any]] = await engine.collective_rpc("export_weights")
+    worker = exports[0]
+    fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    return ExportedWeights(fd, WeightManifest.model_validate_json(worker["manifest"]))
+
+
+@contextlib.asynccontextmanager
+async def serve_weights(
+    path: Path, weights: ExportedWeights, bridge: WeightBridge
+) -> AsyncIterator[None]:
+    """Grant the memory to whoever connects at `path` (mode 0600) while the context is open."""
+    listener = _listen(path)
+    grants: set[asyncio.Task[None]] = set()
+    accepting = asyncio.create_task(_accept(listener, weights, bridge, grants))
+    try:
+        yield
+    finally:
+        accepting.cancel()
+        for task in grants:
+            task.cancel()
+        await asyncio.gather(accepting, *grants, return_exceptions=True)
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+async def _accept(
+    listener: socket.socket,
+    weights: ExportedWeights,
+    bridge: WeightBridge,
+    grants: set[asyncio.Task[None]],
+) -> None:
+    while True:
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        task = asyncio.create_task(_grant(connection, weights, bridge))
+        grants.add(task)
+        task.add_done_callback(grants.discard)
+
+
+async def _grant(connection: socket.socket, weights: ExportedWeights, bridge: WeightBridge) -> None:
+    """Send the grant, then hold the session until the other end closes."""
+    session = bridge.open_session()
+    try:
+        grant = WeightGrant(session=session, manifest=weights.manifest)
+        connection.settimeout(SEND_TIMEOUT_S)
+        await asyncio.to_thread(send_grant, connection, weights.fd, grant)
+        connection.setblocking(False)
+        while await asyncio.get_running_loop().sock_recv(connection, 1):
+            pass  # the protocol has nothing for a trainer to say; only the end matters
+    except OSError as error:
+        log.warning("weight connection broke", session=session, error=str(error))
+    finally:
+        connection.close()
+        await bridge.close_session(session)

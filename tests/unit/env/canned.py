@@ -1,0 +1,22 @@
+"""Canned `/generate` answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PROMPT = [5, 6, 7]
+
+
+def generate_answer(texts: list[str], **changes: Any) -> dict[str, Any]:
+    """One completion of two tokens per text: 90 + i with -0.5, then 91 with -1.25."""
+    token_ids = [[90 + index, 91] for index in range(len(texts))]
+    answer = {
+        "text": texts,
+        "prompt": "irrelevant",
+        "finish_reasons": ["stop"] * len(texts),
+        "logprobs": [[[{str(first): -0.5}], [{str(second): -1.25}]] for first, second in token_ids],
+        "prompt_token_ids": PROMPT,
+        "token_ids": token_ids,
+        "policy_version": [[[1, index], [1, index + 1]] for index in range(len(texts))],
+    }
+    return answer | changes

@@ -1,0 +1,77 @@
+"""A real HTTP server on a real socket whose answers a test writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, dict[str, Any]]
+Route = Callable[[dict[str, Any]], Answer]
+
+
+@dataclass
+class StubServer:
+    """`routes` maps "POST /path" to a function of the JSON body; `seen` lists what came in."""
+
+    url: str
+    routes: dict[str, Route]
+    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def bodies(self, route: str) -> list[dict[str, Any]]:
+        return [body for name, body in self.seen if name == route]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    stub: StubServer
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.headers.get("content-encoding") == "gzip":
+            raw = gzip.decompress(raw)
+        name, body = f"{self.command} {self.path}", json.loads(raw or b"{}")
+        self.stub.seen.append((name, body))
+        status, answer = self.stub.routes[name](body)
+        payload = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that drops its connection is part of what is tested."""
+
+
+@contextmanager
+def stub_server(routes: dict[str, Route]) -> Iterator[StubServer]:
+    handler = type("Handler", (_Handler,), {})
+    with _Server(("127.0.0.1", 0), handler) as server:
+        stub = StubServer(f"http://127.0.0.1:{server.server_address[1]}", routes)
+        handler.stub = stub  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield stub
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,55 @@
+"""A run-api whose trainer takes every batch the moment it is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.env.http_stub import Answer, Route
+
+
+class RunApi:
+    """Batches of 4 sequences; a step is delivered as soon as two groups are queued."""
+
+    def __init__(self, num_steps: int = 3, polls_before_trainer: int = 0) -> None:
+        self.num_steps = num_steps
+        self.waits = polls_before_trainer
+        self.env_id = 0
+        self.forget_at_group: int | None = None
+        self.groups: list[dict[str, Any]] = []
+        self.disconnected: list[int] = []
+        self.submit_status = 200
+
+    def routes(self) -> dict[str, Route]:
+        return {
+            "POST /register-env": self.register,
+            "GET /info": lambda _body: (200, {"batch_size": 4, "max_token_len": 50}),
+            "GET /status-env": self.status,
+            "POST /scored_data": self.submit,
+            "POST /disconnect-env": self.disconnect,
+        }
+
+    def register(self, body: dict[str, Any]) -> Answer:
+        self.waits -= 1
+        if self.waits >= 0:
+            return 200, {"status": "wait for trainer to start"}
+        answer = {"status": "success", "env_id": self.env_id, "starting_step": 0}
+        return 200, answer | {"wandb_name": body["desired_name"], "num_steps": self.num_steps}
+
+    def status(self, body: dict[str, Any]) -> Answer:
+        if self.forget_at_group is not None and len(self.groups) >= self.forget_at_group:
+            self.forget_at_group, self.env_id = None, self.env_id + 1
+        if body["env_id"] != self.env_id:
+            return 404, {"detail": "unknown environment"}
+        step, queue = divmod(len(self.groups), 2)
+        sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
+        weights = {"unallocated_fraction": 1.0, "env_weight": 1.0}
+        return 200, {"current_step": step, **sizes, **weights}
+
+    def submit(self, body: dict[str, Any]) -> Answer:
+        if self.submit_status == 200:
+            self.groups.append(body)
+        return self.submit_status, {"status": "received"}
+
+    def disconnect(self, body: dict[str, Any]) -> Answer:
+        self.disconnected.append(body["env_id"])
+        return 200, {"status": "success"}

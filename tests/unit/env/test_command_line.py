@@ -1,0 +1,100 @@
+"""`env-server` as a process: what it imports, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.env.http_stub import Answer, stub_server
+from tests.unit.env.scripted_run_api import RunApi
+
+_REPORT_IMPORTS = """
+import json, sys
+from grpo_env.__main__ import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    heavy = sorted({"torch", "transformers"} & set(sys.modules))
+    print(json.dumps({"status": end.code, "heavy": heavy}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["arithmetic", "serve"], 2),
+        (["arithmetic", "serve", "--openai.model-name", "m", "--env.group_size", "x"], 2),
+        (["arithmetic", "serve", "--openai.model-name", "m", "--no-such-option"], 2),
+    ],
+)
+def test_help_and_mistakes_import_nothing_heavy(arguments: list[str], status: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _REPORT_IMPORTS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert json.loads(ended.stdout.splitlines()[-1]) == {"status": status, "heavy": []}
+
+
+def test_a_missing_tokenizer_is_one_named_line_and_status_1() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--openai.model-name", "/none"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "env-server: TokenizerUnusable: " in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_generation_ends_politely(
+    number: signal.Signals, tokenizer_dir: Path
+) -> None:
+    api, generating, release = RunApi(num_steps=1000), threading.Event(), threading.Event()
+
+    def generate(_body: dict[str, Any]) -> Answer:
+        generating.set()
+        release.wait(60)
+        return 500, {}
+
+    with (
+        stub_server(api.routes()) as run_api,
+        stub_server({"POST /generate": generate}) as inference,
+    ):
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_env", "arithmetic", "serve"),
+                "--env.group-size=2",
+                f"--env.rollout-server-url={run_api.url}",
+                f"--openai.base-url={inference.url}",
+                f"--openai.model-name={tokenizer_dir}",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert generating.wait(60)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            release.set()
+            process.kill()
+            process.wait()
+    assert process.returncode == 0
+    assert "stopped by a signal" in errors
+    assert api.disconnected == [0]

@@ -1,0 +1,41 @@
+"""Lines as the trainer writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grpo_local.metrics_file import StepRecord
+
+
+def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
+    """One step of a run of 40 with easy numbers; `changes` replaces values by key."""
+    return {
+        "step": step,
+        "steps": 40,
+        "time_s": 1.5 * step,
+        "reward/mean": step / 10,
+        "train/loss": -0.0123,
+        "train/grad_norm": 0.4,
+        "train/lr": 1e-3,
+        "grpo/mean_ratio": 1.0015,
+        "grpo/clipped_fraction": 0.025,
+        "alignment/diff_abs_mean": 2.5e-6,
+        "alignment/diff_max": 1e-5,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        "throughput/tokens_per_s": 1234.4,
+        "time/generate_s": 0.8,
+        "time/wait_s": 0.3,
+        "time/train_s": 0.6,
+        "time/publish_s": 0.05,
+        "time/step_s": 1.5,
+    } | changes
+
+
+def metrics_line(step: int, /, **changes: Any) -> str:
+    return json.dumps(metrics_object(step, **changes)) + "\n"
+
+
+def record(step: int, /, **changes: Any) -> StepRecord:
+    return StepRecord.model_validate(metrics_object(step, **changes))

@@ -1,0 +1,125 @@
+"""Small programs in place of the services, so that the runner's own behaviour can be tested fast.
+
+They are found under the services' own module names, because their folder is first in PYTHONPATH.
+`STAND_IN_*` variables make one of them misbehave.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.local.records import metrics_object
+
+COMMON = """
+import json, os, pathlib, subprocess, sys, time, urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+def post(url):
+    return fetch(urllib.request.Request(url, method="POST", data=b""))
+
+def fetch(request):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=10).read()
+
+def note_pid(name):
+    pathlib.Path(os.environ["STAND_IN_PIDS"], name).write_text(str(os.getpid()))
+"""
+
+RUN_API = """
+from stand_in_common import *
+note_pid("run-api")
+seen = set()
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({
+            "/health": {},
+            "/info": {"batch_size": 64 if "/trainer" in seen else -1, "max_token_len": 128},
+            "/environments": [{"name": "stand-in"}] if "/environment" in seen else [],
+        }[self.path])
+
+    def do_POST(self):
+        seen.add(self.path)
+        self.reply({})
+
+    def reply(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+"""
+
+VLLM = """
+from stand_in_common import *
+note_pid("vllm-server")
+pathlib.Path(option("--weights-socket")).touch()
+print("loading", option("--model"), flush=True)
+if "STAND_IN_SERVER_FAILS" in os.environ:
+    raise SystemExit("no such device")
+subprocess.Popen(
+    [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(120)"],
+    start_new_session=True,
+)
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+"""
+
+TRAINER = f"""
+from stand_in_common import *
+note_pid("trainer")
+template = {metrics_object(1)!r}
+api = option("--atropos-url")
+post(api + "/trainer")
+while json.loads(fetch(api + "/environments")) == []:
+    time.sleep(0.05)
+time.sleep(0.3)  # the first batch takes longer than the runner's health check
+steps = int(option("--training-steps"))
+last = int(os.environ.get("STAND_IN_LAST_STEP", steps))
+with open(option("--metrics-file"), "a") as file:
+    for step in range(1, last + 1):
+        time.sleep(0.02)
+        line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
+        file.write(json.dumps(line) + "\\n")
+        file.flush()
+time.sleep(float(os.environ.get("STAND_IN_TRAINER_LINGERS_S", 0)))
+"""
+
+ENVIRONMENT = """
+from stand_in_common import *
+note_pid("environment")
+post(option("--env.rollout-server-url") + "/environment")
+time.sleep(120)
+"""
+
+TINY_MODEL = """
+from stand_in_common import *
+pathlib.Path(option("--path-file")).write_text("stand-in-model\\n")
+"""
+
+
+def write_stand_ins(folder: Path) -> None:
+    modules = {
+        "stand_in_common.py": COMMON,
+        "grpo_api/__main__.py": RUN_API,
+        "grpo_vllm/__main__.py": VLLM,
+        "grpo_trainer/__main__.py": TRAINER,
+        "grpo_trainer/tiny_model.py": TINY_MODEL,
+        "grpo_env/__main__.py": ENVIRONMENT,
+    }
+    for name, code in modules.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != folder:
+            (path.parent / "__init__.py").touch()
+        path.write_text(code)
