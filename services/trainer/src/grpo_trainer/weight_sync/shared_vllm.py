@@ -45,6 +45,10 @@ class SharedVllm:
         self._epoch = 0
 
     @property
+    def attached(self) -> bool:
+        return self._connection is not None
+
+    @property
     def weights(self) -> MappedWeights:
         assert self._weights is not None, "load_policy() comes first"
         return self._weights

@@ -1,0 +1,35 @@
+"""Why a well-formed request is not served.
+
+GrpoError
+├── Refused               4xx: it conflicts with the run's state, or can never be served
+├── TrainerNotRegistered  a poll for a batch before any registration
+└── StoreUnavailable      503: Redis did not answer in time; the same request may succeed later
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_core.errors import GrpoError
+
+
+class Refused(GrpoError):
+    """The request changed nothing. `detail` is what the caller reads."""
+
+    def __init__(self, status: int, detail: str | list[dict[str, Any]]) -> None:
+        super().__init__(str(detail))
+        self.status = status
+        self.detail = detail
+
+
+class TrainerNotRegistered(GrpoError):
+    """There is no run to hand batches out for."""
+
+
+class StoreUnavailable(GrpoError):
+    """Redis did not answer within the deadline, or cannot take writes."""
+
+
+def unprocessable(location: list[str | int], message: str) -> Refused:
+    """A 422 of the same shape as a validation error, for rules that depend on the run's state."""
+    return Refused(422, [{"loc": ["body", *location], "msg": message, "type": "never_servable"}])

@@ -1,0 +1,105 @@
+"""One connection pool, one deadline, one error: how the store reaches Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from grpo_api.errors import StoreUnavailable
+from grpo_core.redis_names import run_prefix
+
+_MAX_CONNECTIONS = 64
+_PING_DEADLINE_S = 1.0
+_FIRST_BACKOFF_S = 0.02
+_MAX_BACKOFF_S = 0.5
+_UNTIL_THE_DEADLINE = -1
+
+
+class RedisLink:
+    """Repeats a command whose connection broke until `deadline_s` has passed.
+
+    A repeat may follow a command that was executed and whose answer was lost: what is not safe to
+    repeat must recognise itself, as the scripts do by a receipt or a poll id.
+    """
+
+    def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
+        self.prefix = run_prefix(run_id)
+        self._deadline_s = deadline_s
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            socket_timeout=deadline_s,
+            retry=Retry(
+                ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
+            ),
+            protocol=2,
+        )
+        self._redis: Redis = Redis.from_pool(pool)
+        self._scripts = _load_scripts(self._redis)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Raises `StoreUnavailable` within a second: health must not wait as long as a request."""
+        async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
+            await self.call("PING")
+
+    async def call(self, *command: Any) -> Any:
+        async with _deadline(self._deadline_s):
+            # redis-py leaves this method without types
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
+        async with _deadline(self._deadline_s):
+            return await self._scripts[name](keys=keys, args=arguments)
+
+    async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """All commands at one moment (MULTI)."""
+        async with _deadline(self._deadline_s), self._redis.pipeline(transaction=True) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute()
+            return answers
+
+
+@asynccontextmanager
+async def _deadline(deadline_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable(
+            f"Redis did not answer within {deadline_s:g} s{_last_failure(error)}"
+        ) from error
+    except (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError) as error:
+        raise StoreUnavailable(f"Redis cannot serve: {error}") from error
+
+
+def _last_failure(error: BaseException | None) -> str:
+    """What the last attempt before the deadline ended with, found behind the cancellation."""
+    while error is not None and not isinstance(error, RedisError):
+        error = error.__cause__ or error.__context__
+    return f": {error}" if error else ""
+
+
+def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
+    folder = resources.files("grpo_api") / "scripts"
+    return {
+        file.name.removesuffix(".lua"): redis.register_script(file.read_text())
+        for file in folder.iterdir()
+        if file.name.endswith(".lua")
+    }

@@ -1,0 +1,1 @@
+"""Lua scripts of the store; each file's header documents its KEYS, ARGV and answers."""

@@ -1,0 +1,72 @@
+"""Requests and groups that tests of run-api share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+REGISTRATION: dict[str, Any] = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 4,
+    "max_token_len": 128,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 5,
+    "starting_step": 0,
+    "num_steps": 100,
+}
+
+ENVIRONMENT: dict[str, Any] = {
+    "max_token_length": 128,
+    "desired_name": "math",
+    "weight": 1.0,
+    "group_size": 2,
+    "min_batch_allocation": None,
+}
+
+
+def group(marker: int, size: int = 2, **changes: Any) -> dict[str, Any]:
+    """A valid group that is recognised by its first token."""
+    return {
+        "tokens": [[marker, 7, 90 + i] for i in range(size)],
+        "masks": [[-100, -100, 90 + i] for i in range(size)],
+        "scores": [float(i) for i in range(size)],
+        **changes,
+    }
+
+
+def register(http: httpx.Client, **changes: Any) -> httpx.Response:
+    return http.post("/register", json=REGISTRATION | changes)
+
+
+def start(http: httpx.Client, **changes: Any) -> None:
+    """Register a trainer and poll once, after which environments may register."""
+    register(http, **changes).raise_for_status()
+    assert http.get("/batch").json() == {"batch": None}
+
+
+def register_environment(http: httpx.Client, **changes: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = http.post("/register-env", json=ENVIRONMENT | changes).json()
+    return answer
+
+
+def submit(http: httpx.Client, *markers: int, **changes: Any) -> None:
+    for marker in markers:
+        http.post("/scored_data", json=group(marker, **changes)).raise_for_status()
+
+
+def next_batch(http: httpx.Client) -> list[int] | None:
+    """The markers of the groups in the next batch."""
+    batch = http.get("/batch").raise_for_status().json()["batch"]
+    return None if batch is None else [item["tokens"][0][0] for item in batch]
+
+
+def status(http: httpx.Client) -> tuple[int, int]:
+    """current_step, queue_size"""
+    answer = http.get("/status").raise_for_status().json()
+    return answer["current_step"], answer["queue_size"]
+
+
+def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
+    return http.request("GET", "/status-env", json={"env_id": env_id})

@@ -1,0 +1,145 @@
+"""What survives when run-api or its Redis is killed, paused or started again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.redis_server import start_redis
+from tests.fixtures.redis import oldest_supported_redis
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import (
+    next_batch,
+    register,
+    register_environment,
+    start,
+    status,
+    status_env,
+    submit,
+)
+
+StartApi = Callable[[str], RunningApi]
+
+
+@pytest.fixture
+def start_api(tmp_path: Path) -> Iterator[StartApi]:
+    """Starts run-api processes of one run, and ends those that still live."""
+    started: list[ManagedProcess] = []
+
+    def start_one(redis_url: str) -> RunningApi:
+        api = start_run_api(redis_url, tmp_path, run_id=tmp_path.name, redis_deadline_s=3.0)
+        started.append(api.process)
+        return api
+
+    yield start_one
+    for process in started:
+        process.kill()
+
+
+class OwnRedis:
+    """A Redis that this test may stop and start again on the same port and files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._port = free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.start()
+
+    def start(self) -> None:
+        self.process = start_redis(self._port, self._directory, oldest_supported_redis())
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    redis = OwnRedis(tmp_path)
+    yield redis
+    redis.process.kill()
+
+
+def client(api: RunningApi) -> httpx.Client:
+    return httpx.Client(base_url=api.url, timeout=30.0)
+
+
+def test_killed_run_api_loses_nothing(redis_url: str, start_api: StartApi) -> None:
+    first = start_api(redis_url)
+    with client(first) as http:
+        start(http)
+        register_environment(http)
+        submit(http, 1, 2, 3)
+    first.process.kill()
+
+    with client(start_api(redis_url)) as http:
+        assert status(http) == (0, 3)
+        assert len(http.get("/environments").json()) == 1
+        assert next_batch(http) == [1, 2]
+        assert status(http) == (1, 1)
+
+
+def test_unacknowledged_batch_is_handed_out_again_by_a_new_process(
+    redis_url: str, start_api: StartApi
+) -> None:
+    first = start_api(redis_url)
+    with client(first) as http:
+        start(http)
+        submit(http, 1, 2, 3, 4)
+        handed_out = http.get("/batch").content
+    first.process.kill()
+
+    with client(start_api(redis_url)) as http:
+        register(http)
+        assert http.get("/batch").content == handed_out
+        assert status(http) == (1, 2)
+        assert next_batch(http) == [3, 4]
+
+
+def test_replicas_share_one_run(redis_url: str, start_api: StartApi) -> None:
+    with client(start_api(redis_url)) as one, client(start_api(redis_url)) as other:
+        start(one)
+        submit(one, 1)
+        submit(other, 2, 3, 4)
+        assert next_batch(other) == [1, 2]
+        assert next_batch(one) == [3, 4]
+        assert status(one) == status(other) == (2, 0)
+
+
+def test_redis_restart_is_waited_for_or_answered_503(
+    own_redis: OwnRedis, start_api: StartApi
+) -> None:
+    with client(start_api(own_redis.url)) as http:
+        start(http)
+        register_environment(http)
+        submit(http, 1, 2)
+        own_redis.process.stop()
+
+        for call in (lambda: http.get("/status"), lambda: http.get("/health")):
+            answer = call()
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["detail"].startswith("Redis did not answer within")
+
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(lambda: status_env(http, 0))
+            time.sleep(0.5)
+            own_redis.start()
+            assert waiting.result().status_code == 200
+        assert next_batch(http) == [1, 2]
+
+
+def test_hanging_redis_is_503_within_the_deadline(own_redis: OwnRedis, start_api: StartApi) -> None:
+    with client(start_api(own_redis.url)) as http:
+        start(http)
+        submit(http, 1, 2)
+        own_redis.process.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert http.get("/batch").status_code == 503
+        assert 2.0 < time.monotonic() - started < 6.0
+        own_redis.process.signal(signal.SIGCONT)
+        assert next_batch(http) == [1, 2]
+        assert status(http) == (1, 0)

@@ -1,0 +1,172 @@
+"""One copy of the weights: after every update the server serves what the trainer holds.
+
+Only the checks after a step prove anything. The two negative controls pass before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_trainer.alignment import Alignment, require_alignment
+from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.policy import token_logprobs
+from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
+from tests.fixtures.inference import (
+    InferenceServer,
+    launch_inference,
+    start_inference,
+    stop_inference,
+)
+from tests.integration.memory_maps import weight_mappings
+from tests.integration.trainer_side import AttachedTrainer, attached_trainer
+from tests.negative_controls import grpo_negative_controls
+
+FLOAT32_TOLERANCE = 1e-4
+STEPS = 3
+
+
+def served_in_generation(trainer: AttachedTrainer) -> tuple[list[float], list[float]]:
+    """Log-probabilities of sampled tokens: as the server logged them, and as the trainer sees
+    them afterwards."""
+    prompt = trainer.tokens[:12]
+    completion = trainer.bridge.sample(prompt, max_tokens=24, temperature=0.7, ignore_eos=True)
+    ids = torch.tensor([prompt + completion.token_ids])
+    with torch.no_grad():
+        ours = token_logprobs(trainer.policy, ids[:, :-1], ids[:, 1:], torch.tensor([0.7]))
+    return completion.logprobs, ours[0, len(prompt) - 1 :].tolist()
+
+
+def test_after_every_step_the_server_serves_the_trainers_weights(
+    shared_server: InferenceServer,
+) -> None:
+    with attached_trainer(shared_server) as trainer:
+        before = trainer.sync.served_logprobs(trainer.tokens)
+        assert trainer.alignment().max < FLOAT32_TOLERANCE
+        for step in range(STEPS):
+            trainer.step(step)
+            assert trainer.alignment().max < FLOAT32_TOLERANCE
+            served, ours = served_in_generation(trainer)
+            assert max(abs(s - o) for s, o in zip(served, ours, strict=True)) < FLOAT32_TOLERANCE
+        after = trainer.sync.served_logprobs(trainer.tokens)
+        moved = max(abs(a - b) for a, b in zip(after, before, strict=True))
+        assert moved > 0.5, "the steps moved nothing, so the check proved nothing"
+
+
+def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> None:
+    with attached_trainer(shared_server) as trainer:
+        trainer.step(0)
+        weights = trainer.sync.weights
+        total = weights.manifest.total_bytes
+        low = weights.base.data_ptr()
+        parameters = dict(trainer.policy.named_parameters())
+        assert all(low <= p.data_ptr() < low + total for p in parameters.values())
+        assert sum(p.nbytes for p in parameters.values()) > 0.9 * total  # the rest: padding
+
+        server_side, ours = weight_mappings(shared_server.process.pid)
+        assert server_side.inode == ours.inode
+        assert ours.resident_bytes >= 0.99 * total
+        assert server_side.resident_bytes >= 0.99 * total
+        # A page that two processes map counts half in each one's proportional share.
+        shares = server_side.proportional_bytes + ours.proportional_bytes
+        assert shares == pytest.approx(total, rel=0.05)
+        assert ours.private_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def bfloat16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    """Untied embeddings and random weights: the other half of the architectures."""
+    model = tmp_path_factory.mktemp("untied")
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    untied = Recipe(layers=2, tie_word_embeddings=False)
+    build_model(len(tokenizer), untied).to(torch.bfloat16).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    server = start_inference(model, tmp_path_factory.mktemp("bf16"), "--dtype", "bfloat16")
+    yield server
+    stop_inference(server)
+
+
+def test_bfloat16_agrees_within_its_own_noise(bfloat16_server: InferenceServer) -> None:
+    """The yardstick is measured beside it: the same weights in bfloat16 against float32."""
+    with attached_trainer(bfloat16_server, lr=3e-3) as trainer:
+        before = torch.tensor(trainer.sync.served_logprobs(trainer.tokens))
+        for step in range(STEPS):
+            trainer.step(step)
+            alignment = trainer.alignment()
+            noise = bfloat16_noise(trainer)
+            assert alignment.mean < 2 * noise.mean
+            assert alignment.max < 2 * noise.max
+            require_alignment(alignment, torch.bfloat16, step)
+        moved = (torch.tensor(trainer.sync.served_logprobs(trainer.tokens)) - before).abs().mean()
+        assert float(moved) > 10 * noise.mean
+
+
+def bfloat16_noise(trainer: AttachedTrainer) -> Alignment:
+    ids = torch.tensor([trainer.tokens])
+    exact = type(trainer.policy)(trainer.policy.config).float()
+    exact.load_state_dict({n: p.float() for n, p in trainer.policy.state_dict().items()})
+    one = torch.ones(1)
+    with torch.no_grad():
+        rounded = token_logprobs(trainer.policy, ids[:, :-1], ids[:, 1:], one)
+        precise = token_logprobs(exact.eval(), ids[:, :-1], ids[:, 1:], one)
+    difference = (rounded - precise).abs()
+    return Alignment(float(difference.mean()), float(difference.max()))
+
+
+@pytest.mark.parametrize("control", ["stock_unchecked", "packed_lm_head"])
+def test_a_server_that_serves_packed_copies_is_caught_after_one_step(
+    control: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = start_inference(
+        tiny_model, tmp_path, "--dtype", "float32", environment=control_plugin(control, tmp_path)
+    )
+    try:
+        with attached_trainer(server) as trainer:
+            assert trainer.alignment().max < FLOAT32_TOLERANCE  # blind before a step
+            trainer.step(0)
+            alignment = trainer.alignment()
+            assert alignment.mean > 0.05
+            with pytest.raises(ServedWeightsDiffer, match="LogProb Alignment: MISMATCH!"):
+                require_alignment(alignment, torch.float32, step=0)
+    finally:
+        stop_inference(server)
+
+
+def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    server = launch_inference(
+        tiny_model, tmp_path, "--dtype", "float32", environment=control_plugin("stock", tmp_path)
+    )
+    try:
+        assert server.process.wait(120.0) != 0
+        log = server.process.log_path.read_text()
+        assert "UnshareableWeights" in log
+        for layer in range(4):
+            for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"):
+                assert f"model.layers.{layer}.{name}.weight: moved out of the arena" in log
+        assert "use another weight-bridge mode" in log
+    finally:
+        stop_inference(server)
+
+
+def control_plugin(control: str, directory: Path) -> dict[str, str]:
+    """Environment that makes vLLM load the control instead of our plugin."""
+    metadata = directory / "grpo_negative_controls-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: grpo-negative-controls\nVersion: 0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ngrpo_negative_controls = grpo_negative_controls:register\n"
+    )
+    source = Path(grpo_negative_controls.__file__).parent
+    return {
+        "PYTHONPATH": f"{directory}:{source}",
+        "VLLM_PLUGINS": "grpo_negative_controls",
+        grpo_negative_controls.VARIABLE: control,
+    }

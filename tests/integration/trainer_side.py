@@ -1,0 +1,62 @@
+"""The trainer's half of weight sharing, driven by hand in a test process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_core.inference_client import BridgeClient
+from grpo_trainer.alignment import Alignment, measure_alignment, probe_tokens
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from tests.fixtures.inference import InferenceServer
+
+LR = 1e-2
+"""Large, so that every step moves the log-probabilities far beyond any tolerance."""
+
+
+@dataclass
+class AttachedTrainer:
+    sync: SharedVllm
+    policy: Any
+    optimizer: MasterOptimizer
+    bridge: BridgeClient
+
+    def alignment(self) -> Alignment:
+        return measure_alignment(self.policy, self.sync, self.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        return probe_tokens(self.policy.config.vocab_size)
+
+    def step(self, step: int) -> Published:
+        """A supervised step on random tokens: any gradient will do."""
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(self.policy.config.vocab_size, (4, 40), generator=generator)
+        self.policy(ids, labels=ids).loss.backward()
+        return self.sync.apply(self.optimizer, step)
+
+
+@contextmanager
+def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[AttachedTrainer]:
+    """Attach, announce a new epoch, and write the weights back as they were found at the end."""
+    bridge = BridgeClient(server.url)
+    sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=30.0)
+    policy = sync.load_policy()
+    optimizer = MasterOptimizer(policy.parameters(), lr, 0, 0.0, 1.0)
+    found = [master.detach().clone() for master in optimizer.masters]
+    sync.start(optimizer, step=0)
+    try:
+        yield AttachedTrainer(sync, policy, optimizer, bridge)
+    finally:
+        if sync.attached:
+            with torch.no_grad():
+                for master, value in zip(optimizer.masters, found, strict=True):
+                    master.copy_(value)
+            sync.start(optimizer, step=10_000)
+        sync.close()

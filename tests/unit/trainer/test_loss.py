@@ -1,0 +1,101 @@
+"""The objective against values worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_trainer.loss import NO_SUMS, grpo_loss
+
+EPS = 0.2
+LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
+
+
+def one_token(ratio: float, advantage: float) -> tuple[float, float]:
+    """(loss, d loss / d logp) of a single token of weight 1."""
+    behaviour = torch.tensor([[-1.0]])
+    logp = torch.tensor([[-1.0 + math.log(ratio)]], requires_grad=True)
+    loss, _ = grpo_loss(logp, behaviour, torch.tensor([advantage]), torch.ones(1, 1), EPS)
+    loss.backward()
+    assert logp.grad is not None
+    return float(loss), float(logp.grad)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # -min(r A, clip(r) A); where the clipped term is smaller the gradient is 0, else -r A.
+        (1.0, 2.0, -2.0, -2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),  # min(3.0, 2.4)
+        (0.5, 2.0, -1.0, -1.0),  # min(1.0, 1.6): a good token that became rare is pulled back
+        (1.0, -2.0, 2.0, 2.0),
+        (0.9, -2.0, 1.8, 1.8),
+        (0.5, -2.0, 1.6, 0.0),  # min(-1.0, -1.6)
+    ],
+)
+def test_one_token_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    assert one_token(ratio, advantage) == (
+        pytest.approx(loss, abs=1e-5),
+        pytest.approx(gradient, abs=1e-5),
+    )
+
+
+def test_a_bad_token_that_became_likelier_keeps_its_gradient() -> None:
+    """A < 0 and r = 1.5: min(-3.0, -2.4) = -3.0.
+
+    The archived trainer took the maximum there: loss 2.4 and no gradient, so that the policy was
+    never pushed away from a bad token once it had drifted towards it.
+    """
+    assert one_token(1.5, -2.0) == (pytest.approx(3.0, abs=1e-5), pytest.approx(3.0, abs=1e-5))
+
+
+def test_masked_tokens_count_for_nothing_even_where_their_ratio_overflows() -> None:
+    logp = torch.tensor([[-1.0, -500.0, 0.0]], requires_grad=True)
+    behaviour = torch.tensor([[-1.0, 1.0, -500.0]])  # ratios 1, exp(-501), exp(500) = inf
+    weight = torch.tensor([[1.0, 0.0, 0.0]])
+    loss, sums = grpo_loss(logp, behaviour, torch.tensor([3.0]), weight, EPS)
+    loss.backward()
+    assert float(loss) == pytest.approx(-3.0)
+    assert logp.grad is not None
+    assert logp.grad.tolist() == [[-3.0, 0.0, 0.0]]
+    assert sums.tokens == 1
+
+
+def test_unequal_lengths_weigh_each_sequence_the_same() -> None:
+    """Two sequences of 1 and 3 tokens, A = +1 and -1, all on policy: the halves cancel."""
+    logp = torch.zeros(2, 3, requires_grad=True)
+    weight = torch.tensor([[1 / 2, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]])
+    loss, _ = grpo_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), weight, EPS)
+    loss.backward()
+    assert float(loss) == pytest.approx(0.0, abs=1e-7)
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([-1 / 2, 0.0, 0.0])
+    assert logp.grad[1].tolist() == pytest.approx([1 / 6] * 3)
+
+
+def test_sums_by_hand() -> None:
+    """Ratios 1.5, 0.5 and 1.0: one above the interval, one below, one inside."""
+    behaviour = torch.tensor([[-1.0, -2.0, -3.0, 1.0]])
+    logp = behaviour + torch.tensor([[LOG_3_2, LOG_HALF, 0.0, 7.0]])
+    weight = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    _, sums = grpo_loss(logp, behaviour, torch.tensor([1.0]), weight, EPS)
+    assert sums.mean("ratio") == pytest.approx(1.0, abs=1e-6)
+    assert sums.mean("clipped") == pytest.approx(2 / 3)
+    assert sums.mean("behaviour_logp") == pytest.approx(-2.0)
+    assert sums.mean("diff") == pytest.approx((LOG_3_2 + LOG_HALF) / 3, abs=1e-6)
+    assert sums.mean("diff_abs") == pytest.approx((LOG_3_2 - LOG_HALF) / 3, abs=1e-6)
+    assert sums.diff_max == pytest.approx(-LOG_HALF, abs=1e-6)
+    assert (sums + sums).mean("diff") == pytest.approx(sums.mean("diff"))
+    assert (sums + sums).diff_max == sums.diff_max
+
+
+def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
+    logp = torch.zeros(1, 2, requires_grad=True)
+    loss, sums = grpo_loss(logp, torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2), EPS)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert sums == NO_SUMS
+    assert sums.mean("ratio") == 0.0

@@ -1,0 +1,89 @@
+"""Where checkpoint tensors land, learnt by watching copies into the arena."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_core.weight_manifest import TensorRegion
+from grpo_vllm.arena import ALIGNMENT_BYTES, Arena, aligned
+from grpo_vllm.checkpoint_map import CheckpointMap
+
+WIDTH = 4
+ROW_BYTES = WIDTH * 4
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(4096)
+    yield arena
+    os.close(arena.fd)
+
+
+def rows(arena: Arena, start: int, count: int) -> torch.Tensor:
+    """`count` rows of width 4, float32, starting at row `start` of the arena."""
+    region = TensorRegion(
+        offset=start * ROW_BYTES, nbytes=count * ROW_BYTES, shape=(count, WIDTH), dtype="float32"
+    )
+    return arena.view(region)
+
+
+def load(arena: Arena, targets: dict[str, list[torch.Tensor]]) -> CheckpointMap:
+    checkpoint_map = CheckpointMap(arena)
+    weights = ((name, torch.full((1, WIDTH), 1.0)) for name in targets)
+    with checkpoint_map:
+        for name, weight in checkpoint_map.watch(weights):
+            for target in targets[name]:
+                target.copy_(weight.expand_as(target))
+    return checkpoint_map
+
+
+def test_parts_of_a_fused_tensor_get_a_region_each(arena: Arena) -> None:
+    fused = rows(arena, 0, 6)
+    regions = load(arena, {"q": [fused[:4]], "k": [fused[4:5]], "v": [fused[5:]]}).regions()
+    assert {n: (r.offset, r.shape) for n, r in regions.items()} == {
+        "q": (0, (4, WIDTH)),
+        "k": (4 * ROW_BYTES, (1, WIDTH)),
+        "v": (5 * ROW_BYTES, (1, WIDTH)),
+    }
+
+
+def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: Arena) -> None:
+    """Checkpoints that are fused on disk are split by the loader and land side by side."""
+    regions = load(arena, {"gate_up": [rows(arena, 2, 3), rows(arena, 5, 3)]}).regions()
+    assert (regions["gate_up"].offset, regions["gate_up"].shape) == (2 * ROW_BYTES, (6, WIDTH))
+
+
+@pytest.mark.parametrize("order", [(5, 2), (0, 4)])
+def test_scattered_pieces_are_named_and_not_shared(arena: Arena, order: tuple[int, int]) -> None:
+    first, second = order
+    seen = load(arena, {"torn": [rows(arena, first, 3), rows(arena, second, 3)]})
+    assert seen.regions() == {}
+    assert "torn" in seen.unshareable()
+
+
+def test_a_transposed_copy_is_not_shareable(arena: Arena) -> None:
+    seen = load(arena, {"turned": [rows(arena, 0, WIDTH).t()]})
+    assert list(seen.unshareable()) == ["turned"]
+    assert seen.regions() == {}
+
+
+def test_copies_elsewhere_are_ignored(arena: Arena) -> None:
+    assert load(arena, {"scratch": [torch.empty(2, WIDTH)]}).regions() == {}
+
+
+def test_the_arena_cannot_be_resized_and_two_mappings_see_each_other(arena: Arena) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 8192)
+    rows(arena, 0, 1).fill_(7.0)
+    other = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+    assert os.pread(other, 4, 0) == torch.tensor([7.0]).numpy().tobytes()
+    os.close(other)
+
+
+def test_alignment() -> None:
+    assert [aligned(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert ALIGNMENT_BYTES % 64 == 0
