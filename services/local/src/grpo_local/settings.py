@@ -31,13 +31,13 @@ class DemoSettings(CommandSettings):
         "runs/<UTC time>-<seed> when not given",
     )
     seed: int = Field(0, ge=0, description="seed of sampling, data order and training")
-    steps: int = Field(60, ge=1, description="training steps (optimizer updates)")
-    batch_size: int = Field(32, ge=1, description="sequences per forward pass")
+    steps: int = Field(250, ge=1, description="training steps (optimizer updates)")
+    batch_size: int = Field(64, ge=1, description="sequences per forward pass")
     gradient_accumulation_steps: int = Field(
         2, ge=1, description="forward passes per training step"
     )
     group_size: int = Field(8, ge=2, description="completions sampled per prompt")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    lr: float = Field(3e-4, gt=0, description="peak learning rate of AdamW")
     warmup_steps: int = Field(5, ge=0, description="steps over which the learning rate rises")
     max_completion_tokens: int = Field(8, ge=1, description="longest completion, in tokens")
     seq_len: int = Field(128, ge=2, description="longest prompt plus completion, in tokens")

