@@ -1,0 +1,103 @@
+"""The whole system, as `make demo` runs it: five processes, a real model, a reward that rises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_trainer.tiny_model import expected_accuracy, sum_examples
+
+STEPS = 120
+DEADLINE_S = 420
+MIN_RISE = 0.12
+"""Of the mean reward, last tenth of the steps over first tenth. Each mean is over at least 12 * 128
+completions, whose standard error is below 0.013: chance does not rise by nine of those."""
+
+EXPECTED_FILES = {
+    *("metrics.jsonl", "reward.png", "checkpoints/final_model/model.safetensors"),
+    *("logs/run-api.log", "logs/vllm-server.log", "logs/environment.log", "logs/trainer.log"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:
+    """(run directory, what the user saw) of one short training run."""
+    directory = tmp_path_factory.mktemp("demo") / "run"
+    command = [
+        *(sys.executable, "-m", "grpo_local"),
+        *("--steps", str(STEPS)),
+        *("--model", str(tiny_model)),
+        *("--run-dir", str(directory)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return directory, done.stdout
+
+
+@pytest.fixture(scope="module")
+def records(run: tuple[Path, str]) -> list[dict[str, float]]:
+    lines = (run[0] / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def mean(records: list[dict[str, float]], key: str) -> float:
+    return sum(record[key] for record in records) / len(records)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_the_reward_rises_beyond_chance(records: list[dict[str, float]]) -> None:
+    assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
+    tenth = STEPS // 10
+    first, last = mean(records[:tenth], "reward/mean"), mean(records[-tenth:], "reward/mean")
+    assert last - first > MIN_RISE, f"{first:.3f} → {last:.3f}"
+
+
+def test_the_server_served_the_trained_weights_throughout(records: list[dict[str, float]]) -> None:
+    probed = [r["alignment/probe_max"] for r in records if "alignment/probe_max" in r]
+    assert len(probed) == 1 + STEPS // 10
+    assert max(probed) < 1e-4
+    # Completions sampled by the very weights that are then trained have a ratio of one.
+    fresh = [r for r in records if r["staleness/max"] == 0]
+    assert fresh
+    assert max(r["alignment/diff_max"] for r in fresh) < 1e-4
+
+
+def test_staleness_stays_within_the_flow_control(records: list[dict[str, float]]) -> None:
+    assert max(record["staleness/max"] for record in records) <= 3
+
+
+def test_the_saved_model_is_an_ordinary_one_and_has_learnt(
+    run: tuple[Path, str], tiny_model: Path
+) -> None:
+    final = run[0] / "checkpoints" / "final_model"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    examples = sum_examples(tokenizer)
+    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
+    rise = expected_accuracy(after, *examples) - expected_accuracy(before, *examples)
+    assert rise > MIN_RISE
+
+
+def test_what_the_user_sees(run: tuple[Path, str]) -> None:
+    directory, output = run
+    assert {f for f in EXPECTED_FILES if (directory / f).exists()} == EXPECTED_FILES
+    for word in ("vllm-server ready", f"{STEPS}/{STEPS}", "reward:", "reward.png"):
+        assert word in output
+    assert max(len(line) for line in output.splitlines()) <= 110
+
+
+def test_no_process_is_left(run: tuple[Path, str]) -> None:
+    directory = str(run[0])
+    left = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline"])
+        if directory in " ".join(process.info["cmdline"] or [])
+    ]
+    assert left == []
