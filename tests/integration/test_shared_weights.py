@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_core.inference_client import BridgeClient
 from grpo_trainer.alignment import Alignment, require_alignment
-from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import (
     InferenceServer,
     launch_inference,
@@ -170,3 +172,46 @@ def control_plugin(control: str, directory: Path) -> dict[str, str]:
         "VLLM_PLUGINS": "grpo_negative_controls",
         grpo_negative_controls.VARIABLE: control,
     }
+
+
+def test_parameters_that_left_the_shared_memory_stop_the_step(
+    shared_server: InferenceServer,
+) -> None:
+    """What .to(), share_memory_() and flattening optimizers do, without a word of warning."""
+    with attached_trainer(shared_server) as trainer:
+        version = trainer.bridge.info().policy_version
+        norm = trainer.policy.model.norm.weight
+        bias = trainer.policy.model.layers[1].self_attn.q_proj.bias
+        for parameter in (norm, bias):
+            parameter.data = parameter.data.clone()
+        with pytest.raises(MovedParameters) as moved:
+            trainer.step(0)
+        assert "2 parameters" in str(moved.value)
+        assert "model.norm.weight" in str(moved.value)
+        assert "model.layers.1.self_attn.q_proj.bias" in str(moved.value)
+        assert trainer.bridge.info().policy_version == version
+        assert not trainer.bridge.info().paused
+
+
+def test_another_model_than_the_served_one_is_refused_with_every_difference(
+    shared_server: InferenceServer, tmp_path: Path
+) -> None:
+    other = Recipe(layers=5, width=64, tie_word_embeddings=False)
+    build_model(len(build_tokenizer()), other).save_pretrained(tmp_path)
+    with BridgeClient(shared_server.url) as bridge:
+        sync = SharedVllm(bridge, str(tmp_path), None, dtype="auto", lease_s=5.0)
+        with pytest.raises(PolicyMismatch) as mismatch:
+            sync.load_policy()
+        sync.close()
+    message = str(mismatch.value)
+    assert "lm_head.weight: not on the server" in message
+    assert "model.layers.4.mlp.up_proj.weight: not on the server" in message
+    assert "model.norm.weight: served shape [128], policy shape [64]" in message
+
+
+def test_another_dtype_than_the_served_one_is_refused(shared_server: InferenceServer) -> None:
+    with BridgeClient(shared_server.url) as bridge:
+        sync = SharedVllm(bridge, str(shared_server.model), None, dtype="bfloat16", lease_s=5.0)
+        with pytest.raises(PolicyMismatch, match="--dtype bfloat16, but the server holds float32"):
+            sync.load_policy()
+        sync.close()

@@ -36,7 +36,7 @@ def test_the_tree_is_complete() -> None:
 
 def test_every_make_target_that_the_readme_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = set(re.findall(r"\bmake ([a-z]+)", README))
+    named = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", README))
     assert {"demo", "test", "help"} <= named
     for target in named:
         assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), target
