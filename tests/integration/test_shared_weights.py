@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 from grpo_core.inference_client import BridgeClient
+from grpo_local.processes import free_port
 from grpo_trainer.alignment import Alignment, require_alignment
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.policy import token_logprobs
@@ -80,14 +82,19 @@ def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> Non
 
 @pytest.fixture(scope="module")
 def bfloat16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """Untied embeddings and random weights: the other half of the architectures."""
+    """Untied embeddings and random weights, and a control port of its own."""
     model = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     untied = Recipe(layers=2, tie_word_embeddings=False)
     build_model(len(tokenizer), untied).to(torch.bfloat16).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    server = start_inference(model, tmp_path_factory.mktemp("bf16"), "--dtype", "bfloat16")
+    server = start_inference(
+        model,
+        tmp_path_factory.mktemp("bf16"),
+        *("--dtype", "bfloat16"),
+        control_port=free_port(),
+    )
     yield server
     stop_inference(server)
 
@@ -105,6 +112,19 @@ def test_bfloat16_agrees_within_its_own_noise(bfloat16_server: InferenceServer) 
             require_alignment(alignment, torch.bfloat16, step)
         moved = (torch.tensor(trainer.sync.served_logprobs(trainer.tokens)) - before).abs().mean()
         assert float(moved) > 10 * noise.mean
+
+
+def test_routes_that_change_state_are_on_the_control_port_alone(
+    bfloat16_server: InferenceServer,
+) -> None:
+    for route in ("pause", "resume"):
+        on_public = httpx.post(f"{bfloat16_server.url}/bridge/{route}", json={"session": "s"})
+        assert on_public.status_code == 404
+        on_control = httpx.post(
+            f"{bfloat16_server.control_url}/bridge/{route}", json={"session": "s", "lease_s": 1}
+        )
+        assert on_control.status_code in (409, 422)
+    assert httpx.post(f"{bfloat16_server.control_url}/generate", json={}).status_code == 404
 
 
 def bfloat16_noise(trainer: AttachedTrainer) -> Alignment:

@@ -45,7 +45,7 @@ class AttachedTrainer:
 @contextmanager
 def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[AttachedTrainer]:
     """Attach, announce a new epoch, and write the weights back as they were found at the end."""
-    bridge = BridgeClient(server.url)
+    bridge = BridgeClient(server.url, control_url=server.control_url)
     sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=30.0)
     policy = sync.load_policy()
     optimizer = MasterOptimizer(policy.parameters(), lr, 0, 0.0, 1.0)

@@ -17,7 +17,7 @@ def register() -> None:
 
     from grpo_vllm.loader import SharedModelLoader
     from grpo_vllm.plain_layers import PlainLinearMethod
-    from grpo_vllm.plugin import LOAD_FORMAT
+    from grpo_vllm.plugin_names import LOAD_FORMAT
 
     class StockLayers(SharedModelLoader):
         """vLLM's CPU layout everywhere: linear layers serve from packed copies."""

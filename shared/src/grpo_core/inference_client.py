@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.retry import (
-    TransientAnswer,
-    async_retrying,
-    check_answer,
-    is_safe_to_repeat,
-    is_transient,
-    retrying,
-    unavailable,
-)
+from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import PolicyVersion
 
 SERVICE = "vllm-server"
@@ -85,7 +76,7 @@ def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]
     return [entry[0][token] for token, entry in zip(token_ids, logprobs, strict=True)]
 
 
-class GenerationClient:
+class GenerationClient(AsyncServiceClient):
     """What an environment asks of the inference server.
 
     Args:
@@ -93,13 +84,7 @@ class GenerationClient:
     """
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, max_connections: int = 256) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            timeout=httpx.Timeout(_REQUEST_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(max_connections=max_connections),
-        )
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, max_connections)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """Sample completions of one prompt in one request.
@@ -114,28 +99,7 @@ class GenerationClient:
             ProtocolViolation: the answer breaks the contract.
         """
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        try:
-            async for attempt in async_retrying(self._deadline_s, is_transient):
-                with attempt:
-                    response = await self._http.post("/generate", json=body)
-                    check_answer(response, SERVICE)
-        except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        return _parse_generate(response)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
+        return _parse_generate(await self._send("POST", "/generate", json=body))
 
 
 class BridgeInfo(BaseModel):
@@ -151,16 +115,37 @@ class BridgeInfo(BaseModel):
     weights_socket: str | None
 
 
-class BridgeClient:
-    """What a trainer asks of the inference server's control routes."""
+class ControlClient(ServiceClient):
+    """Sends the requests that change the server's state."""
 
-    def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._deadline_s = deadline_s
-        self._http = httpx.Client(base_url=self.base_url, timeout=_CONTROL_TIMEOUT_S)
+    def __init__(self, base_url: str, deadline_s: float) -> None:
+        super().__init__(f"{SERVICE} control", base_url, deadline_s, _CONTROL_TIMEOUT_S)
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        # A pause or resume that was carried out must not be sent again: the second would be
+        # judged against what the first has changed.
+        self._send("POST", path, repeat_lost_answers=False, json=body)
+
+
+class BridgeClient(ServiceClient):
+    """What a trainer asks of the inference server.
+
+    Args:
+        control_url: where the routes that change state are; None for `base_url`.
+    """
+
+    def __init__(
+        self, base_url: str, deadline_s: float = 60.0, control_url: str | None = None
+    ) -> None:
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
+        self._control = ControlClient(control_url or base_url, deadline_s)
+
+    def close(self) -> None:
+        self._control.close()
+        super().close()
 
     def info(self) -> BridgeInfo:
-        return BridgeInfo.model_validate(self._request("GET", "/bridge/info"))
+        return BridgeInfo.model_validate_json(self._send("GET", "/bridge/info").content)
 
     def pause(self, session: str, lease_s: float) -> None:
         """Stop scheduling, keep requests in flight, drop the KV cache.
@@ -171,7 +156,7 @@ class BridgeClient:
         Raises:
             RequestRefused: the session is not the server's (it restarted), or another holds it.
         """
-        self._request("POST", "/bridge/pause", {"session": session, "lease_s": lease_s})
+        self._control.post("/bridge/pause", {"session": session, "lease_s": lease_s})
 
     def resume(self, session: str, version: PolicyVersion | None) -> None:
         """Serve again; `version` names the new weights, None says that they did not change.
@@ -179,11 +164,8 @@ class BridgeClient:
         Raises:
             RequestRefused: the pause is not held by this session any more: the lease ran out.
         """
-        self._request(
-            "POST",
-            "/bridge/resume",
-            {"session": session, "policy_version": list(version) if version else None},
-        )
+        body = {"session": session, "policy_version": list(version) if version else None}
+        self._control.post("/bridge/resume", body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Served log-probabilities (temperature 1) of token_ids[1:], each given those before it.
@@ -207,36 +189,9 @@ class BridgeClient:
         """One completion of one prompt."""
         return self._generate(prompt_token_ids, **sampling).completions()[0]
 
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        return _parse_generate(self._send("POST", "/generate", body))
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._send(method, path, body).json()
-
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        try:
-            for attempt in retrying(self._deadline_s, is_safe_to_repeat):
-                with attempt:
-                    response = self._http.request(method, path, json=body)
-                    check_answer(response, SERVICE)
-        except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        return response
+        return _parse_generate(self._send("POST", "/generate", json=body))
 
 
 def _parse_generate(response: httpx.Response) -> GenerateAnswer:

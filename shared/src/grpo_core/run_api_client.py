@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import gzip
 import time
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
 
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable
-from grpo_core.retry import (
-    TransientAnswer,
-    async_retrying,
-    check_answer,
-    is_safe_to_repeat,
-    is_transient,
-    retrying,
-    unavailable,
-)
+from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import (
     EnvironmentRegistration,
     EnvironmentStatus,
@@ -40,7 +31,7 @@ _POLL_S = 0.05
 M = TypeVar("M", bound=WireModel)
 
 
-class TrainerClient:
+class TrainerClient(ServiceClient):
     """What a trainer asks of run-api.
 
     Args:
@@ -49,9 +40,7 @@ class TrainerClient:
     """
 
     def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._deadline_s = deadline_s
-        self._http = httpx.Client(base_url=self.base_url, timeout=_REQUEST_TIMEOUT_S)
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
 
     def register(self, registration: Registration) -> int:
         """Announce the run; returns the trainer's id.
@@ -85,20 +74,6 @@ class TrainerClient:
     def status(self) -> ServerStatus:
         return _parse(ServerStatus, self._request("GET", "/status"))
 
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _try_batch(self) -> list[ScoredGroup] | None:
         # A lost answer to GET /batch is not asked for again blindly: the next call would
         # acknowledge it. Registering again gets it back.
@@ -112,31 +87,15 @@ class TrainerClient:
         except ValidationError as error:
             raise ProtocolViolation(f"{SERVICE}: broken group in a batch: {error}") from error
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        json: dict[str, Any] | None = None,
-        repeat_lost_answers: bool = True,
-    ) -> dict[str, Any]:
-        retry_on = is_transient if repeat_lost_answers else is_safe_to_repeat
-        try:
-            for attempt in retrying(self._deadline_s, retry_on):
-                with attempt:
-                    response = self._http.request(method, path, json=json)
-                    check_answer(response, SERVICE)
-        except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        return _json_object(response)
+    def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        return _json_object(self._send(method, path, **request))
 
 
-class EnvironmentClient:
+class EnvironmentClient(AsyncServiceClient):
     """What an environment asks of run-api."""
 
     def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=_REQUEST_TIMEOUT_S)
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
 
     async def info(self) -> TrainerInfo:
         return _parse(TrainerInfo, await self._request("GET", "/info"))
@@ -169,40 +128,8 @@ class EnvironmentClient:
     async def disconnect(self, env_id: int) -> None:
         await self._request("POST", "/disconnect-env", json={"env_id": env_id})
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        json: dict[str, Any] | None = None,
-        content: bytes | None = None,
-        headers: dict[str, str] | None = None,
-        repeat_lost_answers: bool = True,
-    ) -> dict[str, Any]:
-        retry_on = is_transient if repeat_lost_answers else is_safe_to_repeat
-        try:
-            async for attempt in async_retrying(self._deadline_s, retry_on):
-                with attempt:
-                    response = await self._http.request(
-                        method, path, json=json, content=content, headers=headers
-                    )
-                    check_answer(response, SERVICE)
-        except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(SERVICE, self.base_url, self._deadline_s, error) from error
-        return _json_object(response)
+    async def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        return _json_object(await self._send(method, path, **request))
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pydantic import ValidationError
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable
 from grpo_core.weight_manifest import WeightGrant
 
@@ -33,7 +32,7 @@ def send_grant(connection: socket.socket, fd: int, grant: WeightGrant) -> None:
 
 
 @dataclass
-class WeightConnection:
+class WeightConnection(ClosesOnExit):
     """The trainer's end: an open non-blocking connection, the memory's descriptor, the grant."""
 
     connection: socket.socket
@@ -54,17 +53,6 @@ class WeightConnection:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def connect_weights(path: Path) -> WeightConnection:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import collate
+from grpo_trainer.batch import Batch, CollationLimits
+from grpo_trainer.batch import collate as collate_within
 from grpo_trainer.errors import UnusableGroup
 
 P = PROMPT_LOGPROB
@@ -23,6 +24,10 @@ def group(**changes: Any) -> ScoredGroup:
         "inference_logprobs": [[P, P, -0.1], [P, P, -0.2, -0.3, -0.4]],
     }
     return ScoredGroup.model_validate(fields | changes)
+
+
+def collate(groups: list[ScoredGroup], seq_len: int, micro_batch_size: int) -> Batch:
+    return collate_within(groups, CollationLimits(seq_len, micro_batch_size, vocab_size=100))
 
 
 def test_shift_padding_and_weights_by_hand() -> None:
@@ -142,3 +147,22 @@ def test_facts_by_hand() -> None:
 
 def test_reward_is_the_mean_score_where_the_environment_counts_nothing() -> None:
     assert collate([group(), group(scores=[1.0, 1.0])], 100, 4).facts.reward_mean == 0.75
+
+
+def test_tokens_that_the_policy_does_not_know_are_refused() -> None:
+    unknown = group(tokens=[[5, 6, 7], [5, 6, 8, 9, 100]], masks=[[MASKED] * 3, [MASKED] * 5])
+    with pytest.raises(UnusableGroup, match="group 0, sequence 1: token 100, but the policy knows"):
+        collate([unknown], seq_len=100, micro_batch_size=2)
+
+
+def test_masks_that_are_shifted_against_the_tokens_are_refused() -> None:
+    shifted = group(masks=[[MASKED, 7, MASKED], [MASKED, MASKED, 8, 9, 10]])
+    with pytest.raises(UnusableGroup, match="group 0, sequence 0: a mask is neither"):
+        collate([shifted], seq_len=100, micro_batch_size=2)
+
+
+def test_sequences_of_one_token_predict_nothing() -> None:
+    single = group(tokens=[[5], [6]], masks=[[MASKED], [MASKED]], inference_logprobs=[[P], [P]])
+    micro = collate([single], seq_len=100, micro_batch_size=2).micro_batches[0]
+    assert micro.inputs.shape == (2, 1)
+    assert float(micro.token_weight.sum()) == 0.0

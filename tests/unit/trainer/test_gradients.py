@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import collate
+from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.loop import accumulate_gradients
 from grpo_trainer.optimizer import MasterOptimizer
@@ -43,7 +43,7 @@ def groups() -> list[ScoredGroup]:
 def gradients(micro_batch_size: int) -> tuple[float, list[torch.Tensor]]:
     policy = tiny_policy()
     masters = MasterOptimizer(policy.parameters(), 0.1, 0, 0.0, 1.0)
-    batch = collate(groups(), seq_len=64, micro_batch_size=micro_batch_size)
+    batch = collate(groups(), CollationLimits(64, micro_batch_size, vocab_size=32))
     stats = accumulate_gradients(policy, batch, clip_eps=0.2, step=0)
     return stats.loss, [m.grad for m in masters.masters if m.grad is not None]
 
@@ -63,6 +63,6 @@ def test_a_non_finite_loss_stops_the_run_by_name() -> None:
     policy = tiny_policy()
     with torch.no_grad():
         policy.model.embed_tokens.weight.fill_(float("nan"))
-    batch = collate(groups(), seq_len=64, micro_batch_size=6)
+    batch = collate(groups(), CollationLimits(64, 6, vocab_size=32))
     with pytest.raises(NonFiniteLoss, match="step 3, micro-batch 0"):
         accumulate_gradients(policy, batch, clip_eps=0.2, step=3)

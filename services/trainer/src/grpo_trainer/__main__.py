@@ -19,7 +19,8 @@ EXIT_FAILED = 1
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load_settings(TrainerSettings, sys.argv[1:] if argv is None else argv)
     configure_logging("trainer", settings.log_level)
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
 
     from grpo_trainer.loop import train
 

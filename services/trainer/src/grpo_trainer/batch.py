@@ -73,6 +73,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class CollationLimits:
+    """`seq_len` in tokens, `micro_batch_size` in sequences; token ids lie below `vocab_size`."""
+
+    seq_len: int
+    micro_batch_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class _Row:
     """One sequence, shifted: position t predicts targets[t]."""
 
@@ -84,31 +93,33 @@ class _Row:
     temperature: float
 
 
-def collate(groups: Sequence[ScoredGroup], seq_len: int, micro_batch_size: int) -> Batch:
+def collate(groups: Sequence[ScoredGroup], limits: CollationLimits) -> Batch:
     """Build one step's micro-batches.
 
     Sequences longer than `seq_len` tokens are cut at the end. Every sequence weighs the same and
     so does every trained token inside it: token_weight = 1 / (its trained tokens * all sequences).
 
     Raises:
-        UnusableGroup: a group without inference_logprobs, or sampled from another distribution
-            than the one its logprobs can be compared with.
+        UnusableGroup: a group without inference_logprobs, sampled from another distribution than
+            the one its logprobs can be compared with, with masks that do not fit its tokens, or
+            with tokens that the policy does not know.
     """
-    rows = [row for i, group in enumerate(groups) for row in _rows(i, group, seq_len)]
+    rows = [row for i, group in enumerate(groups) for row in _rows(i, group, limits)]
+    size = limits.micro_batch_size
     micro_batches = [
-        _micro_batch(rows[start : start + micro_batch_size], len(rows))
-        for start in range(0, len(rows), micro_batch_size)
+        _micro_batch(rows[start : start + size], len(rows)) for start in range(0, len(rows), size)
     ]
-    return Batch(micro_batches, _facts(groups, seq_len))
+    return Batch(micro_batches, _facts(groups, limits.seq_len))
 
 
-def _rows(index: int, group: ScoredGroup, seq_len: int) -> list[_Row]:
+def _rows(index: int, group: ScoredGroup, limits: CollationLimits) -> list[_Row]:
     if not group.inference_logprobs:
         raise UnusableGroup(NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id))
     _check_sampling(index, group)
+    _check_tokens(index, group, limits.vocab_size)
     advantages = group_advantages(torch.tensor(group.scores)).tolist()
     return [
-        _row(index, i, group, group.inference_logprobs[i], advantages[i], seq_len)
+        _row(index, i, group, group.inference_logprobs[i], advantages[i], limits.seq_len)
         for i in range(group.size)
     ]
 
@@ -167,8 +178,22 @@ def _check_sampling(index: int, group: ScoredGroup) -> None:
         )
 
 
+def _check_tokens(index: int, group: ScoredGroup, vocab_size: int) -> None:
+    for i, (tokens, masks) in enumerate(zip(group.tokens, group.masks, strict=True)):
+        if max(tokens) >= vocab_size:
+            raise UnusableGroup(
+                f"group {index}, sequence {i}: token {max(tokens)}, but the policy knows "
+                f"{vocab_size}; environment and trainer use different tokenizers"
+            )
+        if any(m not in (MASKED, t) for m, t in zip(masks, tokens, strict=True)):
+            raise UnusableGroup(
+                f"group {index}, sequence {i}: a mask is neither {MASKED} nor its own token; "
+                "masks and tokens are shifted against each other"
+            )
+
+
 def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
-    width = max(len(row.inputs) for row in rows)
+    width = max(1, *(len(row.inputs) for row in rows))
     trained = torch.tensor([_padded(row.trained, width, False) for row in rows])  # [B, T]
     per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
     return MicroBatch(

@@ -15,11 +15,11 @@ import torch
 from grpo_core.inference_client import BridgeClient
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer.alignment import Alignment, measure_alignment, probe_tokens, require_alignment
-from grpo_trainer.batch import Batch, collate
+from grpo_trainer.batch import Batch, CollationLimits, collate
 from grpo_trainer.checkpoint import save_final_model
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
-from grpo_trainer.metrics import MetricsFile, StepTimes, step_record
+from grpo_trainer.metrics import StepTimes, append_record, step_record
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.settings import TrainerSettings
@@ -67,7 +67,8 @@ def run_step(
     begin = time.monotonic()
     groups = api.next_batch(settings.batch_deadline_s)
     received = time.monotonic()
-    batch = collate(groups, settings.seq_len, settings.batch_size)
+    limits = CollationLimits(settings.seq_len, settings.batch_size, policy.config.vocab_size)
+    batch = collate(groups, limits)
     gradients = accumulate_gradients(policy, batch, settings.clip_eps, step)
     accumulated = time.monotonic()
     published = sync.apply(optimizer, step)
@@ -93,8 +94,7 @@ def run_step(
     )
     log.info("step", **record)
     if settings.metrics_file is not None:
-        with MetricsFile(settings.metrics_file) as metrics:
-            metrics.write(record)
+        append_record(settings.metrics_file, record)
 
 
 def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) -> GradientStats:
@@ -143,7 +143,9 @@ def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
 def build_weight_sync(settings: TrainerSettings) -> WeightSync:
     """The object that stands for the mode."""
     return SharedVllm(
-        bridge=BridgeClient(settings.inference_url, settings.service_deadline_s),
+        bridge=BridgeClient(
+            settings.inference_url, settings.service_deadline_s, settings.vllm_control_url
+        ),
         model_name=settings.model_name,
         socket=settings.weights_socket,
         dtype=settings.dtype,

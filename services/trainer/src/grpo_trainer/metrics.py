@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
 
 from grpo_trainer.alignment import Alignment
 from grpo_trainer.batch import BatchFacts
@@ -71,24 +69,13 @@ def step_record(
     return record
 
 
-class MetricsFile:
-    """JSON lines, each written whole and flushed, so that others can follow the file."""
+def append_record(path: Path, record: dict[str, float]) -> None:
+    """Add one JSON line, whole, so that others can follow the file.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
-
-    def write(self, record: dict[str, float]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
+    Raises:
+        ValueError: a value is NaN or infinite.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(record, allow_nan=False) + "\n"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)

@@ -50,6 +50,10 @@ class TrainerSettings(CommandSettings):
     vllm_url: str | None = Field(
         None, description="URL of the inference server (default: http://127.0.0.1:<vllm port>)"
     )
+    vllm_control_url: str | None = Field(
+        None,
+        description="URL of the server's control port, where it has one (default: its own URL)",
+    )
     weights_socket: Path | None = Field(
         None, description="Unix socket of the server's weights (default: what the server names)"
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from grpo_core.logs import configure_logging
 from grpo_core.settings import load_settings
-from grpo_vllm.plugin import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
 from grpo_vllm.settings import ServerSettings
 
 

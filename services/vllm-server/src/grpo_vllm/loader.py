@@ -22,7 +22,7 @@ from grpo_vllm.engine_internals import (
     replace_config,
 )
 from grpo_vllm.plain_layers import packed_layers, use_plain_layout
-from grpo_vllm.plugin import LOAD_FORMAT
+from grpo_vllm.plugin_names import LOAD_FORMAT
 
 _ATTRIBUTE = "grpo_shared_parameters"
 

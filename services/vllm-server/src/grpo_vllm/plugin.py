@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-LOAD_FORMAT = "grpo_shared"
-WORKER_EXTENSION = "grpo_vllm.worker_extension.WeightExport"
+from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
 
 
 def register() -> None:

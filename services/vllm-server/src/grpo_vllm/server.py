@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from grpo_vllm import routes
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.engine_internals import build_openai_app, open_engine, parse_engine_arguments
-from grpo_vllm.plugin import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weight_server import import_from_worker, serve_weights
 

@@ -24,7 +24,7 @@ class ServerSettings(CommandSettings):
     """
 
     model_config = SettingsConfigDict(
-        cli_prog_name="vllm-api-server", cli_ignore_unknown_args=True, env_prefix="VLLM_SERVER_"
+        cli_prog_name="vllm-api-server", cli_ignore_unknown_args=True, env_prefix="GRPO_VLLM_"
     )
 
     model: str = Field(description="Hub id or directory of the model to serve")

@@ -1,0 +1,100 @@
+"""HTTP to one of our services: a deadline, a retry rule, and errors that name the service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
+from grpo_core.retry import (
+    TransientAnswer,
+    async_retrying,
+    check_answer,
+    is_safe_to_repeat,
+    is_transient,
+    retrying,
+    unavailable,
+)
+
+
+class ServiceClient(ClosesOnExit):
+    """Args:
+    service: its name in messages
+    base_url: a trailing /v1 is dropped
+    deadline_s: how long one call may keep trying
+    timeout_s: how long one attempt may take
+    """
+
+    def __init__(self, service: str, base_url: str, deadline_s: float, timeout_s: float) -> None:
+        self.base_url = _bare(base_url)
+        self._service = service
+        self._deadline_s = deadline_s
+        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _send(
+        self, method: str, path: str, repeat_lost_answers: bool = True, **request: Any
+    ) -> httpx.Response:
+        """Send until an answer comes. A request whose answer may have been lost is repeated only
+        where `repeat_lost_answers` says that this does no harm.
+
+        Raises:
+            RequestRefused: the service answered 4xx.
+            ServiceUnavailable: no good answer within the deadline, or another error status.
+        """
+        try:
+            for attempt in retrying(self._deadline_s, _rule(repeat_lost_answers)):
+                with attempt:
+                    response = self._http.request(method, path, **request)
+                    check_answer(response, self._service)
+        except (httpx.TransportError, TransientAnswer) as error:
+            raise unavailable(self._service, self.base_url, self._deadline_s, error) from error
+        return response
+
+
+class AsyncServiceClient(ClosesOnAsyncExit):
+    """The same for coroutines; `max_connections` bounds the requests under way."""
+
+    def __init__(
+        self,
+        service: str,
+        base_url: str,
+        deadline_s: float,
+        timeout_s: float,
+        max_connections: int = 100,
+    ) -> None:
+        self.base_url = _bare(base_url)
+        self._service = service
+        self._deadline_s = deadline_s
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            timeout=httpx.Timeout(timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=max_connections),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _send(
+        self, method: str, path: str, repeat_lost_answers: bool = True, **request: Any
+    ) -> httpx.Response:
+        """As `ServiceClient._send`."""
+        try:
+            async for attempt in async_retrying(self._deadline_s, _rule(repeat_lost_answers)):
+                with attempt:
+                    response = await self._http.request(method, path, **request)
+                    check_answer(response, self._service)
+        except (httpx.TransportError, TransientAnswer) as error:
+            raise unavailable(self._service, self.base_url, self._deadline_s, error) from error
+        return response
+
+
+def _rule(repeat_lost_answers: bool) -> Any:
+    return is_transient if repeat_lost_answers else is_safe_to_repeat
+
+
+def _bare(base_url: str) -> str:
+    return base_url.rstrip("/").removesuffix("/v1")
