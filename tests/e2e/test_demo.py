@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.tiny_model import expected_accuracy, sum_examples
 
-STEPS = 120
+STEPS = 160
+WINDOW = 20
 DEADLINE_S = 420
-MIN_RISE = 0.12
-"""Of the mean reward, last tenth of the steps over first tenth. Each mean is over at least 12 * 128
-completions, whose standard error is below 0.013: chance does not rise by nine of those."""
+MIN_RISE = 0.15
+"""Of the mean reward, last 20 steps over first 20. The reward of single steps scatters with a
+standard deviation of at most 0.1 (three seeds), so the difference of two such means has a standard
+error of at most 0.032: chance does not rise by five of those. Seen after 120 steps: 0.18 to 0.34.
+"""
 
 EXPECTED_FILES = {
     *("metrics.jsonl", "reward.png", "checkpoints/final_model/model.safetensors"),
@@ -54,8 +57,7 @@ def mean(records: list[dict[str, float]], key: str) -> float:
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_the_reward_rises_beyond_chance(records: list[dict[str, float]]) -> None:
     assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
-    tenth = STEPS // 10
-    first, last = mean(records[:tenth], "reward/mean"), mean(records[-tenth:], "reward/mean")
+    first, last = mean(records[:WINDOW], "reward/mean"), mean(records[-WINDOW:], "reward/mean")
     assert last - first > MIN_RISE, f"{first:.3f} → {last:.3f}"
 
 
