@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer
 from tests.fixtures.inference import InferenceServer
+from tests.integration.engine_load import running_requests
 from tests.integration.trainer_side import attached_trainer
 
 # Pauses in a process of its own, says so, and never resumes.
@@ -113,25 +116,26 @@ def test_requests_in_flight_survive_a_pause_and_say_which_versions_sampled_them(
 ) -> None:
     body = {
         "prompt": {"prompt_token_ids": [5, 6, 7]},
+        "n": 16,
         "max_tokens": 400,
         "ignore_eos": True,
         "logprobs": 0,
     }
     with attached_trainer(shared_server, lr=1e-4) as trainer:
-        started = PolicyVersion(*trainer.bridge.info().policy_version)
-        with stream_in_background(shared_server.url, body) as answer:
-            time.sleep(0.2)
-            published = trainer.step(0)
+        before = trainer.step(0).version
+        trainer.gather_gradient(1)
+        with posted_in_background(shared_server.url, body) as answer:
+            wait_for(lambda: running_requests(shared_server) > 0, deadline_s=10.0)
+            after = trainer.sync.apply(trainer.optimizer, 1).version
             reply = answer()
-    assert published.version == (started.epoch, 1)
-    assert len(reply["token_ids"][0]) == 400
-    assert reply["policy_version"] == [[list(started), list(published.version)]]
+    assert after == (before.epoch, 2)
+    assert [len(tokens) for tokens in reply["token_ids"]] == [400] * 16
+    assert reply["policy_version"] == [[list(before), list(after)]] * 16
 
 
 @contextmanager
-def stream_in_background(url: str, body: dict[str, object]) -> Iterator[Callable[[], dict]]:  # type: ignore[type-arg]
-    from concurrent.futures import ThreadPoolExecutor
-
+def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Callable[[], Any]]:
+    """A generation request under way; calling what is yielded waits for its answer."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(httpx.post, f"{url}/generate", json=body, timeout=60)
         yield lambda: future.result(60).raise_for_status().json()
@@ -143,7 +147,7 @@ def test_nothing_is_generated_during_a_pause(
     session = connection.grant.session
     body = {"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 2, "logprobs": 0}
     bridge.pause(session, lease_s=30.0)
-    with stream_in_background(shared_server.url, body) as answer:
+    with posted_in_background(shared_server.url, body) as answer:
         time.sleep(0.5)
         version = PolicyVersion(*bridge.info().policy_version)
         newer = PolicyVersion(version.epoch + 1, 7)

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
+from tests.integration.engine_load import running_requests
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
 DEFAULTS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
@@ -118,13 +119,6 @@ def test_a_dropped_connection_aborts_the_request_in_the_engine(
     while running_requests(shared_server) > 0:
         assert time.monotonic() < deadline, "the engine still works for a client that has gone"
         time.sleep(0.05)
-
-
-def running_requests(server: InferenceServer) -> float:
-    """vLLM's own gauges of requests running and waiting."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(gauges))
 
 
 def test_the_openai_routes_are_there(shared_server: InferenceServer) -> None:

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from grpo_local.processes import ManagedProcess, free_port
-from grpo_local.redis_server import start_redis
-from tests.fixtures.redis import oldest_supported_redis
+from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     next_batch,
@@ -53,7 +52,7 @@ class OwnRedis:
         self.start()
 
     def start(self) -> None:
-        self.process = start_redis(self._port, self._directory, oldest_supported_redis())
+        self.process = start_redis(self._port, self._directory, bundled_redis())
 
 
 @pytest.fixture

@@ -35,11 +35,15 @@ class AttachedTrainer:
         return probe_tokens(self.policy.config.vocab_size)
 
     def step(self, step: int) -> Published:
-        """A supervised step on random tokens: any gradient will do."""
+        """One whole update."""
+        self.gather_gradient(step)
+        return self.sync.apply(self.optimizer, step)
+
+    def gather_gradient(self, step: int) -> None:
+        """Of a supervised loss on random tokens: any gradient will do."""
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.policy.config.vocab_size, (4, 40), generator=generator)
         self.policy(ids, labels=ids).loss.backward()
-        return self.sync.apply(self.optimizer, step)
 
 
 @contextmanager
