@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +19,7 @@ from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer
 from tests.fixtures.inference import InferenceServer
-from tests.integration.engine_load import running_requests
+from tests.integration.engine_load import posted_in_background, running_requests, wait_for
 from tests.integration.trainer_side import attached_trainer
 
 # Pauses in a process of its own, says so, and never resumes.
@@ -64,14 +62,6 @@ def bridge(shared_server: InferenceServer) -> Iterator[BridgeClient]:
 def connection(shared_server: InferenceServer) -> Iterator[WeightConnection]:
     with connect_weights(shared_server.socket) as connection:
         yield connection
-
-
-def wait_for(condition: Callable[[], bool], deadline_s: float) -> float:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < deadline_s, f"not within {deadline_s} s"
-        time.sleep(0.05)
-    return time.monotonic() - started
 
 
 def test_a_trainer_killed_between_pause_and_resume_does_not_leave_the_server_paused(
@@ -131,14 +121,6 @@ def test_requests_in_flight_survive_a_pause_and_say_which_versions_sampled_them(
     assert after == (before.epoch, 2)
     assert [len(tokens) for tokens in reply["token_ids"]] == [400] * 16
     assert reply["policy_version"] == [[list(before), list(after)]] * 16
-
-
-@contextmanager
-def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Callable[[], Any]]:
-    """A generation request under way; calling what is yielded waits for its answer."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(httpx.post, f"{url}/generate", json=body, timeout=60)
-        yield lambda: future.result(60).raise_for_status().json()
 
 
 def test_nothing_is_generated_during_a_pause(

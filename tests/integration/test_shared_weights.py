@@ -5,16 +5,18 @@ Only the checks after a step prove anything. The two negative controls pass befo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from grpo_core.inference_client import BridgeClient
+from grpo_core.inference_client import BridgeClient, GenerateAnswer
 from grpo_local.processes import free_port
-from grpo_trainer.alignment import Alignment, require_alignment
+from grpo_trainer.alignment import Alignment, probe_tokens, require_alignment
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
@@ -25,6 +27,7 @@ from tests.fixtures.inference import (
     start_inference,
     stop_inference,
 )
+from tests.integration.engine_load import posted_in_background, running_requests, wait_for
 from tests.integration.memory_maps import weight_mappings
 from tests.integration.trainer_side import AttachedTrainer, attached_trainer
 from tests.negative_controls import grpo_negative_controls
@@ -33,15 +36,23 @@ FLOAT32_TOLERANCE = 1e-4
 STEPS = 3
 
 
-def served_in_generation(trainer: AttachedTrainer) -> tuple[list[float], list[float]]:
+def served_in_generation(
+    trainer: AttachedTrainer, prompt: list[int]
+) -> tuple[list[float], list[float]]:
     """Log-probabilities of sampled tokens: as the server logged them, and as the trainer sees
     them afterwards."""
-    prompt = trainer.tokens[:12]
     completion = trainer.bridge.sample(prompt, max_tokens=24, temperature=0.7, ignore_eos=True)
-    ids = torch.tensor([prompt + completion.token_ids])
+    return completion.logprobs, logprobs_of(trainer.policy, prompt, completion.token_ids, 0.7)
+
+
+def logprobs_of(
+    policy: Any, prompt: list[int], completion: list[int], temperature: float
+) -> list[float]:
+    ids = torch.tensor([prompt + completion])
     with torch.no_grad():
-        ours = token_logprobs(trainer.policy, ids[:, :-1], ids[:, 1:], torch.tensor([0.7]))
-    return completion.logprobs, ours[0, len(prompt) - 1 :].tolist()
+        logp = token_logprobs(policy, ids[:, :-1], ids[:, 1:], torch.tensor([temperature]))
+    values: list[float] = logp[0, len(prompt) - 1 :].tolist()
+    return values
 
 
 def test_after_every_step_the_server_serves_the_trainers_weights(
@@ -53,11 +64,55 @@ def test_after_every_step_the_server_serves_the_trainers_weights(
         for step in range(STEPS):
             trainer.step(step)
             assert trainer.alignment().max < FLOAT32_TOLERANCE
-            served, ours = served_in_generation(trainer)
+            served, ours = served_in_generation(trainer, trainer.tokens[:12])
             assert max(abs(s - o) for s, o in zip(served, ours, strict=True)) < FLOAT32_TOLERANCE
         after = trainer.sync.served_logprobs(trainer.tokens)
         moved = max(abs(a - b) for a, b in zip(after, before, strict=True))
         assert moved > 0.5, "the steps moved nothing, so the check proved nothing"
+
+
+def test_a_cached_prefix_is_not_reused_after_an_update(shared_server: InferenceServer) -> None:
+    """The keys and values of a prompt seen before belong to the weights before."""
+    with attached_trainer(shared_server) as trainer:
+        prompt = probe_tokens(trainer.policy.config.vocab_size, length=400)
+        for step in range(2):
+            served, ours = served_in_generation(trainer, prompt)
+            assert max(abs(s - o) for s, o in zip(served, ours, strict=True)) < FLOAT32_TOLERANCE
+            trainer.step(step)
+        served, ours = served_in_generation(trainer, prompt)
+        assert max(abs(s - o) for s, o in zip(served, ours, strict=True)) < FLOAT32_TOLERANCE
+
+
+def test_a_request_in_flight_goes_on_under_the_new_weights_exactly(
+    shared_server: InferenceServer,
+) -> None:
+    """Each token's logged probability is the old weights' up to the update, the new ones' from
+    there: nothing in between, and no stale keys and values afterwards."""
+    prompt = [5, 6, 7]
+    body = {
+        **{"prompt": {"prompt_token_ids": prompt}, "n": 16, "max_tokens": 400},
+        **{"ignore_eos": True, "logprobs": 0},
+    }
+    with attached_trainer(shared_server) as trainer:
+        trainer.step(0)
+        trainer.gather_gradient(1)
+        old_policy = copy.deepcopy(trainer.policy)
+        with posted_in_background(shared_server.url, body) as answer:
+            wait_for(lambda: running_requests(shared_server) > 0, deadline_s=10.0)
+            trainer.sync.apply(trainer.optimizer, 1)
+            reply = GenerateAnswer.model_validate(answer())
+        for completion in reply.completions():
+            old = logprobs_of(old_policy, prompt, completion.token_ids, 1.0)
+            new = logprobs_of(trainer.policy, prompt, completion.token_ids, 1.0)
+            assert deviation_at_best_switch(completion.logprobs, old, new) < 1e-3
+            assert max(abs(o - n) for o, n in zip(old, new, strict=True)) > 0.5
+
+
+def deviation_at_best_switch(logged: list[float], old: list[float], new: list[float]) -> float:
+    """Smallest possible maximum of |logged - old| before some token and |logged - new| after."""
+    from_old = [abs(a - b) for a, b in zip(logged, old, strict=True)]
+    from_new = [abs(a - b) for a, b in zip(logged, new, strict=True)]
+    return min(max([*from_old[:k], *from_new[k:]]) for k in range(1, len(logged)))
 
 
 def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> None:
