@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_core.errors import RequestRefused
+from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import BridgeClient
 from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.errors import LostServer
+from grpo_trainer.errors import LostServer, TornWeights
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
 from tests.integration.engine_load import posted_in_background, running_requests, wait_for
 from tests.integration.trainer_side import attached_trainer
@@ -28,8 +29,11 @@ import sys, time
 from pathlib import Path
 from grpo_core.inference_client import BridgeClient
 from grpo_core.weight_socket import connect_weights
+from grpo_core.wire import PolicyVersion
 connection = connect_weights(Path(sys.argv[2]))
-BridgeClient(sys.argv[1]).pause(connection.grant.session, lease_s=float(sys.argv[3]))
+bridge = BridgeClient(sys.argv[1])
+epoch, step = bridge.info().policy_version
+bridge.pause(connection.grant.session, float(sys.argv[3]), PolicyVersion(epoch + 1, 0))
 print("paused", flush=True)
 time.sleep(600)
 """
@@ -64,6 +68,20 @@ def connection(shared_server: InferenceServer) -> Iterator[WeightConnection]:
         yield connection
 
 
+def next_version(bridge: BridgeClient) -> PolicyVersion:
+    epoch, _ = bridge.info().policy_version
+    return PolicyVersion(epoch + 1, 0)
+
+
+def write_everything_again(server: InferenceServer, bridge: BridgeClient) -> None:
+    """What a trainer with a checkpoint does after the one before was cut off."""
+    with connect_weights(server.socket) as connection:
+        session = connection.grant.session
+        bridge.pause(session, 30.0, next_version(bridge))
+        bridge.resume(session, written=True)
+    assert bridge.info().weights_intact
+
+
 def test_a_trainer_killed_between_pause_and_resume_does_not_leave_the_server_paused(
     shared_server: InferenceServer, bridge: BridgeClient
 ) -> None:
@@ -76,28 +94,47 @@ def test_a_trainer_killed_between_pause_and_resume_does_not_leave_the_server_pau
     assert bridge.sample([1, 2, 3], max_tokens=2).token_ids
     # The write may have been cut in half, so what is served has a name that nobody chose.
     assert bridge.info().policy_version == (before[0] + 1, before[1])
+    assert not bridge.info().weights_intact
+    sync = SharedVllm(bridge, str(shared_server.model), None, "auto", lease_s=5.0)
+    with pytest.raises(TornWeights, match="may hold half an update"):
+        sync.load_policy()
+    write_everything_again(shared_server, bridge)
 
 
 def test_a_trainer_that_hangs_loses_its_lease_and_cannot_resume_later(
-    bridge: BridgeClient, connection: WeightConnection
+    shared_server: InferenceServer, bridge: BridgeClient
 ) -> None:
-    session = connection.grant.session
-    bridge.pause(session, lease_s=1.0)
-    assert bridge.info().paused
-    wait_for(lambda: not bridge.info().paused, deadline_s=5.0)
-    version = PolicyVersion(*bridge.info().policy_version)
-    with pytest.raises(RequestRefused, match="does not hold the pause: its lease ran out"):
-        bridge.resume(session, PolicyVersion(version.epoch + 1, 0))
-    assert bridge.info().policy_version == version
+    with hanging_trainer(shared_server, lease_s=1.0):
+        assert bridge.info().paused
+        wait_for(lambda: not bridge.info().paused, deadline_s=5.0)
+        assert not bridge.info().weights_intact
+    write_everything_again(shared_server, bridge)
+
+
+def test_a_lease_that_ran_out_is_not_resumed_or_renewed(
+    shared_server: InferenceServer, bridge: BridgeClient
+) -> None:
+    with connect_weights(shared_server.socket) as connection:
+        session = connection.grant.session
+        bridge.pause(session, 0.2, next_version(bridge))
+        wait_for(lambda: not bridge.info().paused, deadline_s=5.0)
+        served = bridge.info().policy_version
+        with pytest.raises(RequestRefused, match="does not hold the pause: its lease ran out"):
+            bridge.resume(session, written=True)
+        with pytest.raises(RequestRefused, match="is not attached to this server"):
+            bridge.pause(session, 5.0, next_version(bridge))
+        assert bridge.info().policy_version == served
+    write_everything_again(shared_server, bridge)
 
 
 def test_asking_again_extends_the_lease(bridge: BridgeClient, connection: WeightConnection) -> None:
     session = connection.grant.session
-    bridge.pause(session, lease_s=1.0)
-    bridge.pause(session, lease_s=30.0)
+    version = next_version(bridge)
+    bridge.pause(session, 1.0, version)
+    bridge.pause(session, 30.0, version)
     time.sleep(1.5)
     assert bridge.info().paused
-    bridge.resume(session, None)
+    bridge.resume(session, written=False)
     assert not bridge.info().paused
 
 
@@ -128,45 +165,56 @@ def test_nothing_is_generated_during_a_pause(
 ) -> None:
     session = connection.grant.session
     body = {"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 2, "logprobs": 0}
-    bridge.pause(session, lease_s=30.0)
+    version = next_version(bridge)
+    bridge.pause(session, 30.0, version)
     with posted_in_background(shared_server.url, body) as answer:
         time.sleep(0.5)
-        version = PolicyVersion(*bridge.info().policy_version)
-        newer = PolicyVersion(version.epoch + 1, 7)
-        bridge.resume(session, newer)
-        assert answer()["policy_version"] == [[list(newer), list(newer)]]
+        bridge.resume(session, written=True)
+        assert answer()["policy_version"] == [[list(version), list(version)]]
 
 
 def test_sessions_that_the_server_does_not_know_are_refused(bridge: BridgeClient) -> None:
     with pytest.raises(RequestRefused, match="is not attached to this server"):
-        bridge.pause("unknown", lease_s=1.0)
+        bridge.pause("unknown", 1.0, next_version(bridge))
     with pytest.raises(RequestRefused, match="does not hold the pause"):
-        bridge.resume("unknown", None)
+        bridge.resume("unknown", written=True)
 
 
-def test_a_second_trainer_cannot_take_the_pause_over(
-    shared_server: InferenceServer, bridge: BridgeClient, connection: WeightConnection
+def test_a_second_trainer_is_refused_while_one_is_attached(
+    shared_server: InferenceServer, connection: WeightConnection
 ) -> None:
-    bridge.pause(connection.grant.session, lease_s=30.0)
-    with (
-        connect_weights(shared_server.socket) as second,
-        pytest.raises(RequestRefused, match="another trainer holds the pause"),
-    ):
-        bridge.pause(second.grant.session, lease_s=1.0)
-    assert bridge.info().paused
-    bridge.resume(connection.grant.session, None)
+    assert connection.grant.session
+    with pytest.raises(ServiceUnavailable, match="another trainer is attached to this server"):
+        connect_weights(shared_server.socket)
+    assert not connection.server_has_closed()
+
+
+def test_a_trainer_that_follows_another_is_let_in(shared_server: InferenceServer) -> None:
+    sessions = set()
+    for _ in range(3):
+        with connect_weights(shared_server.socket) as connection:
+            sessions.add(connection.grant.session)
+    assert len(sessions) == 3
 
 
 def test_a_version_names_one_set_of_weights_only(
     bridge: BridgeClient, connection: WeightConnection
 ) -> None:
-    session = connection.grant.session
-    version = PolicyVersion(*bridge.info().policy_version)
-    bridge.pause(session, lease_s=30.0)
+    """Judged before anything is written."""
+    served = PolicyVersion(*bridge.info().policy_version)
     with pytest.raises(RequestRefused, match="is not newer than"):
-        bridge.resume(session, version)
-    bridge.resume(session, None)
-    assert bridge.info().policy_version == version
+        bridge.pause(connection.grant.session, 30.0, served)
+    assert not bridge.info().paused
+
+
+def test_an_update_given_up_before_it_wrote_keeps_the_version(
+    bridge: BridgeClient, connection: WeightConnection
+) -> None:
+    served = bridge.info().policy_version
+    bridge.pause(connection.grant.session, 30.0, next_version(bridge))
+    bridge.resume(connection.grant.session, written=False)
+    assert bridge.info().policy_version == served
+    assert bridge.info().weights_intact
 
 
 def test_a_trainer_notices_a_server_that_is_gone(shared_server: InferenceServer) -> None:
@@ -188,11 +236,13 @@ def test_the_socket_is_private(shared_server: InferenceServer) -> None:
     ("route", "body"),
     [
         ("pause", {}),
-        ("pause", {"session": "s", "lease_s": -1}),
-        ("pause", {"session": "s", "lease_s": "soon"}),
-        ("pause", {"session": "s", "lease_s": 1, "mode": "abort"}),
-        ("resume", {"session": "s", "policy_version": [1]}),
-        ("resume", {"session": "s", "policy_version": [-1, 0]}),
+        ("pause", {"session": "s", "lease_s": -1, "policy_version": [1, 0]}),
+        ("pause", {"session": "s", "lease_s": "soon", "policy_version": [1, 0]}),
+        ("pause", {"session": "s", "lease_s": 1, "policy_version": [1]}),
+        ("pause", {"session": "s", "lease_s": 1, "policy_version": [-1, 0]}),
+        ("pause", {"session": "s", "lease_s": 1, "policy_version": [1, 0], "mode": "abort"}),
+        ("resume", {"session": "s"}),
+        ("resume", {"session": "s", "written": "perhaps"}),
     ],
 )
 def test_malformed_control_requests_are_refused(

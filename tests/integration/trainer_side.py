@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_core.inference_client import BridgeClient
-from grpo_trainer.alignment import Alignment, measure_alignment, probe_tokens
+from grpo_trainer.alignment import Alignment, AlignmentProbe, probe_tokens
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
@@ -26,9 +26,10 @@ class AttachedTrainer:
     policy: Any
     optimizer: MasterOptimizer
     bridge: BridgeClient
+    probe: AlignmentProbe
 
     def alignment(self) -> Alignment:
-        return measure_alignment(self.policy, self.sync, self.tokens)
+        return self.probe.measure(self.sync.served_logprobs)
 
     @property
     def tokens(self) -> list[int]:
@@ -51,12 +52,12 @@ def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[Attach
     """Attach, announce a new epoch, and write the weights back as they were found at the end."""
     bridge = BridgeClient(server.url, control_url=server.control_url)
     sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=30.0)
-    policy = sync.load_policy()
+    policy = sync.load_policy().eval()
     optimizer = MasterOptimizer(policy.parameters(), lr, 0, 0.0, 1.0)
     found = [master.detach().clone() for master in optimizer.masters]
     sync.start(optimizer, step=0)
     try:
-        yield AttachedTrainer(sync, policy, optimizer, bridge)
+        yield AttachedTrainer(sync, policy, optimizer, bridge, AlignmentProbe(policy))
     finally:
         if sync.attached:
             with torch.no_grad():

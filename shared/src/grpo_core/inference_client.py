@@ -103,15 +103,13 @@ class GenerationClient(AsyncServiceClient):
 
 
 class BridgeInfo(BaseModel):
-    """`GET /bridge/info`: how weights are shared and which version is served."""
+    """`GET /bridge/info`, as far as a trainer reads it."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore")
 
-    enabled: bool
-    model_name: str
-    generation: str | None
     policy_version: tuple[int, int]
     paused: bool
+    weights_intact: bool
     weights_socket: str | None
 
 
@@ -147,25 +145,26 @@ class BridgeClient(ServiceClient):
     def info(self) -> BridgeInfo:
         return BridgeInfo.model_validate_json(self._send("GET", "/bridge/info").content)
 
-    def pause(self, session: str, lease_s: float) -> None:
+    def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Stop scheduling, keep requests in flight, drop the KV cache.
 
-        The server resumes by itself after `lease_s` seconds, or as soon as the session's
-        connection closes.
+        `version` names the weights that are about to be written. The server resumes by itself
+        after `lease_s` seconds, or as soon as the session's connection closes.
 
         Raises:
-            RequestRefused: the session is not the server's (it restarted), or another holds it.
+            RequestRefused: the session is not the server's (it restarted, or a lease ran out), or
+                the version is not a new one.
         """
-        self._control.post("/bridge/pause", {"session": session, "lease_s": lease_s})
+        body = {"session": session, "lease_s": lease_s, "policy_version": list(version)}
+        self._control.post("/bridge/pause", body)
 
-    def resume(self, session: str, version: PolicyVersion | None) -> None:
-        """Serve again; `version` names the new weights, None says that they did not change.
+    def resume(self, session: str, written: bool) -> None:
+        """Serve again, under the new version where everything was `written`.
 
         Raises:
             RequestRefused: the pause is not held by this session any more: the lease ran out.
         """
-        body = {"session": session, "policy_version": list(version) if version else None}
-        self._control.post("/bridge/resume", body)
+        self._control.post("/bridge/resume", {"session": session, "written": written})
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Served log-probabilities (temperature 1) of token_ids[1:], each given those before it.

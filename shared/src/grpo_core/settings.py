@@ -75,7 +75,9 @@ def load_settings(
         if field in settings_type.model_fields and environment.get(variable)
     }
     try:
-        return CliApp.run(settings_type, cli_args=_with_dashes(argv), **from_environment)
+        return CliApp.run(
+            settings_type, cli_args=_with_dashes(settings_type, argv), **from_environment
+        )
     except ValidationError as error:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
@@ -86,11 +88,15 @@ def load_settings(
         raise SystemExit(EXIT_USAGE) from None
 
 
-def _with_dashes(argv: Sequence[str]) -> list[str]:
-    """`--env.group_size=8` → `--env.group-size=8`; values stay untouched."""
-    return [_flag_with_dashes(word) if word.startswith("--") else word for word in argv]
+def _with_dashes(settings_type: type[CommandSettings], argv: Sequence[str]) -> list[str]:
+    """`--env.group_size=8` → `--env.group-size=8`. Values stay untouched, and so do flags that are
+    not ours: a command may pass those on."""
+    ours = {field.replace("_", "-") for field in settings_type.model_fields}
+    return [_flag_with_dashes(word, ours) for word in argv]
 
 
-def _flag_with_dashes(word: str) -> str:
+def _flag_with_dashes(word: str, ours: set[str]) -> str:
     name, separator, value = word.partition("=")
-    return name.replace("_", "-") + separator + value
+    dashed = name.replace("_", "-")
+    is_ours = dashed.removeprefix("--").removeprefix("no-").partition(".")[0] in ours
+    return dashed + separator + value if word.startswith("--") and is_ours else word

@@ -1,8 +1,9 @@
 """Hands the weight memory from the inference server to the trainer: one memfd, one JSON record.
 
 Frame: 4 bytes length (big endian) with the file descriptor as ancillary data (SCM_RIGHTS,
-unix(7)), then that many bytes of JSON (`WeightGrant`). Nothing else is ever sent; the open
-connection itself is the sign that the trainer lives.
+unix(7)), then that many bytes of JSON (`WeightGrant`). A frame without a descriptor is a refusal:
+its bytes say why. Nothing else is ever sent; the open connection itself is the sign that the
+trainer lives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from grpo_core.closing import ClosesOnExit
-from grpo_core.errors import ProtocolViolation, ServiceUnavailable
+from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
 from grpo_core.weight_manifest import WeightGrant
 
 _LENGTH = struct.Struct(">I")
@@ -29,6 +30,12 @@ def send_grant(connection: socket.socket, fd: int, grant: WeightGrant) -> None:
     payload = grant.model_dump_json().encode()
     socket.send_fds(connection, [_LENGTH.pack(len(payload))], [fd])
     connection.sendall(payload)
+
+
+def send_refusal(connection: socket.socket, reason: str) -> None:
+    """Tell a trainer at the door why it gets nothing."""
+    payload = reason.encode()
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
 @dataclass
@@ -59,7 +66,8 @@ def connect_weights(path: Path) -> WeightConnection:
     """Connect to a server's weight socket and receive its memory.
 
     Raises:
-        ServiceUnavailable: nothing listens at `path`.
+        ServiceUnavailable: nothing listens at `path`, or the server refuses; the reason is in
+            the message.
         ProtocolViolation: what listens there speaks something else.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,7 +81,7 @@ def connect_weights(path: Path) -> WeightConnection:
             f"weight socket {path}: {error}; start vllm-api-server with --share-weights on this "
             "host and pass the same --weights-socket to both"
         ) from error
-    except ProtocolViolation:
+    except GrpoError:
         connection.close()
         raise
     connection.setblocking(False)
@@ -82,13 +90,16 @@ def connect_weights(path: Path) -> WeightConnection:
 
 def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
     header, fds, _flags, _address = socket.recv_fds(connection, _LENGTH.size, 1)
-    if len(header) != _LENGTH.size or len(fds) != 1:
+    if len(header) != _LENGTH.size:
         for fd in fds:
             os.close(fd)
         raise ProtocolViolation(
-            f"weight socket: got {len(header)} bytes and {len(fds)} descriptors, expected "
-            f"{_LENGTH.size} and 1; is it the socket of vllm-api-server?"
+            f"weight socket: {len(header)} bytes instead of a frame of {_LENGTH.size} and more; is "
+            "it the socket of vllm-api-server?"
         )
+    if not fds:
+        reason = _receive_exactly(connection, _LENGTH.unpack(header)[0])
+        raise ServiceUnavailable(f"weight socket: {reason.decode(errors='replace')}")
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
         return fds[0], WeightGrant.model_validate_json(payload)

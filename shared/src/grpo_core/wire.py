@@ -17,7 +17,14 @@ from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 MASKED = -100
 """Mask value of a position that is not trained on (torch's ignore index)."""
@@ -199,6 +206,34 @@ def _non_finite_paths(root: Any) -> Iterator[str]:
             pending.extend((f"{path}.{key}", item) for key, item in value.items())
         elif isinstance(value, list):
             pending.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
+
+
+class RewardSample(WireModel):
+    """Rewards of everything graded since the group before, dropped groups included."""
+
+    sum: FiniteFloat
+    count: Count
+
+
+class RolloutFacts(WireModel):
+    """What our environments say about a group's making, inside `group_overrides`.
+
+    The keys are free for others to use, so what does not fit counts as not said.
+    """
+
+    policy_version: list[tuple[tuple[Step, Step], tuple[Step, Step]]] = []
+    generation_seconds: FiniteFloat | None = None
+    reward_sample: RewardSample | None = None
+
+    @classmethod
+    def of(cls, group: ScoredGroup) -> Self:
+        overrides = group.group_overrides or {}
+        said = {key: overrides[key] for key in cls.model_fields if key in overrides}
+        try:
+            return cls.model_validate(said)
+        except ValidationError as error:
+            wrong = {problem["loc"][0] for problem in error.errors()}
+            return cls.model_validate({k: v for k, v in said.items() if k not in wrong})
 
 
 class ServerStatus(WireModel):

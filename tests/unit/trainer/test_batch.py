@@ -110,12 +110,25 @@ def test_temperatures_without_a_ratio_are_refused(temperature: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
+    "sampling",
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1.0}},
+        {"allowed_token_ids": [5]},
+    ],
 )
-def test_sampling_that_renormalises_is_refused_by_name(sampling: dict[str, float]) -> None:
+def test_sampling_that_renormalises_is_refused_by_name(sampling: dict[str, Any]) -> None:
     (name,) = sampling
-    with pytest.raises(UnusableGroup, match=name):
-        collate([group(generation_params=sampling)], seq_len=100, micro_batch_size=2)
+    for place in (
+        {"generation_params": sampling},
+        {"group_overrides": sampling},
+        {"overrides": [{}, sampling]},
+    ):
+        with pytest.raises(UnusableGroup, match=name):
+            collate([group(**place)], seq_len=100, micro_batch_size=2)
 
 
 def test_neutral_sampling_parameters_are_accepted() -> None:
@@ -139,7 +152,7 @@ def test_facts_by_hand() -> None:
     facts = collate([group(group_overrides=overrides), equal], 100, 4).facts
     assert facts.sequences == 4
     assert facts.tokens == 16
-    assert facts.first_version_steps == [4, 3]
+    assert facts.first_versions == [(1, 4), (1, 3)]
     assert facts.generate_s == 0.5
     assert facts.zero_variance_fraction == 0.5
     assert facts.reward_mean == pytest.approx(8 / 10)
@@ -166,3 +179,20 @@ def test_sequences_of_one_token_predict_nothing() -> None:
     micro = collate([single], seq_len=100, micro_batch_size=2).micro_batches[0]
     assert micro.inputs.shape == (2, 1)
     assert float(micro.token_weight.sum()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"policy_version": 3},
+        {"policy_version": [[1, 2]]},
+        {"generation_seconds": "long"},
+        {"reward_sample": {"sum": 1.0}},
+        {"reward_sample": {"sum": 1.0, "count": 0}},
+    ],
+)
+def test_foreign_meanings_of_our_keys_count_as_not_said(foreign: dict[str, Any]) -> None:
+    facts = collate([group(group_overrides=foreign)], 100, 2).facts
+    assert facts.first_versions == []
+    assert facts.generate_s == 0.0
+    assert facts.reward_mean == 0.5

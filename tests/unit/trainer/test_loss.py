@@ -99,3 +99,18 @@ def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
     assert float(loss.detach()) == 0.0
     assert sums == NO_SUMS
     assert sums.mean("ratio") == 0.0
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_ratio_that_would_overflow_stays_finite_with_its_gradient(advantage: float) -> None:
+    """A server that logs -9999 for a token that the trainer finds likely."""
+    behaviour = torch.tensor([[-9999.0, -1.0]])
+    logp = torch.tensor([[-0.1, -1.0]], requires_grad=True)
+    weight = torch.full((1, 2), 0.5)
+    loss, sums = grpo_loss(logp, behaviour, torch.tensor([advantage]), weight, EPS)
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
+    assert logp.grad is not None
+    assert bool(logp.grad.isfinite().all())
+    assert float(logp.grad[0, 1]) == pytest.approx(-0.5 * advantage)
+    assert sums.diff_max == pytest.approx(9998.9)

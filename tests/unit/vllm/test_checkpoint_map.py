@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -31,13 +31,23 @@ def rows(arena: Arena, start: int, count: int) -> torch.Tensor:
     return arena.view(region)
 
 
-def load(arena: Arena, targets: dict[str, list[torch.Tensor]]) -> CheckpointMap:
+def load(
+    arena: Arena,
+    targets: dict[str, list[torch.Tensor]],
+    permute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> CheckpointMap:
+    """Load random checkpoint tensors, split by rows over the targets of their name."""
     checkpoint_map = CheckpointMap(arena)
-    weights = ((name, torch.full((1, WIDTH), 1.0)) for name in targets)
+    weights = [
+        (name, torch.rand(sum(len(p) for p in pieces), *pieces[0].shape[1:]))
+        for name, pieces in targets.items()
+    ]
     with checkpoint_map:
-        for name, weight in checkpoint_map.watch(weights):
-            for target in targets[name]:
-                target.copy_(weight.expand_as(target))
+        for name, weight in checkpoint_map.watch(iter(weights)):
+            pieces = targets[name]
+            parts = permute(weight).split([len(piece) for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.copy_(part)
     return checkpoint_map
 
 
@@ -68,6 +78,13 @@ def test_scattered_pieces_are_named_and_not_shared(arena: Arena, order: tuple[in
 def test_a_transposed_copy_is_not_shareable(arena: Arena) -> None:
     seen = load(arena, {"turned": [rows(arena, 0, WIDTH).t()]})
     assert list(seen.unshareable()) == ["turned"]
+    assert seen.regions() == {}
+
+
+def test_a_loader_that_permutes_what_it_copies_is_noticed(arena: Arena) -> None:
+    """Place and shape fit, the meaning does not: a view would train other rows than are served."""
+    seen = load(arena, {"mixed": [rows(arena, 0, 4)]}, permute=lambda tensor: tensor.flip(0))
+    assert list(seen.unshareable()) == ["mixed"]
     assert seen.regions() == {}
 
 

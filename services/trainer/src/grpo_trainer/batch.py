@@ -13,26 +13,24 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from grpo_core.wire import (
-    GENERATION_SECONDS_KEY,
-    MASKED,
-    POLICY_VERSION_KEY,
-    PROMPT_LOGPROB,
-    REWARD_SAMPLE_KEY,
-    ScoredGroup,
-)
+from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, RolloutFacts, ScoredGroup
 from grpo_trainer.advantage import group_advantages
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup
 
 V = TypeVar("V")
 
-NEUTRAL_SAMPLING: dict[str, tuple[float, ...]] = {
+NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
+    "min_tokens": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "structured_outputs": (),
 }
 """Values under which the logged log-probabilities are those of softmax(logits / temperature)."""
 
@@ -60,8 +58,8 @@ class BatchFacts:
     zero_variance_fraction: float
     """Share of groups whose scores are all equal: they teach nothing."""
     truncated_sequences: int
-    first_version_steps: list[int]
-    """Trainer step of the weights that sampled each completion's first token, where known."""
+    first_versions: list[PolicyVersion]
+    """The weights that sampled each completion's first token, where known."""
     generate_s: float
     """Mean seconds of the groups' generation requests; 0 where the environment does not say."""
 
@@ -165,16 +163,17 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, object]) ->
 
 
 def _check_sampling(index: int, group: ScoredGroup) -> None:
-    parameters = group.generation_params or {}
-    truncating = [
-        f"{name}={parameters[name]}"
+    sources = [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
+    truncating = {
+        f"{name}={source[name]}"
+        for source in sources
         for name, neutral in NEUTRAL_SAMPLING.items()
-        if parameters.get(name) is not None and parameters[name] not in neutral
-    ]
+        if source.get(name) is not None and source[name] not in neutral
+    }
     if truncating:
         raise UnusableGroup(
-            f"group {index}: sampled with {', '.join(truncating)}, which renormalises the logged "
-            "probabilities; sample with the temperature alone"
+            f"group {index}: sampled with {', '.join(sorted(truncating))}, which renormalises the "
+            "logged probabilities; sample with the temperature alone"
         )
 
 
@@ -214,27 +213,24 @@ def _padded(values: list[V], width: int, fill: V) -> list[V]:
 
 def _facts(groups: Sequence[ScoredGroup], seq_len: int) -> BatchFacts:
     lengths = [len(tokens) for group in groups for tokens in group.tokens]
-    overrides = [group.group_overrides or {} for group in groups]
-    seconds = [o[GENERATION_SECONDS_KEY] for o in overrides if GENERATION_SECONDS_KEY in o]
+    facts = [RolloutFacts.of(group) for group in groups]
+    seconds = [f.generation_seconds for f in facts if f.generation_seconds is not None]
     return BatchFacts(
         sequences=len(lengths),
         tokens=sum(min(length, seq_len) for length in lengths),
-        reward_mean=_reward_mean(groups),
+        reward_mean=_reward_mean(groups, facts),
         zero_variance_fraction=sum(len(set(g.scores)) == 1 for g in groups) / len(groups),
         truncated_sequences=sum(length > seq_len for length in lengths),
-        first_version_steps=[
-            first[1] for o in overrides for first, _last in o.get(POLICY_VERSION_KEY, [])
-        ],
+        first_versions=[PolicyVersion(*first) for f in facts for first, _ in f.policy_version],
         generate_s=sum(seconds) / len(seconds) if seconds else 0.0,
     )
 
 
-def _reward_mean(groups: Sequence[ScoredGroup]) -> float:
+def _reward_mean(groups: Sequence[ScoredGroup], facts: Sequence[RolloutFacts]) -> float:
     """Over every graded completion where the environment counts those it dropped, else over the
     scores of the batch."""
-    samples = [(g.group_overrides or {}).get(REWARD_SAMPLE_KEY) for g in groups]
-    counted = [s for s in samples if s and s["count"]]
-    if len(counted) == len(groups):
-        return float(sum(s["sum"] for s in counted) / sum(s["count"] for s in counted))
+    samples = [f.reward_sample for f in facts if f.reward_sample is not None]
+    if len(samples) == len(groups):
+        return sum(s.sum for s in samples) / sum(s.count for s in samples)
     scores = [score for group in groups for score in group.scores]
     return sum(scores) / len(scores)

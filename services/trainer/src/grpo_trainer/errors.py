@@ -2,11 +2,13 @@
 
 GrpoError (grpo_core)
 ├── UnusableGroup           a scored group lacks what GRPO needs, or carries what breaks it
+├── UnusableSavePath        the trained model would have nowhere to go
 ├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
 ├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
 └── WeightSyncError         trainer and server do not hold the same weights
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
     ├── MovedParameters     parameters left the memory they share with the server
+    ├── TornWeights         the server may hold half an update of an earlier trainer
     ├── LostServer          the server that shared the weights is gone
     └── ServedWeightsDiffer the server answers with other weights than the trainer's
 """
@@ -28,6 +30,10 @@ class UnusableGroup(GrpoError):
     """A scored group cannot be trained on."""
 
 
+class UnusableSavePath(GrpoError):
+    """The directory for checkpoints cannot be written."""
+
+
 class NonFiniteLoss(GrpoError):
     """The loss is NaN or infinite; training on would spread it into every weight."""
 
@@ -46,6 +52,10 @@ class PolicyMismatch(WeightSyncError):
 
 class MovedParameters(WeightSyncError):
     """Parameters left the memory shared with the server. Lists all of them."""
+
+
+class TornWeights(WeightSyncError):
+    """The served weights may be half of an update."""
 
 
 class LostServer(WeightSyncError):

@@ -14,9 +14,9 @@ import torch
 
 from grpo_core.inference_client import BridgeClient
 from grpo_core.run_api_client import TrainerClient
-from grpo_trainer.alignment import Alignment, measure_alignment, probe_tokens, require_alignment
+from grpo_trainer.alignment import Alignment, AlignmentProbe, require_alignment
 from grpo_trainer.batch import Batch, CollationLimits, collate
-from grpo_trainer.checkpoint import save_final_model
+from grpo_trainer.checkpoint import prepare_save_path, save_final_model
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
 from grpo_trainer.metrics import StepTimes, append_record, step_record
@@ -35,6 +35,19 @@ class GradientStats:
     sums: LossSums
 
 
+@dataclass(frozen=True)
+class Run:
+    """What every step of a run works with. `started`: time.monotonic() of the first step."""
+
+    settings: TrainerSettings
+    api: TrainerClient
+    sync: WeightSync
+    policy: Any
+    optimizer: MasterOptimizer
+    probe: AlignmentProbe
+    started: float
+
+
 def train(settings: TrainerSettings) -> None:
     """Run `settings.training_steps` steps and save the final model.
 
@@ -44,35 +57,30 @@ def train(settings: TrainerSettings) -> None:
     torch.manual_seed(settings.seed)
     with _clients(settings) as (api, sync):
         policy = sync.load_policy()
-        policy.train()
+        # Dropout would make the trainer's log-probabilities differ from the server's at random.
+        policy.eval()
+        prepare_save_path(settings.save_path)
         optimizer = build_optimizer(policy, settings)
         api.register(settings.registration(first_step=0))
         sync.start(optimizer, step=0)
-        started = time.monotonic()
+        run = Run(settings, api, sync, policy, optimizer, AlignmentProbe(policy), time.monotonic())
         for step in range(settings.training_steps):
-            run_step(step, started, settings, api, sync, policy, optimizer)
+            run_step(run, step)
         save_final_model(policy, settings.model_name, settings.save_path)
 
 
-def run_step(
-    step: int,
-    started: float,
-    settings: TrainerSettings,
-    api: TrainerClient,
-    sync: WeightSync,
-    policy: Any,
-    optimizer: MasterOptimizer,
-) -> None:
+def run_step(run: Run, step: int) -> None:
     """One optimizer step, counted from 0, and its record."""
+    settings, policy = run.settings, run.policy
     begin = time.monotonic()
-    groups = api.next_batch(settings.batch_deadline_s)
+    groups = run.api.next_batch(settings.batch_deadline_s)
     received = time.monotonic()
     limits = CollationLimits(settings.seq_len, settings.batch_size, policy.config.vocab_size)
     batch = collate(groups, limits)
     gradients = accumulate_gradients(policy, batch, settings.clip_eps, step)
     accumulated = time.monotonic()
-    published = sync.apply(optimizer, step)
-    alignment = verify(policy, sync, step, settings.verify_every_steps)
+    published = run.sync.apply(run.optimizer, step)
+    alignment = verify(run, step)
     end = time.monotonic()
     times = StepTimes(
         wait_s=received - begin,
@@ -83,9 +91,9 @@ def run_step(
     record = step_record(
         step=step,
         steps=settings.training_steps,
-        time_s=end - started,
+        time_s=end - run.started,
         loss=gradients.loss,
-        lr=optimizer.learning_rate(step),
+        lr=run.optimizer.learning_rate(step),
         sums=gradients.sums,
         facts=batch.facts,
         published=published,
@@ -121,12 +129,13 @@ def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) 
     return GradientStats(total, sums)
 
 
-def verify(policy: Any, sync: WeightSync, step: int, every: int) -> Alignment | None:
-    """After the first update and every `every`-th: does the server serve these weights?"""
+def verify(run: Run, step: int) -> Alignment | None:
+    """After the first update and every N-th: does the server serve these weights?"""
+    every = run.settings.verify_every_steps
     if every == 0 or (step != 0 and (step + 1) % every != 0):
         return None
-    alignment = measure_alignment(policy, sync, probe_tokens(policy.config.vocab_size))
-    require_alignment(alignment, next(policy.parameters()).dtype, step)
+    alignment = run.probe.measure(run.sync.served_logprobs)
+    require_alignment(alignment, next(run.policy.parameters()).dtype, step)
     return alignment
 
 

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class LossSums:
@@ -65,8 +67,11 @@ def grpo_loss(
         The loss (scalar, to be minimised) and sums for the metrics.
     """
     trained = token_weight > 0
-    # Untrained positions hold placeholders whose ratio may overflow: inf * 0 would be NaN.
-    log_ratio = torch.where(trained, logp - behaviour_logp, 0.0)
+    # Untrained positions hold placeholders, and a trained token may be all but impossible to one
+    # side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping.
+    log_ratio = torch.where(trained, logp - behaviour_logp, 0.0).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_eps, 1.0 + clip_eps)
     advantage = advantages.unsqueeze(-1)  # [B, 1]

@@ -35,7 +35,8 @@ def step_record(
     alignment: Alignment | None,
 ) -> dict[str, float]:
     """Flat record of the step with index `step`, counted from 0; "step" in it counts from 1."""
-    staleness = [max(0, step - sampled_at) for sampled_at in facts.first_version_steps]
+    epoch = published.version.epoch
+    staleness = [step - v.step for v in facts.first_versions if v.epoch == epoch]
     record = {
         "step": step + 1,
         "steps": steps,
@@ -63,9 +64,14 @@ def step_record(
     if staleness:
         record["staleness/mean"] = sum(staleness) / len(staleness)
         record["staleness/max"] = max(staleness)
+    if facts.first_versions:
+        # Sampled before this trainer attached: their distance in steps means nothing.
+        other = len(facts.first_versions) - len(staleness)
+        record["staleness/other_epoch_fraction"] = other / len(facts.first_versions)
     if alignment is not None:
         record["alignment/probe_abs_mean"] = alignment.mean
         record["alignment/probe_max"] = alignment.max
+        record["alignment/probe_moved"] = alignment.moved
     return record
 
 

@@ -3,12 +3,12 @@
 A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update rounds away.
 Gradients are therefore gathered in fp32, the step is taken on fp32 copies, and only its result is
 rounded into the served weights. The step itself touches no served weight, so serving goes on
-meanwhile; `write_into` is the short moment that needs a pause.
+meanwhile; `write_into_parameters` is the short moment that needs a pause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def write_into_parameters(self) -> None:
         """Round the masters into the policy's parameters, in place: their addresses stay."""
-        copy_all(self._parameters, self.masters)
+        torch._foreach_copy_(list[Tensor](self._parameters), self.masters)
 
 
 class _GradientTransfer:
@@ -87,8 +87,3 @@ class _GradientTransfer:
             self._master.grad = gradient
         else:
             self._master.grad += gradient
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, converting dtype, with one kernel launch where possible."""
-    torch._foreach_copy_(list(targets), list(sources))

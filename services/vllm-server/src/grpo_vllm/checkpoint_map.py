@@ -24,16 +24,27 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arena = arena
         self._name: str | None = None
         self._copies: dict[str, list[TensorRegion]] = {}
-        self._scattered: set[str] = set()
+        self._scattered: set[str] = set()  # no view can stand for these
 
     def watch(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the checkpoint through, noting which tensor is being loaded."""
+        """Pass the checkpoint through, noting which tensor is being loaded and whether it arrives
+        as it is: a loader may permute what it copies, and a view would then mean something else.
+        """
         for name, tensor in weights:
             self._name = name
             yield name, tensor
-        self._name = None
+            self._name = None
+            if not self._arrived_unchanged(name, tensor):
+                self._scattered.add(name)
+
+    def _arrived_unchanged(self, name: str, tensor: torch.Tensor) -> bool:
+        region = _merged(self._copies[name]) if name in self._copies else None
+        if region is None:
+            return True  # not a parameter, or named by `unshareable` already
+        loaded = self._arena.view(region)
+        return loaded.shape == tensor.shape and torch.equal(loaded, tensor.to(loaded.dtype))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,7 +66,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Checkpoint name → why no single contiguous tensor of the server holds it."""
         shareable = self.regions()
         return {
-            name: f"loaded into {len(copies)} separate or non-contiguous places"
+            name: f"loaded in {len(copies)} pieces that are not the checkpoint's tensor as it is"
             for name, copies in self._copies.items()
             if name not in shareable
         }

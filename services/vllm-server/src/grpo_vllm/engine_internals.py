@@ -10,8 +10,9 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
 4. server: `make_arg_parser`, `validate_parsed_serve_args`, `build_async_engine_client`,
    `build_app`, `init_app_state`, `cli_env_setup`
 5. engine (the client that `open_engine` yields): `generate`, `pause_generation`,
-   `resume_generation`, `collective_rpc`, `errored`; the worker's `get_model`
-6. requests: `SamplingParams`, `RequestOutputKind`, `TokensPrompt`
+   `resume_generation`, `update_weight_version` (0.32), `collective_rpc`, `errored`; the worker's
+   `get_model`
+6. requests: `SamplingParams`, `RequestOutputKind`, `TokensPrompt`, the outputs' `weight_versions`
 7. switches: `VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_WORKER_MULTIPROC_METHOD`
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/integration/
@@ -37,11 +38,14 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from grpo_core.wire import PolicyVersion
+
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 __all__ = [
     "DefaultModelLoader",
+    "EngineControl",
     "LoadConfig",
     "RequestOutputKind",
     "SamplingParams",
@@ -52,8 +56,11 @@ __all__ = [
     "current_platform",
     "open_engine",
     "parse_engine_arguments",
+    "refuse_parallel_engines",
     "register_model_loader",
     "replace_config",
+    "stamped_versions",
+    "stamps_versions",
 ]
 
 CPU_ENVIRONMENT = {
@@ -97,6 +104,57 @@ async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAP
     app: FastAPI = server.build_app(arguments, tasks, engine.model_config)
     await server.init_app_state(engine, app.state, arguments, tasks)
     return app
+
+
+class EngineControl:
+    """Pauses, names and resumes vLLM's engine client: `grpo_vllm.bridge.PausableEngine`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def pause(self) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def name_weights(self, version: PolicyVersion) -> None:
+        """Have the engine stamp what it samples, where it can (vLLM 0.32)."""
+        if stamps_versions(self._engine):
+            await self._engine.update_weight_version(version_label(version))
+
+
+def stamps_versions(engine: Any) -> bool:
+    """True where finished outputs say which weights sampled which tokens."""
+    return hasattr(engine, "update_weight_version")
+
+
+def version_label(version: PolicyVersion) -> str:
+    return f"{version.epoch}.{version.step}"
+
+
+def stamped_versions(output: Any) -> list[PolicyVersion]:
+    """The versions on a finished completion, in the order of its tokens; [] without any."""
+    spans = getattr(output, "weight_versions", None) or ()
+    return [PolicyVersion(*map(int, span.version.split("."))) for span in spans]
+
+
+def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
+    """Weights are shared with one worker: others would go on serving what is on disk.
+
+    Raises:
+        SystemExit: status 2, naming the flags.
+    """
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    several = [
+        f"--{n.replace('_', '-')} {getattr(arguments, n)}"
+        for n in parallel
+        if (getattr(arguments, n, None) or 1) > 1
+    ]
+    if several:
+        raise SystemExit(
+            f"vllm-api-server: --share-weights works with one worker; drop {', '.join(several)}"
+        )
 
 
 def _server() -> Any:

@@ -17,6 +17,8 @@ from grpo_vllm.engine_internals import (
     SamplingParams,
     TokensPrompt,
     current_platform,
+    stamped_versions,
+    stamps_versions,
 )
 
 SERVER_OWNED_PARAMETERS = frozenset(
@@ -54,14 +56,16 @@ class PartialCompletion:
     last_version: PolicyVersion | None = None
 
     def extend(self, piece: Any, version: PolicyVersion) -> None:
-        """Add a piece of vLLM's output, sampled by the weights named `version`."""
+        """Add a piece of vLLM's output. The engine's own stamps count, where it leaves any;
+        else `version`, what is served as the piece arrives."""
         self.text.append(piece.text)
         self.finish_reason = piece.finish_reason or self.finish_reason
         if not piece.token_ids:
             return
         self.token_ids.extend(piece.token_ids)
-        self.first_version = self.first_version or version
-        self.last_version = version
+        stamps = stamped_versions(piece) or [version]
+        self.first_version = self.first_version or stamps[0]
+        self.last_version = stamps[-1]
         for token, entry in zip(piece.token_ids, piece.logprobs or (), strict=False):
             self.logprobs.append(_sampled_first(token, entry))
 
@@ -98,13 +102,15 @@ async def generate(
         GenerationFailed: a completion was aborted or ended without a reason.
     """
     completions = [PartialCompletion() for _ in range(request.sampling.n)]
+    # Pieces as they are sampled are only needed where versions must be read off their arrival.
+    whole = stamps_versions(engine)
+    kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
+    request.sampling.output_kind = kind
     prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
     last = None
     prompt_logprobs = None
     async for output in engine.generate(prompt, request.sampling, uuid.uuid4().hex):
-        last = output
-        # No token is sampled between pause and resume, and the version changes only there.
-        version = current_version()
+        last, version = output, current_version()
         prompt_logprobs = output.prompt_logprobs or prompt_logprobs
         for piece in output.outputs:
             completions[piece.index].extend(piece, version)
@@ -178,7 +184,6 @@ def _sampling_params(parameters: dict[str, Any]) -> Any:
         sampling = msgspec.convert(parameters, SamplingParams)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise BadGenerateRequest(f"sampling parameters: {error}") from error
-    sampling.output_kind = RequestOutputKind.DELTA
     return sampling
 
 

@@ -60,13 +60,14 @@ class PauseRequest(BaseModel):
 
     session: str
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 
 
 class ResumeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     session: str
-    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
+    written: bool
 
 
 def public_router(engine: Any, bridge: WeightBridge, shared: SharedWeights | None) -> APIRouter:
@@ -95,6 +96,7 @@ def public_router(engine: Any, bridge: WeightBridge, shared: SharedWeights | Non
             "generation": shared.manifest.generation if shared else None,
             "weights_socket": str(shared.socket) if shared else None,
             "policy_version": list(bridge.version),
+            "weights_intact": bridge.weights_intact,
             "paused": bridge.paused,
             "update_count": bridge.update_count,
             "last_update_time": bridge.last_update_time,
@@ -124,13 +126,12 @@ def control_router(bridge: WeightBridge, max_lease_s: float) -> APIRouter:
     @router.post("/pause")
     async def post_pause(request: PauseRequest) -> dict[str, Any]:
         lease_s = min(request.lease_s, max_lease_s)
-        await bridge.pause(request.session, lease_s)
+        await bridge.pause(request.session, lease_s, PolicyVersion(*request.policy_version))
         return {"status": "paused", "lease_s": lease_s}
 
     @router.post("/resume")
     async def post_resume(request: ResumeRequest) -> dict[str, Any]:
-        version = PolicyVersion(*request.policy_version) if request.policy_version else None
-        await bridge.resume(request.session, version)
+        await bridge.resume(request.session, request.written)
         return {"status": "resumed", "policy_version": list(bridge.version)}
 
     @router.get("/is_paused")

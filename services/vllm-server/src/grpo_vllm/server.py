@@ -13,9 +13,16 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from grpo_core.errors import GrpoError
 from grpo_vllm import routes
 from grpo_vllm.bridge import WeightBridge
-from grpo_vllm.engine_internals import build_openai_app, open_engine, parse_engine_arguments
+from grpo_vllm.engine_internals import (
+    EngineControl,
+    build_openai_app,
+    open_engine,
+    parse_engine_arguments,
+    refuse_parallel_engines,
+)
 from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weight_server import import_from_worker, serve_weights
@@ -28,8 +35,8 @@ LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
 
 
-class EngineDied(RuntimeError):
-    """The engine process ended while the server was up."""
+class EngineDied(GrpoError):
+    """The engine ended, or does not answer any more, while the server was up."""
 
 
 def run(settings: ServerSettings) -> None:
@@ -51,6 +58,8 @@ def engine_arguments(settings: ServerSettings) -> list[str]:
         *("--host", settings.host),
         *("--port", str(settings.port)),
         *("--logprobs-mode", LOGPROBS_MODE),
+        # Else the model's own defaults for top_p and the like would apply to /v1 requests unseen.
+        *("--generation-config", "vllm"),
     ]
     if settings.share_weights:
         ours += ["--load-format", LOAD_FORMAT, "--worker-extension-cls", WORKER_EXTENSION]
@@ -59,12 +68,16 @@ def engine_arguments(settings: ServerSettings) -> list[str]:
 
 async def _serve(settings: ServerSettings) -> None:
     arguments = parse_engine_arguments(engine_arguments(settings))
+    if settings.share_weights:
+        refuse_parallel_engines(arguments)
     public = _listen(settings.host, settings.port)
     control = (
         _listen(settings.control_host, settings.control_port) if settings.control_port else None
     )
     async with open_engine(arguments) as engine:
-        bridge = WeightBridge(engine)
+        control_of_engine = EngineControl(engine)
+        bridge = WeightBridge(control_of_engine)
+        await control_of_engine.name_weights(bridge.version)
         async with _shared_weights(settings, engine, bridge) as shared:
             app = await build_openai_app(engine, arguments)
             app.include_router(routes.public_router(engine, bridge, shared))
@@ -73,7 +86,7 @@ async def _serve(settings: ServerSettings) -> None:
                 router = routes.control_router(bridge, settings.max_pause_lease_s)
                 control_app.include_router(router)
             log.info("serving", host=settings.host, port=settings.port, model=settings.model)
-            await _run_servers(engine, app, public, control_app, control)
+            await _run_servers(engine, bridge, app, public, control_app, control)
 
 
 @contextlib.asynccontextmanager
@@ -97,6 +110,7 @@ async def _shared_weights(
 
 async def _run_servers(
     engine: Any,
+    bridge: WeightBridge,
     app: FastAPI,
     public: socket.socket,
     control_app: FastAPI,
@@ -106,7 +120,7 @@ async def _run_servers(
     if control is not None:
         servers.append((_Server(_config(control_app)), control))
     stop = _stop_event()
-    watch = asyncio.create_task(_stop_with_engine(engine, stop))
+    watch = asyncio.create_task(_stop_with_engine(engine, bridge, stop))
     running = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -120,6 +134,8 @@ async def _run_servers(
         stopped.cancel()
     if engine.errored:
         raise EngineDied("the engine process ended; its last lines in this log say why")
+    if bridge.broken.is_set():
+        raise EngineDied("the engine did not resume after a pause")
 
 
 def _stop_event() -> asyncio.Event:
@@ -131,8 +147,8 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
-async def _stop_with_engine(engine: Any, stop: asyncio.Event) -> None:
-    while not engine.errored:
+async def _stop_with_engine(engine: Any, bridge: WeightBridge, stop: asyncio.Event) -> None:
+    while not (engine.errored or bridge.broken.is_set()):
         await asyncio.sleep(ENGINE_WATCH_S)
     stop.set()
 

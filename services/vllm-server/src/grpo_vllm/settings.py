@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import tempfile
 from pathlib import Path
 from typing import Self
@@ -14,6 +15,8 @@ from grpo_core.redis_names import DEFAULT_RUN_ID
 from grpo_core.settings import CommandSettings
 
 UNIX_PATH_MAX_BYTES = 107
+OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
+"""Another value would break the importance ratio, or the sharing, without a word."""
 
 
 class ServerSettings(CommandSettings):
@@ -38,7 +41,7 @@ class ServerSettings(CommandSettings):
     weights_socket: Path | None = Field(
         None,
         description="Unix socket that hands the weights to the trainer "
-        "(default: <temporary directory>/grpo-<run id>-<port>/weights.sock)",
+        "(default: <temporary directory>/grpo-<user id>-<run id>-<port>/weights.sock)",
     )
     control_host: str = Field("127.0.0.1", description="Address of the control port")
     control_port: int | None = Field(
@@ -61,7 +64,7 @@ class ServerSettings(CommandSettings):
 
     @property
     def socket_path(self) -> Path:
-        folder = Path(tempfile.gettempdir()) / f"grpo-{self.run_id}-{self.port}"
+        folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-{self.run_id}-{self.port}"
         return self.weights_socket or folder / "weights.sock"
 
     @model_validator(mode="after")
@@ -71,6 +74,15 @@ class ServerSettings(CommandSettings):
                 f"--share-weights on {self.host} needs --control-port: routes that pause the "
                 "server are not offered on an address that others reach"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _owns_what_sharing_and_ratios_hang_on(self) -> Self:
+        names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
+        owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
+        taken = sorted(names & owned)
+        if taken:
+            raise ValueError(f"{', '.join(taken)}: set by vllm-api-server itself; leave out")
         return self
 
     @model_validator(mode="after")

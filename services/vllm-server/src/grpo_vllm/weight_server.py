@@ -13,13 +13,19 @@ from typing import Any
 
 import structlog
 
+from grpo_core.errors import GrpoError
 from grpo_core.weight_manifest import WeightGrant, WeightManifest
-from grpo_core.weight_socket import send_grant
-from grpo_vllm.bridge import WeightBridge
+from grpo_core.weight_socket import send_grant, send_refusal
+from grpo_vllm.bridge import BridgeConflict, BridgeTimeout, WeightBridge
 
 log = structlog.get_logger()
 
 SEND_TIMEOUT_S = 10.0
+ACCEPT_RETRY_S = 1.0
+
+
+class SocketTaken(GrpoError):
+    """The path of the weight socket is in use."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,7 @@ async def import_from_worker(engine: Any) -> ExportedWeights:
     Raises:
         OSError: the worker's descriptor cannot be opened.
     """
-    exports: list[dict[str, Any]] = await engine.collective_rpc("export_weights")
-    worker = exports[0]
+    (worker,) = await engine.collective_rpc("export_weights")
     fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
     return ExportedWeights(fd, WeightManifest.model_validate_json(worker["manifest"]))
 
@@ -63,7 +68,7 @@ async def serve_weights(
 
 def _listen(path: Path) -> socket.socket:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
@@ -72,31 +77,66 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
+def _remove_stale(path: Path) -> None:
+    """Clear away what a server that was killed left behind, and nothing else.
+
+    Raises:
+        SocketTaken: a living server listens there, or it is no socket.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise SocketTaken(f"--weights-socket {path}: a file of another kind; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise SocketTaken(
+                f"--weights-socket {path}: another server listens there; choose another path"
+            )
+
+
 async def _accept(
     listener: socket.socket,
     weights: ExportedWeights,
     bridge: WeightBridge,
     grants: set[asyncio.Task[None]],
 ) -> None:
+    loop = asyncio.get_running_loop()
     while True:
-        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-        task = asyncio.create_task(_grant(connection, weights, bridge))
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:  # no descriptor left: other connections will close
+            log.warning("cannot accept a trainer", error=str(error))
+            await asyncio.sleep(ACCEPT_RETRY_S)
+            continue
+        task = asyncio.create_task(_serve_trainer(connection, weights, bridge))
         grants.add(task)
         task.add_done_callback(grants.discard)
 
 
-async def _grant(connection: socket.socket, weights: ExportedWeights, bridge: WeightBridge) -> None:
+async def _serve_trainer(
+    connection: socket.socket, weights: ExportedWeights, bridge: WeightBridge
+) -> None:
     """Send the grant, then hold the session until the other end closes."""
-    session = bridge.open_session()
+    connection.settimeout(SEND_TIMEOUT_S)
+    session = None
     try:
+        session = await bridge.open_session()
         grant = WeightGrant(session=session, manifest=weights.manifest)
-        connection.settimeout(SEND_TIMEOUT_S)
         await asyncio.to_thread(send_grant, connection, weights.fd, grant)
         connection.setblocking(False)
         while await asyncio.get_running_loop().sock_recv(connection, 1):
             pass  # the protocol has nothing for a trainer to say; only the end matters
+    except BridgeConflict as error:
+        await asyncio.to_thread(send_refusal, connection, str(error))
+    except BridgeTimeout as error:
+        log.error("bridge broken", error=str(error))
     except OSError as error:
         log.warning("weight connection broke", session=session, error=str(error))
     finally:
         connection.close()
-        await bridge.close_session(session)
+        if session is not None:
+            await bridge.close_session(session)

@@ -15,7 +15,7 @@ from grpo_core.errors import RequestRefused
 from grpo_core.inference_client import BridgeClient
 from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
+from grpo_trainer.errors import LostServer, PolicyMismatch, TornWeights, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_views import MappedWeights, build_policy, check_views
@@ -59,12 +59,19 @@ class SharedVllm:
         Raises:
             ServiceUnavailable: no server, or no weight socket.
             PolicyMismatch: the server shares nothing, or another model.
+            TornWeights: a trainer before this one was cut off while it wrote.
         """
         info = self._bridge.info()
         if info.weights_socket is None:
             raise PolicyMismatch(
                 f"the server at {self._bridge.base_url} shares no weights; start vllm-api-server "
                 "with --share-weights"
+            )
+        if not info.weights_intact:
+            raise TornWeights(
+                f"the trainer before this one was cut off while it may have been writing: the "
+                f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
+                "which loads its checkpoint again"
             )
         self._connection = connect_weights(self._socket or Path(info.weights_socket))
         manifest = self._connection.grant.manifest
@@ -77,6 +84,11 @@ class SharedVllm:
             )
         self._policy = build_policy(self._model_name, self._weights)
         self._epoch = info.policy_version[0] + 1
+        if info.policy_version != (0, 0):
+            log.warning(
+                "an earlier trainer has updated this server; training goes on from its weights",
+                policy_version=info.policy_version,
+            )
         log.info(
             "attached to the server's weights",
             generation=manifest.generation,
@@ -126,9 +138,9 @@ class SharedVllm:
         connection = self._live_connection()
         session = connection.grant.session
         try:
-            self._bridge.pause(session, self._lease_s)
+            self._bridge.pause(session, self._lease_s, version)
             optimizer.write_into_parameters()
-            self._bridge.resume(session, version)
+            self._bridge.resume(session, written=True)
         except RequestRefused as error:
             raise LostServer(f"cannot publish version {tuple(version)}: {error}") from error
         except BaseException:

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import BaseModel, Field
+from pydantic_settings import CliUnknownArgs, SettingsConfigDict
+
+from grpo_core.settings import CommandSettings, load_settings
+
+
+class Section(BaseModel):
+    group_size: int = 8
+
+
+class Example(CommandSettings):
+    model_config = SettingsConfigDict(cli_prog_name="example", cli_ignore_unknown_args=True)
+
+    batch_size: int = Field(2, ge=1)
+    run_id: str = "default"
+    env: Section = Section()
+    passed_on: CliUnknownArgs
+
+
+def load(*words: str, environment: dict[str, str] | None = None) -> Example:
+    return load_settings(Example, words, environment or {})
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--batch_size"])
+def test_our_flags_may_be_written_with_either_sign(flag: str) -> None:
+    assert load(flag, "3").batch_size == 3
+    assert load(f"{flag}=3").batch_size == 3
+
+
+def test_nested_flags_too() -> None:
+    assert load("--env.group_size", "4").env.group_size == 4
+
+
+def test_what_is_passed_on_stays_as_it_was_written() -> None:
+    foreign = ["--hf_overrides.rope_scaling=a_b", "--enforce_eager"]
+    assert load("--batch-size", "3", *foreign).passed_on == foreign
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    assert load(environment={"RUN_ID": "night"}).run_id == "night"
+    assert load("--run-id", "day", environment={"RUN_ID": "night"}).run_id == "day"
+
+
+def test_stray_variables_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_SIZE", "77")
+    assert load().batch_size == 2
+
+
+def test_a_mistake_names_the_option_and_ends_with_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load("--batch-size", "0")
+    assert stop.value.code == 2
+    assert "example: --batch-size: " in capsys.readouterr().err
