@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_local.health import HealthProbe
-from grpo_local.processes import ProcessFailed, free_port
+from grpo_local.processes import ManagedProcess, ProcessFailed, free_port
 from grpo_local.services import url
 from grpo_local.stack import Service, Stack
 from grpo_local.stop_request import StopRequest, StopRequested
@@ -237,3 +237,18 @@ def test_a_run_under_nohup_survives_the_end_of_its_terminal() -> None:
             assert not eventually(lambda: bool(request.received), deadline_s=0.1)
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+def test_the_reason_leads_over_what_an_interpreter_prints_on_its_way_out(tmp_path: Path) -> None:
+    script = 'printf "start\\nERROR disk full\\n[error    ] EngineDied\\n"; seq 1 100; exit 3'
+    process = ManagedProcess("noisy", ["sh", "-c", script], tmp_path / "noisy.log")
+    assert process.wait(5.0) == 3
+    process.kill()
+    assert process.log_tail().splitlines() == ["ERROR disk full", "[error    ] EngineDied"]
+
+
+def test_a_log_without_errors_shows_its_end(tmp_path: Path) -> None:
+    process = ManagedProcess("plain", ["seq", "1", "100"], tmp_path / "plain.log")
+    assert process.wait(5.0) == 0
+    process.kill()
+    assert process.log_tail(lines=2).splitlines() == ["99", "100"]

@@ -33,9 +33,14 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
-            _train_and_report(settings, screen, stop_request)
+            run = create_run_directory(settings.run_dir, settings.seed)
+        except GrpoError as error:
+            screen.failure(f"failed ({type(error).__name__}): {error}")
+            return EXIT_FAILED
+        try:
+            _train_and_report(settings, run, screen, stop_request)
         except StopRequested as stopped:
-            screen.failure(f"{stopped}; every process of this run has ended")
+            screen.failure(f"{stopped}; every process of this run has ended; logs: {run.logs}")
             return stopped.exit_status
         except GrpoError as error:
             screen.failure(f"failed ({type(error).__name__}): {error}")
@@ -43,9 +48,10 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
     return 0
 
 
-def _train_and_report(settings: DemoSettings, screen: Screen, stop_request: StopRequest) -> None:
+def _train_and_report(
+    settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
+) -> None:
     started = time.monotonic()
-    run = create_run_directory(settings.run_dir, settings.seed)
     screen.line(f"run {run.run_id}: {settings.steps} steps, files in {run.path}")
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
+_SEARCHED_LINES = 400
+_MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
 
 
 class ProcessFailed(GrpoError):
@@ -119,8 +122,12 @@ class ManagedProcess:
             self._child.wait()
 
     def log_tail(self, lines: int = 15) -> str:
-        text = self.log_path.read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        """Why it ended, as far as the log says: its last lines that are marked as errors, or
+        where none are, its last lines."""
+        written = self.log_path.read_text(errors="replace").splitlines()
+        # What an interpreter prints on its way out can be longer than the reason.
+        errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
+        return "\n".join((errors or written)[-lines:])
 
 
 def describe_exit(code: int | None) -> str:
