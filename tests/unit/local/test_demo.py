@@ -119,7 +119,8 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(
         process.send_signal(number)
         ended_with, _, err = demo.finish()
         assert ended_with == status
-        assert err == f"stopped by {number.name}; every process of this run has ended\n"
+        expected = f"stopped by {number.name}; every process of this run has ended; logs: run/logs"
+        assert err == f"{expected}\n"
         assert demo.all_ended()
         assert is_alive(bystander.pid)
 
