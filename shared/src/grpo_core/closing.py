@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class ClosesOnExit:
+class ClosesOnExit(ABC):
     """Calls `close()` when a `with` block is left."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -24,11 +25,11 @@ class ClosesOnExit:
         self.close()
 
 
-class ClosesOnAsyncExit:
+class ClosesOnAsyncExit(ABC):
     """Awaits `close()` when an `async with` block is left."""
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def close(self) -> None: ...
 
     async def __aenter__(self) -> Self:
         return self

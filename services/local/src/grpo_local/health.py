@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
+
+from grpo_core.closing import ClosesOnExit
 
 PROBE_TIMEOUT_S = 1.0
 NOT_REGISTERED = -1
 """`batch_size` of run-api's `/info` before a trainer has registered."""
 
 
-class HealthProbe:
+class HealthProbe(ClosesOnExit):
     """One connection pool for all probes. The environment's proxies do not apply: all is local."""
 
     def __init__(self) -> None:
@@ -29,15 +30,7 @@ class HealthProbe:
     def has_environment(self, run_api_url: str) -> bool:
         return bool(self._get_json(f"{run_api_url}/environments"))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._client.close()
 
     def _get(self, url: str) -> httpx.Response | None:
