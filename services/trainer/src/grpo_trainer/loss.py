@@ -69,9 +69,7 @@ def grpo_loss(
     trained = token_weight > 0
     # Untrained positions hold placeholders, and a trained token may be all but impossible to one
     # side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping.
-    log_ratio = torch.where(trained, logp - behaviour_logp, 0.0).clamp(
-        -MAX_LOG_RATIO, MAX_LOG_RATIO
-    )
+    log_ratio = (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_eps, 1.0 + clip_eps)
     advantage = advantages.unsqueeze(-1)  # [B, 1]
