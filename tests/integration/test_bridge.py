@@ -95,9 +95,11 @@ def test_a_trainer_killed_between_pause_and_resume_does_not_leave_the_server_pau
     # The write may have been cut in half, so what is served has a name that nobody chose.
     assert bridge.info().policy_version == (before[0] + 1, before[1])
     assert not bridge.info().weights_intact
-    sync = SharedVllm(bridge, str(shared_server.model), None, "auto", lease_s=5.0)
+    own_bridge = BridgeClient(shared_server.url)
+    sync = SharedVllm(own_bridge, str(shared_server.model), None, "auto", lease_s=5.0)
     with pytest.raises(TornWeights, match="may hold half an update"):
         sync.load_policy()
+    sync.close()
     write_everything_again(shared_server, bridge)
 
 

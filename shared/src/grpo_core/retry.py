@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import httpx
 from tenacity import (
@@ -19,8 +18,6 @@ from grpo_core.errors import RequestRefused, ServiceUnavailable
 
 RETRIED_STATUS = frozenset({502, 503, 504})
 _MAX_RETRY_AFTER_S = 30.0
-
-T = TypeVar("T")
 
 
 class TransientAnswer(Exception):

@@ -16,7 +16,6 @@ from grpo_core.wire import (
     EnvironmentStatus,
     Registration,
     ScoredGroup,
-    ServerStatus,
     TrainerInfo,
     WireModel,
 )
@@ -70,9 +69,6 @@ class TrainerClient(ServiceClient):
                     f"sending groups? Look at {self.base_url}/status and at their logs"
                 )
             time.sleep(_POLL_S)
-
-    def status(self) -> ServerStatus:
-        return _parse(ServerStatus, self._request("GET", "/status"))
 
     def _try_batch(self) -> list[ScoredGroup] | None:
         # A lost answer to GET /batch is not asked for again blindly: the next call would

@@ -32,17 +32,6 @@ MASKED = -100
 PROMPT_LOGPROB = 1.0
 """Log-probability written at prompt positions: impossible as a value, so it cannot be confused."""
 
-POLICY_VERSION_KEY = "policy_version"
-"""Key in `group_overrides`: [[first, last], ...], the versions at each completion's ends."""
-
-GENERATION_SECONDS_KEY = "generation_seconds"
-"""Key in `group_overrides`: how long the group's one generation request took."""
-
-REWARD_SAMPLE_KEY = "reward_sample"
-"""Key in `group_overrides`: {"sum": float, "count": int} of every reward graded since the
-environment's previous group, this one and the dropped ones included. Groups alone give a biased
-mean: those whose scores are all equal never reach the trainer."""
-
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -209,21 +198,29 @@ def _non_finite_paths(root: Any) -> Iterator[str]:
 
 
 class RewardSample(WireModel):
-    """Rewards of everything graded since the group before, dropped groups included."""
+    """Rewards of everything graded since the environment's previous group, this one and the
+    dropped ones included. Groups alone give a biased mean: those whose scores are all equal never
+    reach the trainer."""
 
     sum: FiniteFloat
     count: Count
 
 
 class RolloutFacts(WireModel):
-    """What our environments say about a group's making, inside `group_overrides`.
-
-    The keys are free for others to use, so what does not fit counts as not said.
+    """What our environments say about a group's making, inside `group_overrides`: run-api drops
+    unknown top-level fields. The keys are free for others to use, so what does not fit counts as
+    not said.
     """
 
     policy_version: list[tuple[tuple[Step, Step], tuple[Step, Step]]] = []
+    """[(first, last), ...]: the versions that sampled each completion's first and last token."""
     generation_seconds: FiniteFloat | None = None
+    """How long the group's one generation request took."""
     reward_sample: RewardSample | None = None
+
+    def on_the_wire(self) -> dict[str, Any]:
+        """The entries for `group_overrides`: what was said, and nothing else."""
+        return self.model_dump(mode="json", exclude_unset=True)
 
     @classmethod
     def of(cls, group: ScoredGroup) -> Self:

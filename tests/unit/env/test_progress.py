@@ -11,10 +11,10 @@ def test_a_reward_sample_is_handed_over_once_and_can_come_back() -> None:
 
     taken = sample.take()
     sample.add([1.0])
-    assert taken.on_the_wire() == {"sum": 2.0, "count": 3}
-    assert sample.on_the_wire() == {"sum": 1.0, "count": 1}
+    assert taken.on_the_wire().model_dump() == {"sum": 2.0, "count": 3}
+    assert sample.on_the_wire().model_dump() == {"sum": 1.0, "count": 1}
     sample.give_back(taken)
-    assert sample.on_the_wire() == {"sum": 3.0, "count": 4}
+    assert sample.on_the_wire().model_dump() == {"sum": 3.0, "count": 4}
 
 
 def test_a_line_covers_the_time_since_the_last_one() -> None:

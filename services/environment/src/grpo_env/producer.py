@@ -7,7 +7,7 @@ import structlog
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import GenerationClient
 from grpo_core.run_api_client import EnvironmentClient
-from grpo_core.wire import REWARD_SAMPLE_KEY, ScoredGroup
+from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.patience import Patience, RefusalLimit
 from grpo_env.progress import Progress, RewardSample
 from grpo_env.prompts import PromptEncoder
@@ -93,7 +93,8 @@ class GroupProducer:
             self.progress.record_sent()
 
     def _addressed(self, group: ScoredGroup, rewards: RewardSample) -> ScoredGroup:
-        overrides = (group.group_overrides or {}) | {REWARD_SAMPLE_KEY: rewards.on_the_wire()}
+        facts = RolloutFacts(reward_sample=rewards.on_the_wire())
+        overrides = (group.group_overrides or {}) | facts.on_the_wire()
         return group.model_copy(update={"env_id": self.env_id, "group_overrides": overrides})
 
     def _fail(self, failure: RolloutFailure) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_core import wire
 from grpo_env.rollout import FailureReason, Rollout, RolloutFailure
 
 _REPORT_EVERY_S = 5.0
@@ -39,8 +40,8 @@ class RewardSample:
         self.total += taken.total
         self.count += taken.count
 
-    def on_the_wire(self) -> dict[str, float | int]:
-        return {"sum": self.total, "count": self.count}
+    def on_the_wire(self) -> wire.RewardSample:
+        return wire.RewardSample(sum=self.total, count=self.count)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.inference_client import Completion, GenerateAnswer, GenerationClient
-from grpo_core.wire import GENERATION_SECONDS_KEY, POLICY_VERSION_KEY, ScoredGroup
+from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.alignment import align_group
 from grpo_env.grading import Grades, grade_all
 from grpo_env.tasks import Item
@@ -155,10 +155,10 @@ def _scored_group(
     seconds: float,
 ) -> ScoredGroup:
     rows = align_group(prompt_ids, completions)
-    versions = [
-        [list(completion.first_version), list(completion.last_version)]
-        for completion in completions
-    ]
+    facts = RolloutFacts(
+        policy_version=[(c.first_version, c.last_version) for c in completions],
+        generation_seconds=seconds,
+    )
     return ScoredGroup(
         tokens=[row.tokens for row in rows],
         masks=[row.masks for row in rows],
@@ -169,5 +169,5 @@ def _scored_group(
             for completion in completions
         ],
         generation_params=params,
-        group_overrides={POLICY_VERSION_KEY: versions, GENERATION_SECONDS_KEY: seconds},
+        group_overrides=facts.on_the_wire(),
     )

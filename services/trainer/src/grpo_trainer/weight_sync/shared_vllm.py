@@ -67,13 +67,16 @@ class SharedVllm:
                 f"the server at {self._bridge.base_url} shares no weights; start vllm-api-server "
                 "with --share-weights"
             )
+        self._connection = connect_weights(self._socket or Path(info.weights_socket))
+        # Asked again at the door: the trainer before may have been cut off in the meantime, but
+        # nobody else writes from here on.
+        info = self._bridge.info()
         if not info.weights_intact:
             raise TornWeights(
                 f"the trainer before this one was cut off while it may have been writing: the "
                 f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
                 "which loads its checkpoint again"
             )
-        self._connection = connect_weights(self._socket or Path(info.weights_socket))
         manifest = self._connection.grant.manifest
         self._weights = MappedWeights.from_fd(self._connection.fd, manifest)
         served_dtype = str(self._weights.dtype).removeprefix("torch.")
