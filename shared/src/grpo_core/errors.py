@@ -2,6 +2,7 @@
 
 GrpoError                     everything this system raises on purpose
 ├── ServiceUnavailable        a service did not answer within its deadline
+│   └── AnswerLost            the request may have been carried out; its answer never came
 ├── RequestRefused            a service answered 4xx: the request is wrong, retrying is useless
 └── ProtocolViolation         a service answered something the contract does not allow
 """
@@ -15,6 +16,10 @@ class GrpoError(Exception):
 
 class ServiceUnavailable(GrpoError):
     """A service did not answer, or answered 5xx, until the deadline passed."""
+
+
+class AnswerLost(ServiceUnavailable):
+    """The connection broke behind a request that must not be sent twice blindly."""
 
 
 class RequestRefused(GrpoError):

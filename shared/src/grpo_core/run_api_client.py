@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import httpx
+import structlog
 from pydantic import ValidationError
 
-from grpo_core.errors import ProtocolViolation, ServiceUnavailable
+from grpo_core.errors import AnswerLost, ProtocolViolation, ServiceUnavailable
 from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import (
     EnvironmentRegistration,
@@ -27,6 +30,8 @@ GZIP_FROM_BYTES = 1024
 _REQUEST_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
+_log = structlog.get_logger()
+
 M = TypeVar("M", bound=WireModel)
 
 
@@ -40,6 +45,9 @@ class TrainerClient(ServiceClient):
 
     def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
+        self._registration: Registration | None = None
+        self._last_batch = b""
+        self._asked_again = False
 
     def register(self, registration: Registration) -> int:
         """Announce the run; returns the trainer's id.
@@ -48,11 +56,14 @@ class TrainerClient(ServiceClient):
             ServiceUnavailable: run-api did not answer in time.
             RequestRefused: the registration conflicts with the run in progress.
         """
+        self._registration = registration
         answer = self._request("POST", "/register", json=registration.model_dump())
         return int(answer["uuid"])
 
-    def next_batch(self, deadline_s: float) -> list[ScoredGroup]:
-        """Wait for the next batch.
+    def next_batch(
+        self, deadline_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[ScoredGroup]:
+        """Wait for the next batch; `meanwhile` is called between the polls.
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
@@ -68,20 +79,44 @@ class TrainerClient(ServiceClient):
                     f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
                     f"sending groups? Look at {self.base_url}/status and at their logs"
                 )
+            meanwhile()
             time.sleep(_POLL_S)
 
     def _try_batch(self) -> list[ScoredGroup] | None:
-        # A lost answer to GET /batch is not asked for again blindly: the next call would
-        # acknowledge it. Registering again gets it back.
-        answer = self._request("GET", "/batch", repeat_lost_answers=False)
+        try:
+            response = self._send("GET", "/batch", repeat_lost_answers=False)
+        except AnswerLost as error:
+            self._ask_again(error)
+            return None
+        answer = _json_object(response)
         if answer.get("status") == "error":
-            raise ProtocolViolation(f"{SERVICE}: {answer.get('message')}")
-        if answer["batch"] is None:
+            raise ProtocolViolation(
+                f"{SERVICE}: {answer.get('message')} It knew this trainer before: somebody called "
+                "/reset_data, or its Redis lost its data (does it run with --appendonly yes?)"
+            )
+        asked_again, self._asked_again = self._asked_again, False
+        if answer["batch"] is None or (self._is_the_last_one(response.content) and asked_again):
             return None
         try:
             return [ScoredGroup.model_validate(group) for group in answer["batch"]]
         except ValidationError as error:
             raise ProtocolViolation(f"{SERVICE}: broken group in a batch: {error}") from error
+
+    def _ask_again(self, error: AnswerLost) -> None:
+        """Another poll would acknowledge a batch that never arrived. A trainer that registers
+        again is handed out what it has not acknowledged, byte for byte."""
+        if self._registration is None:
+            raise error
+        _log.warning("the answer to GET /batch was lost; registering again", reason=str(error))
+        self.register(self._registration)
+        self._asked_again = True
+
+    def _is_the_last_one(self, body: bytes) -> bool:
+        """After a lost answer that means: the request had not reached run-api, which now hands out
+        again what has been received. The next poll acknowledges it."""
+        digest, before = hashlib.blake2b(body).digest(), self._last_batch
+        self._last_batch = digest
+        return digest == before
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         return _json_object(self._send(method, path, **request))

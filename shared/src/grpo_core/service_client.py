@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
+from grpo_core.errors import AnswerLost, ServiceUnavailable
 from grpo_core.retry import (
     TransientAnswer,
     async_retrying,
@@ -36,22 +37,32 @@ class ServiceClient(ClosesOnExit):
         self._http.close()
 
     def _send(
-        self, method: str, path: str, repeat_lost_answers: bool = True, **request: Any
+        self,
+        method: str,
+        path: str,
+        repeat_lost_answers: bool = True,
+        deadline_s: float | None = None,
+        **request: Any,
     ) -> httpx.Response:
-        """Send until an answer comes. A request whose answer may have been lost is repeated only
-        where `repeat_lost_answers` says that this does no harm.
+        """Send until an answer comes, for `deadline_s` seconds or the client's own deadline. A
+        request whose answer may have been lost is repeated only where `repeat_lost_answers` says
+        that this does no harm.
 
         Raises:
             RequestRefused: the service answered 4xx.
+            AnswerLost: the connection broke behind a request that is not repeated.
             ServiceUnavailable: no good answer within the deadline, or another error status.
         """
+        deadline_s = deadline_s or self._deadline_s
         try:
-            for attempt in retrying(self._deadline_s, _rule(repeat_lost_answers)):
+            for attempt in retrying(deadline_s, _rule(repeat_lost_answers)):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(self._service, self.base_url, self._deadline_s, error) from error
+            raise _failure(
+                self._service, self.base_url, deadline_s, error, repeat_lost_answers
+            ) from error
         return response
 
 
@@ -88,8 +99,21 @@ class AsyncServiceClient(ClosesOnAsyncExit):
                     response = await self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
-            raise unavailable(self._service, self.base_url, self._deadline_s, error) from error
+            raise _failure(
+                self._service, self.base_url, self._deadline_s, error, repeat_lost_answers
+            ) from error
         return response
+
+
+def _failure(
+    service: str, url: str, deadline_s: float, error: Exception, repeated: bool
+) -> ServiceUnavailable:
+    if repeated or is_safe_to_repeat(error):
+        return unavailable(service, url, deadline_s, error)
+    return AnswerLost(
+        f"{service} at {url}: the connection broke before an answer came "
+        f"({error or type(error).__name__}); the request may have been carried out"
+    )
 
 
 def _rule(repeat_lost_answers: bool) -> Any:

@@ -1,0 +1,90 @@
+"""A TCP proxy that loses a request or its answer on demand, as a killed process does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import httpx
+
+_CHUNK = 65536
+_ANSWER_S = 30.0
+
+
+class Cut(Enum):
+    """What happens to the next request; after it, all pass again."""
+
+    NOTHING = "nothing"
+    REQUEST = "request"
+    """The connection closes before the service sees the request."""
+    ANSWER = "answer"
+    """The service carries the request out; its answer goes nowhere."""
+
+
+class CuttingProxy:
+    """Serves one connection after another; each carries one request."""
+
+    def __init__(self, target: str) -> None:
+        url = httpx.URL(target)
+        self._target = (url.host, url.port or 80)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.next_cut = Cut.NOTHING
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # shut down
+                return
+            with client:
+                self._carry(client)
+
+    def _carry(self, client: socket.socket) -> None:
+        client.settimeout(_ANSWER_S)
+        while True:
+            request = _message(client)
+            cut, self.next_cut = self.next_cut, Cut.NOTHING
+            if not request or cut is Cut.REQUEST:
+                return
+            with socket.create_connection(self._target, _ANSWER_S) as service:
+                service.sendall(request)
+                answer = _message(service)
+            if cut is Cut.ANSWER:
+                return
+            client.sendall(answer)
+
+
+def _message(connection: socket.socket) -> bytes:
+    """One HTTP message with its body; empty when the other end has closed."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        chunk = connection.recv(_CHUNK)
+        if not chunk:
+            return b""
+        data += chunk
+    head, _, body = data.partition(b"\r\n\r\n")
+    fields = [line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:]]
+    length = next((int(value) for name, value in fields if name == b"content-length"), 0)
+    while len(body) < length:
+        body += connection.recv(_CHUNK)
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def cutting_proxy(target: str) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
