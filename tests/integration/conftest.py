@@ -8,8 +8,15 @@ import httpx
 import pytest
 
 
-@pytest.fixture
-def http(clean_run_api: str) -> Iterator[httpx.Client]:
-    """A client of a run-api that knows of no trainer yet."""
-    with httpx.Client(base_url=clean_run_api, timeout=30.0) as client:
+@pytest.fixture(scope="session")
+def _client(run_api_url: str) -> Iterator[httpx.Client]:
+    """One for the session: making a client, which loads certificates, outlasts most tests."""
+    with httpx.Client(base_url=run_api_url, timeout=30.0) as client:
         yield client
+
+
+@pytest.fixture
+def http(_client: httpx.Client) -> httpx.Client:
+    """A client of a run-api that knows of no trainer yet."""
+    _client.get("/reset_data").raise_for_status()
+    return _client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -24,6 +25,8 @@ ENVIRONMENT: dict[str, Any] = {
     "group_size": 2,
     "min_batch_allocation": None,
 }
+
+WAITING = {"status": "wait for trainer to start"}
 
 
 def group(marker: int, size: int = 2, **changes: Any) -> dict[str, Any]:
@@ -51,9 +54,27 @@ def register_environment(http: httpx.Client, **changes: Any) -> dict[str, Any]:
     return answer
 
 
+def disconnect(http: httpx.Client, env_id: int) -> dict[str, Any]:
+    answer: dict[str, Any] = http.post("/disconnect-env", json={"env_id": env_id}).json()
+    return answer
+
+
+def send(http: httpx.Client, marker: int, **changes: Any) -> dict[str, Any]:
+    """One group; returns the answer to it."""
+    answer = http.post("/scored_data", json=group(marker, **changes)).raise_for_status()
+    received: dict[str, Any] = answer.json()
+    return received
+
+
 def submit(http: httpx.Client, *markers: int, **changes: Any) -> None:
+    """Groups that are queued as they come."""
     for marker in markers:
-        http.post("/scored_data", json=group(marker, **changes)).raise_for_status()
+        assert send(http, marker, **changes) == {"status": "received"}
+
+
+def send_raw(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
+    """As Python's json writes it: with NaN, unlike httpx."""
+    return http.post(path, content=json.dumps(body))
 
 
 def next_batch(http: httpx.Client) -> list[int] | None:
@@ -70,3 +91,9 @@ def status(http: httpx.Client) -> tuple[int, int]:
 
 def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
     return http.request("GET", "/status-env", json={"env_id": env_id})
+
+
+def told(http: httpx.Client, env_id: int) -> dict[str, Any]:
+    """What an environment reads from `/status-env`."""
+    answer: dict[str, Any] = status_env(http, env_id).raise_for_status().json()
+    return answer

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fixtures.run_api import MAX_BODY_BYTES
 from tests.integration.run_api_calls import (
     group,
     next_batch,
@@ -18,8 +16,6 @@ from tests.integration.run_api_calls import (
     status,
     submit,
 )
-
-BIG_GROUP = json.dumps(group(1, size=4, images="x" * 5000)).encode()
 
 
 @pytest.fixture
@@ -70,15 +66,6 @@ def test_bad_group_is_refused_by_name(
     assert_unchanged(started)
 
 
-def test_reason_says_why_it_can_never_be_served(started: httpx.Client) -> None:
-    indivisible = started.post("/scored_data", json=group(9, size=3)).json()["detail"][0]["msg"]
-    assert "3" in indivisible
-    assert "exactly 4" in indivisible
-    mixed = started.post("/scored_data", json=group(9, size=4, env_id=0)).json()["detail"][0]["msg"]
-    assert "group_size 2" in mixed
-    assert "not supported yet" in mixed
-
-
 @pytest.mark.parametrize(
     "path", ["/scored_data", "/scored_data_list", "/register", "/register-env"]
 )
@@ -105,61 +92,3 @@ def test_garbage_is_a_client_error(started: httpx.Client, path: str, body: bytes
     assert answer.json()["detail"][0].keys() == {"loc", "msg", "type"}
     assert len(answer.content) < 100_000
     assert_unchanged(started)
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "x-gzip"])
-@pytest.mark.parametrize("members", [1, 3])
-def test_gzip_bodies_in_any_case_and_any_number_of_members(
-    http: httpx.Client, encoding: str, members: int
-) -> None:
-    start(http)
-    cut = len(BIG_GROUP) // members + 1
-    body = b"".join(gzip.compress(BIG_GROUP[i : i + cut]) for i in range(0, len(BIG_GROUP), cut))
-    answer = http.post("/scored_data", content=body, headers={"Content-Encoding": encoding})
-    assert answer.json() == {"status": "received"}
-    assert next_batch(http) == [1]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"not gzip", gzip.compress(BIG_GROUP)[:-9], gzip.compress(BIG_GROUP) + b"tail"],
-    ids=["plain", "truncated", "trailing garbage"],
-)
-def test_what_is_not_gzip_is_400(started: httpx.Client, body: bytes) -> None:
-    answer = started.post("/scored_data", content=body, headers={"Content-Encoding": "gzip"})
-    assert answer.status_code == 400
-    assert "gzip" in answer.json()["detail"]
-    assert_unchanged(started)
-
-
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        (gzip.compress(b"[" + b" " * (50 * MAX_BODY_BYTES)), {"Content-Encoding": "gzip"}),
-        (b"[" + b" " * MAX_BODY_BYTES, {}),
-    ],
-    ids=["bomb", "plain"],
-)
-def test_body_over_the_limit_is_413(
-    started: httpx.Client, body: bytes, headers: dict[str, str]
-) -> None:
-    answer = started.post("/scored_data_list", content=body, headers=headers)
-    assert answer.status_code == 413
-    assert str(MAX_BODY_BYTES) in answer.json()["detail"]
-    assert_unchanged(started)
-
-
-@pytest.mark.parametrize(("accepted", "encoding"), [("gzip", "gzip"), ("identity", None)])
-def test_long_answers_are_gzip_for_who_accepts_it(
-    http: httpx.Client, accepted: str, encoding: str | None
-) -> None:
-    start(http)
-    http.post("/scored_data", content=BIG_GROUP).raise_for_status()
-    answer = http.get("/batch", headers={"Accept-Encoding": accepted})
-    assert answer.headers.get("content-encoding") == encoding
-    assert answer.json()["batch"][0]["images"] == "x" * 5000
-
-
-def test_no_origin_is_given_credentials(http: httpx.Client) -> None:
-    answer = http.get("/status", headers={"Origin": "http://evil.example"})
-    assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -18,6 +18,7 @@ from tests.integration.run_api_calls import (
     next_batch,
     register,
     register_environment,
+    send,
     start,
     status,
     status_env,
@@ -79,6 +80,22 @@ def test_killed_run_api_loses_nothing(redis_url: str, start_api: StartApi) -> No
         assert len(http.get("/environments").json()) == 1
         assert next_batch(http) == [1, 2]
         assert status(http) == (1, 1)
+
+
+def test_parts_wait_through_a_restart_and_meet_on_another_replica(
+    redis_url: str, start_api: StartApi
+) -> None:
+    first = start_api(redis_url)
+    with client(first) as http:
+        start(http)
+        register_environment(http, group_size=4)
+        assert send(http, 1, size=3, env_id=0)["buffer_size"] == 3
+    first.process.kill()
+
+    with client(start_api(redis_url)) as one, client(start_api(redis_url)) as other:
+        assert send(one, 2, size=2, env_id=0)["buffer_size"] == 5
+        assert send(other, 3, size=1, env_id=0)["buffer_size"] == 2
+        assert next_batch(one) == [1, 3]
 
 
 def test_unacknowledged_batch_is_handed_out_again_by_a_new_process(

@@ -1,85 +1,20 @@
-"""Lost answers and concurrent polls, on a real Redis."""
+"""Lost answers and concurrent calls, on a real Redis."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
-from grpo_api.dispatch import BatchDispatcher
-from grpo_api.errors import StoreUnavailable
-from grpo_api.payloads import pack, unpack
-from grpo_api.records import LeasedBatch
-from grpo_api.redis_link import RedisLink
-from grpo_api.store import RunStore
-from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
-from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
-
-Interruption = Callable[[], Awaitable[None]]
-
-
-class TroubledLink(RedisLink):
-    """A link whose troubles a test chooses, by script."""
-
-    def __init__(self, url: str, run_id: str) -> None:
-        super().__init__(url, run_id, deadline_s=5.0)
-        self.loses_answer_of: str | None = None
-        self.repeats_scripts = False
-        self.before: dict[str, Interruption] = {}
-
-    async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
-        if interruption := self.before.pop(name, None):
-            await interruption()
-        answer = await super().script(name, keys, *arguments)
-        if self.repeats_scripts:
-            answer = await super().script(name, keys, *arguments)
-        if self.loses_answer_of == name:
-            self.loses_answer_of = None
-            raise StoreUnavailable("answer lost")
-        return answer
-
-
-class Run:
-    """One run: its store, and two dispatchers as two replicas would have."""
-
-    def __init__(self, link: TroubledLink) -> None:
-        self.link = link
-        self.store = RunStore(link)
-        self.dispatcher = BatchDispatcher(self.store)
-        self.replica = BatchDispatcher(self.store)
-
-    async def register(self) -> None:
-        await self.store.register(Registration.model_validate(REGISTRATION))
-
-    async def submit(self, *markers: int) -> None:
-        for marker in markers:
-            assert (
-                await self.store.submit(pack([ScoredGroup.model_validate(group(marker))])) is None
-            )
-
-    async def poll(self) -> list[int] | None:
-        return group_ids(await self.dispatcher.next_batch())
-
-    async def status(self) -> tuple[int, int]:
-        status = await self.store.status()
-        return status.current_step, status.queue_size
-
-
-def group_ids(batch: LeasedBatch | None) -> list[int] | None:
-    if batch is None:
-        return None
-    groups = [ScoredGroup.model_validate_json(unpack(payload)) for payload in batch.payloads]
-    return [parsed.tokens[0][0] for parsed in groups]
+from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
+from tests.integration.run_store_rig import Run, group_ids, open_run
 
 
 @pytest.fixture
 async def run(redis_url: str) -> AsyncIterator[Run]:
-    run = Run(TroubledLink(redis_url, "store-tests"))
-    await run.store.reset()
-    await run.register()
-    yield run
-    await run.store.close()
+    async with open_run(redis_url, "store-tests") as run:
+        yield run
 
 
 @pytest.mark.parametrize("script", ["open_poll", "lease"])
@@ -106,15 +41,15 @@ async def test_batch_lost_on_its_second_delivery_comes_a_third_time(run: Run) ->
 
 async def test_repeated_calls_happen_once(run: Run) -> None:
     run.link.repeats_scripts = True
-    environment = EnvironmentRegistration.model_validate(ENVIRONMENT)
     await run.submit(1, 2, 3)
     assert await run.status() == (0, 3)
     assert await run.poll() == [1, 2]
     assert await run.status() == (1, 1)
-    registered = await run.store.register_environment(environment)
-    assert registered is not None
-    assert registered.env_id == 0
-    assert len(await run.store.environments()) == 1
+    assert await run.start_environment() == 0
+    assert len((await run.store.environments.view()).environments) == 1
+    await run.submit(4, 5, size=1, env_id=0)
+    assert await run.status() == (1, 3)
+    assert await run.poll() == [3, 4, 5]
 
 
 async def test_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
@@ -156,12 +91,61 @@ async def test_poll_of_a_trainer_that_is_gone_takes_nothing(run: Run, reset: boo
     assert await run.poll() == ([3, 4] if reset else [1, 2])
 
 
-async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
-    for marker in range(0, 20, 2):
-        await run.submit(marker, marker + 1)
-        assert await run.poll() == [marker, marker + 1]
-    assert await run.poll() is None
-    assert await run.link.call("HLEN", f"{run.link.prefix}payloads") == 1  # the latest example
-    _, counters = await run.store.environments_and_counters()
-    assert counters.sequences_by_env == {}
-    assert counters.max_group_size == 1
+async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
+    async def a_new_trainer_registers() -> None:
+        await run.register(batch_size=6)
+
+    run.link.before["submit"] = a_new_trainer_registers
+    with pytest.raises(GroupRefused, match="exactly 6"):
+        await run.submit(1, size=4)
+    assert await run.status() == (0, 0)
+    assert await run.payloads() == 0
+
+
+async def test_groups_that_meet_a_reset_are_refused(run: Run) -> None:
+    run.link.before["submit"] = run.store.reset
+    with pytest.raises(Refused, match="no trainer has registered"):
+        await run.submit(1)
+    assert await run.payloads() == 0
+
+
+async def test_part_that_another_replica_completed_meanwhile_waits_for_the_next(run: Run) -> None:
+    env_id = await run.start_environment()
+    await run.submit(1, size=1, env_id=env_id)
+
+    async def another_replica_completes_the_group() -> None:
+        await run.submit(2, size=1, env_id=env_id, replica=True)
+
+    run.link.before["submit"] = another_replica_completes_the_group
+    await run.submit(3, size=1, env_id=env_id)
+    assert await run.status() == (0, 2)
+    await run.submit(4, size=1, env_id=env_id)
+    assert await run.poll() == [1, 2, 3, 4]
+
+
+async def test_parts_sent_side_by_side_are_all_placed(run: Run) -> None:
+    env_id = await run.start_environment()
+    parts = range(64)
+    await asyncio.gather(
+        *(run.submit(i, size=1, env_id=env_id, replica=bool(i % 2)) for i in parts)
+    )
+    assert await run.status() == (0, len(parts))
+    served: list[int] = []
+    while batch := await run.poll():
+        served += batch
+    assert sorted(served) == list(parts)
+
+
+async def test_batch_size_is_not_changed_under_groups_that_came_meanwhile(run: Run) -> None:
+    await run.submit(1, size=1)
+
+    async def found_to_suit() -> None:
+        run.link.before["register"] = another_size_arrives
+
+    async def another_size_arrives() -> None:
+        await run.submit(2, size=4)
+
+    run.link.before["register"] = found_to_suit
+    with pytest.raises(Refused, match="groups of 4 sequences are queued"):
+        await run.register(batch_size=6)
+    await run.register(batch_size=8)

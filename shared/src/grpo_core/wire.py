@@ -34,12 +34,20 @@ PROMPT_LOGPROB = 1.0
 
 MAX_TOKEN_ID = 2**31 - 1
 
+MAX_BATCH_SIZE = 2**16
+"""Sequences in one batch. Planning an exact batch takes as many bits."""
+
+UNSET = -1
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+OptionalCount = Annotated[int, Field(ge=UNSET, le=MAX_TOKEN_ID)]
+"""A count that may be left open: -1 and 0 both mean "none", to Atropos environments too."""
 
 T = TypeVar("T")
 
@@ -63,16 +71,20 @@ class WireModel(BaseModel):
 
 
 class Registration(WireModel):
-    """`POST /register`: what a trainer announces. `batch_size` counts sequences."""
+    """`POST /register`: what a trainer announces. `batch_size` counts sequences.
+
+    A `max_token_len` below 1 tells environments not to drop long sequences, a
+    `save_checkpoint_interval` below 1 not to save, a `num_steps` of -1 to bring their own.
+    """
 
     wandb_group: str
     wandb_project: str
-    batch_size: Count
-    max_token_len: Count
+    batch_size: BatchSize
+    max_token_len: OptionalCount
     checkpoint_dir: str
-    save_checkpoint_interval: Step
+    save_checkpoint_interval: OptionalCount
     starting_step: Step
-    num_steps: Step
+    num_steps: OptionalCount
 
 
 class EnvironmentRegistration(WireModel):
@@ -94,6 +106,9 @@ class ScoredGroup(WireModel):
 
     Empty optional lists mean "absent": upstream environments send them. Numbers are finite
     everywhere, inside the free-form fields too: JSON has no NaN.
+
+    `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: a teacher's choices at
+    every position of `tokens`, prompt included. k may differ by position, down to none.
     """
 
     tokens: Rows[Rows[TokenId]]
@@ -138,7 +153,11 @@ class ScoredGroup(WireModel):
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
-        _refuse(problem for part in (self._outer(), self._inner()) for problem in part)
+        _refuse(
+            problem
+            for part in (self._outer(), self._inner(), self._distillation())
+            for problem in part
+        )
         return self
 
     def _outer(self) -> Iterator[str]:
@@ -164,14 +183,30 @@ class ScoredGroup(WireModel):
         for i, sequence in enumerate(self.tokens):
             if not sequence:
                 yield f"tokens[{i}]: empty sequence"
-        rows: dict[str, Sequence[Sized]] = {
+        rows: dict[str, Sequence[Sized] | None] = {
             "masks": self.masks,
-            "inference_logprobs": self.inference_logprobs or [],
+            "inference_logprobs": self.inference_logprobs,
+            "distill_token_ids": self.distill_token_ids,
+            "distill_logprobs": self.distill_logprobs,
         }
         for name, values in rows.items():
-            for i, (row, tokens) in enumerate(zip(values, self.tokens, strict=False)):
+            for i, (row, tokens) in enumerate(zip(values or [], self.tokens, strict=False)):
                 if len(row) != len(tokens):
                     yield f"{name}[{i}]: {len(row)} values for {len(tokens)} tokens"
+
+    def _distillation(self) -> Iterator[str]:
+        """The two fields are one table: a token id for each log-probability."""
+        ids, logprobs = self.distill_token_ids or [], self.distill_logprobs or []
+        if bool(ids) != bool(logprobs):
+            missing = "distill_logprobs" if ids else "distill_token_ids"
+            yield f"{missing}: absent, while its counterpart is given"
+        for i, rows in enumerate(zip(ids, logprobs, strict=False)):
+            for j, (at_ids, at_logprobs) in enumerate(zip(*rows, strict=False)):
+                if len(at_ids) != len(at_logprobs):
+                    yield (
+                        f"distill_logprobs[{i}][{j}]: {len(at_logprobs)} values for "
+                        f"{len(at_ids)} token ids"
+                    )
 
 
 def _refuse(problems: Iterator[str]) -> None:

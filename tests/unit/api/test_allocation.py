@@ -1,10 +1,11 @@
-"""The formulas of `/status-env`, worked by hand."""
+"""The formulas of `/status-env`, worked by hand, and where a run would stand still by them."""
 
 from __future__ import annotations
 
 import pytest
 
-from grpo_api.allocation import Environment, RunCounters, environment_status
+from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
+from grpo_api.exact_sums import Kind
 from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
 
 
@@ -27,17 +28,20 @@ def environment(
 
 
 def counters(
-    sequences_by_env: dict[int | None, int], max_group_size: int = 4, batch_size: int = 16
+    queued: dict[tuple[int | None, int], int], max_group_size: int = 4, batch_size: int = 16
 ) -> RunCounters:
-    return RunCounters(7, batch_size, sequences_by_env, max_group_size)
+    """`queued`: groups by sender and size."""
+    return RunCounters(
+        7, batch_size, {Kind(*kind): n for kind, n in queued.items()}, max_group_size
+    )
 
 
-def status_of_first(environments: list[Environment], state: RunCounters) -> EnvironmentStatus:
-    return environment_status(environments[0], environments, state)
+def status_of(index: int, environments: list[Environment], state: RunCounters) -> EnvironmentStatus:
+    return environment_status(environments[index], RunView(environments, state))
 
 
 def test_one_environment() -> None:
-    assert status_of_first([environment(0)], counters({0: 11})) == EnvironmentStatus(
+    assert status_of(0, [environment(0)], counters({(0, 4): 2, (0, 3): 1})) == EnvironmentStatus(
         current_step=7,
         queue_size=2,  # 11 // 4
         unallocated_fraction=1.0,
@@ -49,29 +53,29 @@ def test_one_environment() -> None:
 
 def test_what_others_hold_beyond_their_minimum_counts_in_whole_packs() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2)]
-    # 1: ceil(9 / 4) * 4 - int(16 * 0.25) = 8; 2: ceil(5 / 4) * 4 = 8; nobody's: 4
-    state = counters({0: 4, 1: 9, 2: 5, None: 4})
-    status = status_of_first(environments, state)
+    # 1: ceil(12 / 4) * 4 - int(16 * 0.25) = 8; 2: ceil(5 / 4) * 4 = 8; nobody's: 4
+    state = counters({(0, 4): 1, (1, 4): 3, (2, 4): 1, (2, 1): 1, (None, 4): 1})
+    status = status_of(0, environments, state)
     assert status.queue_size == (4 + 8 + 8 + 4) // 4
     assert status.self_queue_size == 1
     assert status.unallocated_fraction == pytest.approx(0.75)
 
 
 def test_others_do_not_count_in_groups_of_one() -> None:
-    state = counters({0: 3, 1: 50}, max_group_size=1)
-    assert status_of_first([environment(0, group_size=1), environment(1)], state).queue_size == 3
+    state = counters({(0, 1): 3, (1, 1): 50}, max_group_size=1)
+    assert status_of(0, [environment(0, group_size=1), environment(1)], state).queue_size == 3
 
 
 def test_a_minimum_of_a_disconnected_environment_is_not_reserved() -> None:
     environments = [environment(0), environment(1, minimum=0.5, connected=False)]
-    status = status_of_first(environments, counters({1: 8}))
+    status = status_of(0, environments, counters({(1, 4): 2}))
     assert status.queue_size == 2
     assert status.unallocated_fraction == 1.0
 
 
 def test_minimums_over_one_leave_nothing() -> None:
     environments = [environment(0, minimum=0.7), environment(1, minimum=0.7)]
-    assert status_of_first(environments, counters({})).unallocated_fraction == 0.0
+    assert status_of(0, environments, counters({})).unallocated_fraction == 0.0
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,45 @@ def test_minimums_over_one_leave_nothing() -> None:
         ([environment(0), environment(1, connected=False)], 1.0),
         ([environment(0, weight=0.0), environment(1, weight=0.0)], 0.01),
         ([environment(0, connected=False)], 0.01),
+        ([environment(0, connected=False), environment(1, weight=4.0)], 0.25),
     ],
-    ids=["weights", "lengths", "floor", "disconnected", "no weight at all", "nobody connected"],
+    ids=[
+        *("weights", "lengths", "floor", "disconnected", "no weight at all", "nobody connected"),
+        "asked by a disconnected one",
+    ],
 )
 def test_weight(environments: list[Environment], weight: float) -> None:
-    assert status_of_first(environments, counters({})).env_weight == pytest.approx(weight)
+    assert status_of(0, environments, counters({})).env_weight == pytest.approx(weight)
+
+
+def queue_sizes(environments: list[Environment], state: RunCounters) -> list[int]:
+    return [status_of(i, environments, state).queue_size for i in range(len(environments))]
+
+
+def test_nobody_pauses_for_data_of_which_no_batch_can_be_formed() -> None:
+    """4 + 4 + 6 sequences and a batch of 12: by the formula each would see a batch and pause."""
+    environments = [environment(0, group_size=4), environment(1, group_size=6)]
+    stuck = counters({(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
+    assert queue_sizes(environments, stuck) == [8 // 4, 6 // 6]
+    freed = counters({(0, 4): 2, (1, 6): 2}, max_group_size=6, batch_size=12)
+    assert queue_sizes(environments, freed) == [(8 + 12) // 4, (12 + 12) // 6]
+
+
+def test_only_those_whose_minimum_is_missing_go_on() -> None:
+    environments = [environment(0), environment(1, minimum=0.25), environment(2, minimum=0.25)]
+    held_back = counters({(0, 4): 9, (1, 4): 1})
+    # 0: own 36 + what 1 holds beyond its minimum; 1: its own 4 + 36; 2: nothing of its own
+    assert queue_sizes(environments, held_back) == [9, 10, 0]
+
+
+def test_all_go_on_where_the_minimums_are_not_what_is_missing() -> None:
+    environments = [environment(0, group_size=4), environment(1, group_size=6, minimum=0.5)]
+    # a minimum of one group of 6 is there; 6 + 6 or 6 + 2 * 3 would fill 12, 6 + 4 + 4 does not
+    stuck = counters({(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
+    assert queue_sizes(environments, stuck) == [2, 1]
+
+
+def test_own_data_paces_even_then() -> None:
+    environments = [environment(0, group_size=4), environment(1, group_size=8, minimum=0.5)]
+    held_back = counters({(0, 4): 12}, max_group_size=4)
+    assert queue_sizes(environments, held_back) == [12, 0]

@@ -119,6 +119,33 @@ def test_every_mismatch_is_in_one_error() -> None:
         assert part in message
 
 
+TEACHER: dict[str, Any] = {
+    "distill_token_ids": [[[], [7, 8], [90]], [[1], [], [2]]],
+    "distill_logprobs": [[[], [-0.1, -2.0], [0.0]], [[-1.0], [], [-2.0]]],
+}
+
+
+def test_a_teachers_choices_may_differ_in_number_by_position() -> None:
+    assert parse(**TEACHER).distill_token_ids == TEACHER["distill_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"distill_logprobs": None}, "distill_logprobs: absent"),
+        ({"distill_token_ids": []}, "distill_token_ids: absent"),
+        ({"distill_logprobs": TEACHER["distill_logprobs"][:1]}, "1 entries for 2 sequences"),
+        ({"distill_logprobs": [[[], [], []], [[0.0], [], [0.0]]]}, "distill_logprobs[0][1]: 0"),
+        ({"distill_token_ids": [[[], [7, 8]], [[1], [], [2]]]}, "distill_token_ids[0]: 2 values"),
+    ],
+)
+def test_a_teachers_token_ids_and_logprobs_belong_together(
+    changes: dict[str, Any], says: str
+) -> None:
+    ((_, message),) = refusal(**TEACHER | changes)
+    assert says in message
+
+
 def test_an_endless_list_of_mismatches_is_cut() -> None:
     many = 10_000
     ((_, message),) = refusal(tokens=[[1]] * many, masks=[[]] * many, scores=[0.0] * many)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from grpo_api.demand import Demand, Share, demand
+from grpo_api.exact_sums import Kind
 from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
 
 MIN_ENV_WEIGHT = 0.01
@@ -14,46 +16,97 @@ MIN_ENV_WEIGHT = 0.01
 
 @dataclass(frozen=True)
 class Environment:
-    """A registered environment; a disconnected one keeps its id and its data, not its share."""
+    """A registered environment. `connected`: it has not left, and has polled lately; one that is
+    not keeps its id and its data, but neither weight nor minimum."""
 
     env_id: int
     name: str
     connected: bool
     registration: EnvironmentRegistration
 
+    @property
+    def share(self) -> Share:
+        minimum = self.registration.min_batch_allocation or 0.0
+        return Share(self.env_id, self.registration.group_size, minimum)
+
 
 @dataclass(frozen=True)
 class RunCounters:
-    """The queue in numbers. Sequences sent without an env_id count under None."""
+    """The queue in numbers.
+
+    Attributes:
+        queued: bundles by sender and size; the sender is None for data without an env_id.
+        max_group_size: sequences in the largest queued group, 1 where the queue is empty.
+    """
 
     current_step: int
     batch_size: int
-    sequences_by_env: Mapping[int | None, int]
+    queued: Mapping[Kind, int]
     max_group_size: int
-    """Sequences in the largest queued group, 1 where the queue is empty."""
+
+    def sequences_by_env(self) -> dict[int | None, int]:
+        sequences: dict[int | None, int] = {}
+        for kind, bundles in self.queued.items():
+            sequences[kind.env_id] = sequences.get(kind.env_id, 0) + bundles * kind.sequences
+        return sequences
 
 
-def environment_status(
-    own: Environment, environments: Sequence[Environment], counters: RunCounters
-) -> EnvironmentStatus:
-    """Answer of `/status-env` for `own`, which is one of `environments`.
+@dataclass(frozen=True)
+class RunView:
+    """Everyone who registered, in that order, and the counters of the same moment."""
+
+    environments: Sequence[Environment]
+    counters: RunCounters
+
+    def connected(self) -> list[Environment]:
+        return [environment for environment in self.environments if environment.connected]
+
+    def demand(self) -> Demand:
+        """What the next batch has to hold."""
+        shares = [environment.share for environment in self.connected()]
+        return demand(self.counters.batch_size, shares, self.counters.queued)
+
+
+def environment_status(own: Environment, run: RunView) -> EnvironmentStatus:
+    """Answer of `/status-env` for `own`, which is one of `run.environments`.
 
     Sizes are in groups of the asking environment. What other environments hold beyond their
-    minimum counts as queued for everybody, rounded up to whole packs of the largest group.
+    minimum counts as queued for everybody, rounded up to whole packs of the largest group, except
+    where `_must_go_on` says that it must not slow this environment down.
     """
-    connected = [environment for environment in environments if environment.connected]
+    counters, connected = run.counters, run.connected()
     minimums = {e.env_id: e.registration.min_batch_allocation or 0.0 for e in connected}
-    own_sequences = counters.sequences_by_env.get(own.env_id, 0)
-    shared_sequences = _beyond_minimums(own.env_id, minimums, counters)
+    own_sequences = counters.sequences_by_env().get(own.env_id, 0)
+    queued_sequences = own_sequences + _beyond_minimums(own.env_id, minimums, counters)
+    if queued_sequences >= counters.batch_size and _must_go_on(own, run):
+        queued_sequences = own_sequences
     group_size = own.registration.group_size
     return EnvironmentStatus(
         current_step=counters.current_step,
-        queue_size=(own_sequences + shared_sequences) // group_size,
+        queue_size=queued_sequences // group_size,
         unallocated_fraction=1.0 - min(1.0, math.fsum(minimums.values())),
         self_queue_size=own_sequences // group_size,
         max_group_size=counters.max_group_size,
         env_weight=_weight(own, connected),
     )
+
+
+def _must_go_on(own: Environment, run: RunView) -> bool:
+    """Whether the next batch may be waiting for data of this environment.
+
+    An environment pauses once `queue_size` shows a batch or more. Where nothing exact can be formed
+    from what is queued, and everybody pauses, the run would stand still for ever. So those whose
+    minimum is missing are told of their own data only; and where their minimums are not what is
+    missing, everybody is. Own data still paces: with a batch's worth from everybody there is one.
+    """
+    queued, needed = run.counters.queued, run.demand()
+    if needed.is_met_by(queued):
+        return False
+    unmet = needed.unmet(queued)
+    with_minimums = {kind: needed.batch_size // kind.sequences for kind in unmet}
+    if unmet and needed.is_met_by({**queued, **with_minimums}):
+        return own.share.kind in unmet
+    return True
 
 
 def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCounters) -> int:
@@ -62,7 +115,7 @@ def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCo
     if pack <= 1:
         return 0
     total = 0
-    for env_id, sequences in counters.sequences_by_env.items():
+    for env_id, sequences in counters.sequences_by_env().items():
         if env_id == own_id:
             continue
         minimum = 0.0 if env_id is None else minimums.get(env_id, 0.0)

@@ -9,19 +9,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.middleware.gzip import GZipMiddleware
 
 from grpo_api.bodies import BodyMiddleware
+from grpo_api.compression import CompressionMiddleware
 from grpo_api.dependencies import Services, bind_services
 from grpo_api.dispatch import BatchDispatcher
 from grpo_api.errors import Refused, StoreUnavailable
+from grpo_api.intake import Intake
 from grpo_api.routes import environments, groups, server, trainer
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 
-_GZIP_RESPONSES_OVER_BYTES = 1000
-# Batches are megabytes of digits: level 1 gives most of the ratio at a tenth of the time.
-_GZIP_LEVEL = 1
 _RETRY_AFTER_S = 1
 _MAX_PROBLEMS = 20
 _MAX_MESSAGE_CHARS = 2000
@@ -39,13 +37,16 @@ def create_app(store: RunStore, settings: RunApiSettings) -> FastAPI:
     app = FastAPI(
         title="run-api", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    bind_services(app, Services(store=store, dispatcher=BatchDispatcher(store)))
+    services = Services(
+        store=store,
+        dispatcher=BatchDispatcher(store),
+        intake=Intake(store, patience_s=settings.redis_deadline_s),
+    )
+    bind_services(app, services)
     for routes in (server, trainer, environments, groups):
         app.include_router(routes.router)
     app.add_middleware(BodyMiddleware, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(
-        GZipMiddleware, minimum_size=_GZIP_RESPONSES_OVER_BYTES, compresslevel=_GZIP_LEVEL
-    )
+    app.add_middleware(CompressionMiddleware)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(StoreUnavailable, _unavailable)

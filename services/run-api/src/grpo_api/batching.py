@@ -1,70 +1,56 @@
-"""Which queued groups make the next batch: a pure decision on metadata, no payload is read."""
+"""Which queued groups make the next batch: a pure decision on metadata, no payload is read.
+
+A batch holds exactly `batch_size` sequences, every minimum of `Demand`, and of all such choices the
+oldest. The archived server forms batches from packs: equal groups that add up to the largest size
+in the queue. A pack is an exact sum, so a batch is found here wherever one is found there, and also
+where packs never come out even (parts of 3 + 1, or 6 + 4 + 4 + 6 sequences in a batch of 20).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from grpo_api.bundles import Bundle
+from grpo_api.demand import Demand
+from grpo_api.exact_sums import Kind, oldest_choice
 
 
-@dataclass(frozen=True)
-class QueuedGroup:
-    """One group waiting in the queue. `id` grows with the order of submission."""
+def plan_batch(queue: Sequence[Bundle], demand: Demand) -> list[Bundle] | None:
+    """Choose the next batch, oldest first; None where the queue cannot meet the demand yet.
 
-    id: int
-    env_id: int | None
-    sequences: int
-    stored_bytes: int
-
-
-def plan_batch(queue: Sequence[QueuedGroup], batch_size: int) -> list[int] | None:
-    """Choose groups that hold exactly `batch_size` sequences, the oldest that can.
-
-    Each group, oldest first, is taken if the groups behind it can fill what it leaves. With equal
-    sizes that is the head of the queue. With sizes that differ, a group that fits no batch yet
-    waits without holding up the others: wherever an exact batch exists, one is found.
+    Of each kind only the oldest `batch_size // sequences` bundles can matter, so a caller may leave
+    out what lies behind those: the cost depends on the batch and the number of kinds, not on the
+    depth of the queue.
 
     Args:
         queue: oldest first.
-    Returns:
-        Group ids, oldest first, or None where no subset fills a batch.
-
-    The sums that each tail of the queue can reach are the bits of one integer (subset-sum by
-    dynamic programming), so a queue of n groups costs n shifts of `batch_size` bits.
     """
-    if sum(group.sequences for group in queue) < batch_size:
+    if sum(bundle.sequences for bundle in queue) < demand.batch_size:
         return None
-    head = _equal_sized_head(queue, batch_size)
-    return head if head is not None else _oldest_exact_subset(queue, batch_size)
+    head = _head(queue, demand.batch_size)
+    if head is not None and not demand.unmet(Counter(bundle.kind for bundle in head)):
+        return head
+    chosen = oldest_choice(
+        [_kind(bundle, demand) for bundle in queue], demand.batch_size, demand.least
+    )
+    return None if chosen is None else [queue[i] for i in chosen]
 
 
-def _equal_sized_head(queue: Sequence[QueuedGroup], batch_size: int) -> list[int] | None:
+def _head(queue: Sequence[Bundle], batch_size: int) -> list[Bundle] | None:
     """The head of the queue where it fills the batch exactly: the usual case, at O(batch)."""
-    chosen: list[int] = []
+    chosen: list[Bundle] = []
     missing = batch_size
-    for group in queue:
-        if group.sequences > missing:
+    for bundle in queue:
+        if bundle.sequences > missing:
             return None
-        chosen.append(group.id)
-        missing -= group.sequences
+        chosen.append(bundle)
+        missing -= bundle.sequences
         if missing == 0:
             return chosen
     return None
 
 
-def _oldest_exact_subset(queue: Sequence[QueuedGroup], batch_size: int) -> list[int] | None:
-    within_batch = (1 << (batch_size + 1)) - 1
-    reachable = [1]  # reachable[k]: sums that the newest k groups can make, bit s for sum s
-    for group in reversed(queue):
-        sums = reachable[-1]
-        reachable.append((sums | sums << group.sequences) & within_batch)
-    if not reachable.pop() >> batch_size & 1:
-        return None
-
-    chosen: list[int] = []
-    missing = batch_size
-    for group in queue:
-        rest = reachable.pop()
-        if group.sequences <= missing and rest >> (missing - group.sequences) & 1:
-            chosen.append(group.id)
-            missing -= group.sequences
-    return chosen
+def _kind(bundle: Bundle, demand: Demand) -> Kind:
+    """Bundles of environments without a minimum are interchangeable: only their size matters."""
+    return bundle.kind if bundle.kind in demand.least else Kind(None, bundle.sequences)

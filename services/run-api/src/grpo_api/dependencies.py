@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Request
 
 from grpo_api.dispatch import BatchDispatcher
+from grpo_api.intake import Intake
 from grpo_api.store import RunStore
 
 
@@ -15,6 +16,7 @@ from grpo_api.store import RunStore
 class Services:
     store: RunStore
     dispatcher: BatchDispatcher
+    intake: Intake
 
 
 def bind_services(app: FastAPI, services: Services) -> None:
@@ -34,5 +36,10 @@ def _dispatcher(services: Annotated[Services, Depends(_services)]) -> BatchDispa
     return services.dispatcher
 
 
+def _intake(services: Annotated[Services, Depends(_services)]) -> Intake:
+    return services.intake
+
+
 Store = Annotated[RunStore, Depends(_store)]
 Dispatcher = Annotated[BatchDispatcher, Depends(_dispatcher)]
+GroupIntake = Annotated[Intake, Depends(_intake)]

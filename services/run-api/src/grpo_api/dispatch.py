@@ -56,7 +56,7 @@ class BatchDispatcher:
         return batch
 
     async def _deliver(self, poll: str) -> LeasedBatch | None:
-        opened = await self._store.open_poll(poll)
+        opened = await self._store.batches.open_poll(poll)
         if isinstance(opened, LeasedBatch):
             return opened
         for _ in range(_MAX_PLANS):
@@ -66,8 +66,7 @@ class BatchDispatcher:
         return None
 
     async def _plan_and_lease(self, opened: OpenPoll) -> LeasedBatch | LeaseLost | None:
-        # Every queued size divides the batch size, and of any n divisors of n some add up to n
-        # (Lemke and Kleitman 1989), so what lies behind the first batch_size groups is not needed.
-        queue = await self._store.queue_head(limit=opened.batch_size)
-        group_ids = plan_batch(queue, opened.batch_size)
-        return None if group_ids is None else await self._store.lease(opened, group_ids)
+        run = await self._store.environments.view()
+        queue = await self._store.batches.candidates(opened.batch_size)
+        bundles = plan_batch(queue, run.demand())
+        return None if bundles is None else await self._store.batches.lease(opened, bundles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from grpo_api.placement import IntakeState
 from grpo_core.wire import Registration
 
 
@@ -35,11 +36,29 @@ class LeaseLost(Enum):
 
 
 @dataclass(frozen=True)
-class SubmissionRefused:
-    """Which group of a submission can never be served, and why. Nothing of it was queued."""
+class OpenIntake:
+    """A submission that waits to be placed: under which trainer, its groups' ids, what it meets."""
 
-    index: int
-    reason: str
+    trainer_id: bytes
+    first_id: int
+    state: IntakeState
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A trainer's id (128 bits) and the step that the run is at."""
+
+    trainer_id: int
+    step: int
+
+
+@dataclass(frozen=True)
+class BatchSizeDiffers:
+    """The run goes by another batch size; `fingerprint` names the state this was found in."""
+
+    current: int
+    batch_is_leased: bool
+    fingerprint: bytes
 
 
 @dataclass(frozen=True)

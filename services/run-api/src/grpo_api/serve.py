@@ -17,7 +17,8 @@ _SHUTDOWN_GRACE_S = 10
 def serve(settings: RunApiSettings) -> None:
     """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/health` says whether it is."""
     configure_logging("run-api", settings.log_level)
-    store = RunStore(RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s))
+    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
+    store = RunStore(link, settings.environment_timeout_s)
     structlog.get_logger().info(
         "listening", host=settings.host, port=settings.port, run_id=settings.run_id
     )

@@ -45,6 +45,13 @@ class RunApiSettings(CommandSettings):
         le=300.0,
         description="seconds a request waits for Redis to come back before it is answered 503",
     )
+    environment_timeout_s: float = Field(
+        60.0,
+        gt=0.0,
+        le=86400.0,
+        description="seconds without a poll of /status-env after which an environment loses its "
+        "weight and its minimum allocation, until it polls again",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="least severe event to log"
     )

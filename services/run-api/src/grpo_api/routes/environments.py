@@ -7,11 +7,12 @@ from typing import Any
 import structlog
 from fastapi import APIRouter
 
-from grpo_api.allocation import environment_status
+from grpo_api.allocation import RunView, environment_status
 from grpo_api.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
 from grpo_api.dependencies import Store
 from grpo_api.errors import Refused
-from grpo_core.wire import EnvironmentStatus
+from grpo_api.records import RegisteredEnvironment
+from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
 
 router = APIRouter()
 _log = structlog.get_logger()
@@ -21,15 +22,12 @@ _log = structlog.get_logger()
 async def register_environment(
     registration: EnvironmentRegistrationBody, store: Store
 ) -> dict[str, Any]:
-    registered = await store.register_environment(registration)
+    registered = await store.environments.register(registration)
     if registered is None:
         return {"status": "wait for trainer to start"}
-    _log.info(
-        "environment registered",
-        env_id=registered.env_id,
-        name=registered.name,
-        group_size=registration.group_size,
-    )
+    _log_registration(registered, registration)
+    if registration.min_batch_allocation:
+        _warn_of_scaled_minimums(await store.environments.view())
     return {
         "status": "success",
         "env_id": registered.env_id,
@@ -41,34 +39,72 @@ async def register_environment(
     }
 
 
+def _log_registration(
+    registered: RegisteredEnvironment, registration: EnvironmentRegistration
+) -> None:
+    _log.info(
+        "environment registered",
+        env_id=registered.env_id,
+        name=registered.name,
+        group_size=registration.group_size,
+        minimum=registration.min_batch_allocation,
+    )
+    batch_size = registered.trainer.batch_size
+    if batch_size % registration.group_size:
+        _log.warning(
+            "group size does not divide the batch: groups are refused while nobody else's fill it",
+            env_id=registered.env_id,
+            group_size=registration.group_size,
+            batch_size=batch_size,
+        )
+
+
+def _warn_of_scaled_minimums(run: RunView) -> None:
+    least = run.demand().least
+    scaled = [
+        environment.env_id
+        for environment in run.connected()
+        if least.get(environment.share.kind, 0) < environment.share.groups(run.counters.batch_size)
+    ]
+    if scaled:
+        _log.warning("minimum allocations do not fit into one batch, scaled down", env_ids=scaled)
+
+
 @router.post("/disconnect-env")
 async def disconnect_environment(environment: EnvironmentIdBody, store: Store) -> dict[str, str]:
-    if not await store.disconnect(environment.env_id):
+    parts_dropped = await store.environments.disconnect(environment.env_id)
+    if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
-    _log.info("environment disconnected", env_id=environment.env_id)
+    _log.info("environment disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
     return {"status": "success"}
 
 
 @router.get("/status-env")
 async def status_of_environment(environment: EnvironmentIdBody, store: Store) -> EnvironmentStatus:
-    environments, counters = await store.environments_and_counters()
-    for own in environments:
+    run = await store.environments.poll(environment.env_id)
+    for own in run.environments:
         if own.env_id == environment.env_id:
-            return environment_status(own, environments, counters)
+            return environment_status(own, run)
     raise Refused(404, _unknown(environment.env_id))
 
 
 @router.get("/environments")
 async def list_environments(store: Store) -> list[dict[str, Any]]:
-    """For operators and runners: everyone who has registered, connected or not."""
+    """For operators and runners: everyone who has registered, connected or not.
+
+    `min_sequences` is what every batch holds of an environment at least, after scaling down.
+    """
+    run = await store.environments.view()
+    least = run.demand().least
     return [
         {
             "env_id": environment.env_id,
             "name": environment.name,
             "connected": environment.connected,
             "group_size": environment.registration.group_size,
+            "min_sequences": least.get(environment.share.kind, 0) * environment.share.group_size,
         }
-        for environment in await store.environments()
+        for environment in run.environments
     ]
 
 

@@ -27,12 +27,12 @@ async def health(store: Store) -> dict[str, str]:
 
 @router.get("/status")
 async def status(store: Store) -> ServerStatus:
-    return await store.status()
+    return await store.trainer.status()
 
 
 @router.get("/reset_data")
 async def reset_data(store: Store) -> PlainTextResponse:
-    """Forget the run: registration, step, environments, queue and the batch handed out."""
+    """Forget the run: registration, step, environments, buffers, queue, the batch handed out."""
     await store.reset()
     _log.info("reset")
     return PlainTextResponse("Reset successful")

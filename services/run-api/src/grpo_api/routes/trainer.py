@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from grpo_api.bodies import RegistrationBody
 from grpo_api.dependencies import Dispatcher, Store
+from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import TrainerNotRegistered
 from grpo_api.payloads import batch_json
 from grpo_core.wire import TrainerInfo
@@ -23,14 +24,14 @@ _log = structlog.get_logger()
 @router.post("/register")
 async def register(registration: RegistrationBody, store: Store) -> dict[str, int]:
     """Register a trainer; a batch it has not acknowledged is handed out again."""
-    trainer_id, step = await store.register(registration)
+    registered = await enrol_trainer(store, registration)
     _log.info(
         "registered",
         batch_size=registration.batch_size,
         max_token_len=registration.max_token_len,
-        step=step,
+        step=registered.step,
     )
-    return {"uuid": trainer_id}
+    return {"uuid": registered.trainer_id}
 
 
 @router.get("/batch")
@@ -52,7 +53,7 @@ async def batch(dispatcher: Dispatcher) -> Any:
 
 @router.get("/info")
 async def info(store: Store) -> TrainerInfo:
-    registration = await store.registration()
+    registration = await store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
@@ -60,7 +61,7 @@ async def info(store: Store) -> TrainerInfo:
 
 @router.get("/wandb_info")
 async def wandb_info(store: Store) -> dict[str, str | None]:
-    registration = await store.registration()
+    registration = await store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}
     return {"group": registration.wandb_group, "project": registration.wandb_project}

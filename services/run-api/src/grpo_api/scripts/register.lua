@@ -1,42 +1,38 @@
--- Register a trainer, unless what the run already holds cannot be served with its batch size.
+-- Register a trainer, unless that changes the run's batch size in a state not approved of.
 --
--- KEYS  1 trainer (hash)  2 environments (hash)  3 connected (set)
---       4 lease (hash)    5 sequences_by_size (hash)
+-- KEYS  1 trainer (hash)  2 connected (set)  3 lease (hash)  4 queued_kinds (hash)
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
+--       5 fingerprint of a state that the new batch size was found to suit, or ''
 -- Returns {'registered', step}
---         {'conflict', current batch_size, reason, ...}
+--         {'differs', current batch_size, 1 where a batch is leased, fingerprint}
 --
+-- The fingerprint covers what the batch size must suit: kinds in the queue, environments, the lease.
 -- Keeps queue, environments and step. A batch that is not acknowledged is handed out again.
 
-local trainer, environments, connected, lease, sizes = unpack(KEYS)
-local batch_size = tonumber(ARGV[2])
-local current = tonumber(redis.call('HGET', trainer, 'batch_size'))
+local trainer, connected, lease, kinds = unpack(KEYS)
+local registration, batch_size, starting_step, trainer_id, approved = unpack(ARGV)
 
+local function sorted(command, key)
+  local members = redis.call(command, key)
+  table.sort(members)
+  return table.concat(members, ',')
+end
+
+local is_leased = redis.call('EXISTS', lease)
+local current = redis.call('HGET', trainer, 'batch_size')
 if current and current ~= batch_size then
-  local reasons = {}
-  if redis.call('EXISTS', lease) == 1 then
-    table.insert(reasons, 'a batch of ' .. current .. ' sequences is not acknowledged yet')
-  end
-  local by_size = redis.call('HGETALL', sizes)
-  for i = 1, #by_size, 2 do
-    if batch_size % tonumber(by_size[i]) ~= 0 then
-      table.insert(reasons, by_size[i + 1] .. ' sequences are queued in groups of ' .. by_size[i])
-    end
-  end
-  for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
-    local group_size = cjson.decode(redis.call('HGET', environments, env_id)).group_size
-    if batch_size % group_size ~= 0 then
-      table.insert(reasons, 'environment ' .. env_id .. ' sends groups of ' .. group_size)
-    end
-  end
-  if #reasons > 0 then
-    return {'conflict', current, unpack(reasons, 1, math.min(#reasons, 20))}
+  local fingerprint = table.concat(
+    {current, is_leased, sorted('HKEYS', kinds), sorted('SMEMBERS', connected)}, '|'
+  )
+  if fingerprint ~= approved then
+    return {'differs', tonumber(current), is_leased, fingerprint}
   end
 end
 
-redis.call('HSET', trainer, 'registration', ARGV[1], 'batch_size', ARGV[2], 'id', ARGV[4])
-redis.call('HSETNX', trainer, 'step', ARGV[3])
-if redis.call('EXISTS', lease) == 1 then
+redis.call('HSET', trainer, 'registration', registration, 'batch_size', batch_size)
+redis.call('HSET', trainer, 'id', trainer_id)
+redis.call('HSETNX', trainer, 'step', starting_step)
+if is_leased == 1 then
   -- no poll has this id, so the next one is handed the batch instead of acknowledging it
   redis.call('HSET', lease, 'poll', '')
 end

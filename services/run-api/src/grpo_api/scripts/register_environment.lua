@@ -1,23 +1,23 @@
 -- Register an environment once the trainer has started.
 --
 -- KEYS  1 trainer (hash)  2 environments (hash)  3 environment_names (hash)
---       4 name_counts (hash)  5 connected (set)  6 receipt (string)
+--       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 -- Returns {'wait'}                    no trainer has registered and polled yet
---         {'indivisible', batch_size} group_size does not divide it
+--         {'too large', batch_size}   no batch can ever hold a group of this environment
 --         {'registered', env_id, name, step, trainer's registration (JSON)}
 --
 -- The receipt makes a repeated call (its answer was lost) return the same environment.
 
-local trainer, environments, names, counts, connected, receipt = unpack(KEYS)
+local trainer, environments, names, counts, connected, seen, receipt = unpack(KEYS)
 local registration, desired_name, group_size, receipt_s = unpack(ARGV)
 
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
 if not batch_size then
   return {'wait'}
 end
-if batch_size % tonumber(group_size) ~= 0 then
-  return {'indivisible', batch_size}
+if tonumber(group_size) > batch_size then
+  return {'too large', batch_size}
 end
 if not redis.call('HGET', trainer, 'started') then
   return {'wait'}
@@ -27,9 +27,11 @@ local env_id = redis.call('GET', receipt)
 if not env_id then
   env_id = redis.call('HLEN', environments)
   local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
+  local time = redis.call('TIME')
   redis.call('HSET', environments, env_id, registration)
   redis.call('HSET', names, env_id, desired_name .. '_' .. ordinal)
   redis.call('SADD', connected, env_id)
+  redis.call('HSET', seen, env_id, string.format('%d%03d', time[1], math.floor(time[2] / 1000)))
   redis.call('SET', receipt, env_id, 'EX', receipt_s)
 end
 return {

@@ -1,57 +1,58 @@
--- Queue groups, all of them or none.
+-- Carry out the placement of a submission: store its groups, queue bundles, change buffers.
 --
--- KEYS  1 trainer (hash)   2 environments (hash)       3 queue (zset: metadata by id)
---       4 payloads (hash)  5 sequences_by_env (hash)   6 sequences_by_size (hash)
---       7 latest (hash)    8 last_group_id (string)    9 receipt (string)
--- ARGV  1 seconds to keep the receipt, then for each group: env_id or '-', sequences, payload
--- Returns {'queued'}
---         {'unregistered'}                                no trainer has registered
---         {'indivisible', index, sequences, batch_size}   no batch can hold the group
---         {'mixed', index, sequences, group_size}         not the size its environment registered
+-- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
+--       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 receipt (string)
+-- ARGV  1 seconds to keep the receipt  2 trainer id at planning
+--       3 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
+--       4 id of the first payload, then payloads, numbered upwards
+-- Returns 'placed'
+--         'moved'   another trainer, or a buffer that is not as it was before: place again
 --
--- A queue entry reads "id env_id sequences stored_bytes". The receipt makes a repeated call (its
--- answer was lost) queue nothing twice.
+-- The receipt makes a repeated call (its answer was lost) queue nothing twice.
 
-local trainer, environments, queue, payloads = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local by_env, by_size, latest, last_id, receipt = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local trainer, buffers, queue, payloads, kinds, sizes, latest, receipt = unpack(KEYS)
+local receipt_s, trainer_id, first_id = ARGV[1], ARGV[2], tonumber(ARGV[4])
+local plan = cjson.decode(ARGV[3])
 
 if redis.call('EXISTS', receipt) == 1 then
-  return {'queued'}
+  return 'placed'
 end
-local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
-if not batch_size then
-  return {'unregistered'}
+if redis.call('HGET', trainer, 'id') ~= trainer_id then
+  return 'moved'
 end
-for i = 2, #ARGV, 3 do
-  local index, sequences = (i - 2) / 3, tonumber(ARGV[i + 1])
-  if batch_size % sequences ~= 0 then
-    return {'indivisible', index, sequences, batch_size}
-  end
-  local environment = redis.call('HGET', environments, ARGV[i])
-  if environment then
-    local group_size = cjson.decode(environment).group_size
-    if group_size ~= sequences then
-      return {'mixed', index, sequences, group_size}
-    end
+for _, buffer in ipairs(plan.buffers) do
+  if (redis.call('HGET', buffers, buffer[1]) or '') ~= buffer[2] then
+    return 'moved'
   end
 end
 
-local id
-for i = 2, #ARGV, 3 do
-  local env_id, sequences, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  id = redis.call('INCR', last_id)
-  redis.call('HSET', payloads, id, payload)
-  redis.call('ZADD', queue, id, id .. ' ' .. env_id .. ' ' .. sequences .. ' ' .. #payload)
-  redis.call('HINCRBY', by_env, env_id, sequences)
-  redis.call('HINCRBY', by_size, sequences, sequences)
+for i = 5, #ARGV do
+  redis.call('HSET', payloads, first_id + i - 5, ARGV[i])
 end
-if id then
+for _, buffer in ipairs(plan.buffers) do
+  if buffer[3] == '' then
+    redis.call('HDEL', buffers, buffer[1])
+  else
+    redis.call('HSET', buffers, buffer[1], buffer[3])
+  end
+end
+local last_queued
+for _, entry in ipairs(plan.bundles) do
+  local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
+  redis.call('ZADD', queue, 0, entry)
+  redis.call('HINCRBY', kinds, kind, 1)
+  for id, sequences in string.gmatch(groups, '(%d+):(%d+):%d+') do
+    redis.call('HINCRBY', sizes, sequences, 1)
+    last_queued = id
+  end
+end
+if last_queued then
   -- the payload of the group that was the latest outlived its batch for /latest_example only
   if redis.call('HGET', latest, 'acknowledged') then
     redis.call('HDEL', payloads, redis.call('HGET', latest, 'id'))
     redis.call('HDEL', latest, 'acknowledged')
   end
-  redis.call('HSET', latest, 'id', id)
+  redis.call('HSET', latest, 'id', last_queued)
 end
-redis.call('SET', receipt, '1', 'EX', ARGV[1])
-return {'queued'}
+redis.call('SET', receipt, '1', 'EX', receipt_s)
+return 'placed'

@@ -1,0 +1,24 @@
+-- The oldest bundles of each kind, as many as one batch could hold of that kind alone.
+--
+-- KEYS  1 queue (zset, all scored 0)  2 queued_kinds (hash)
+-- ARGV  1 batch_size
+-- Returns entries of the queue, in no order
+--
+-- Bundles of a kind are interchangeable, so a plan takes the oldest of each: no other can be in it.
+
+local queue, kinds = unpack(KEYS)
+local batch_size = tonumber(ARGV[1])
+
+local candidates = {}
+for _, kind in ipairs(redis.call('HKEYS', kinds)) do
+  local sequences = tonumber(string.match(kind, '%d+$'))
+  local first, last = '[' .. kind .. ' ', '[' .. kind .. ' \255'
+  local most = math.floor(batch_size / sequences)
+  if most > 0 then
+    local oldest = redis.call('ZRANGEBYLEX', queue, first, last, 'LIMIT', 0, most)
+    for _, entry in ipairs(oldest) do
+      table.insert(candidates, entry)
+    end
+  end
+end
+return candidates

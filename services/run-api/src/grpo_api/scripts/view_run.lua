@@ -1,0 +1,27 @@
+-- Everyone who registered, and the queue in numbers, at one moment.
+--
+-- KEYS  1 trainer (hash)    2 environments (hash)  3 environment_names (hash)  4 connected (set)
+--       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)
+-- ARGV  1 env_id that is polling, or ''
+-- Returns {time (ms), {step, batch_size}, environments, names, connected, seen, kinds, sizes}:
+--         hashes as field, value, ..., of sizes the fields only
+--
+-- The time is Redis' own: replicas of run-api need not agree on theirs.
+
+local trainer, environments, names, connected, seen, kinds, sizes = unpack(KEYS)
+
+local time = redis.call('TIME')
+local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
+  redis.call('HSET', seen, ARGV[1], now_ms)
+end
+return {
+  now_ms,
+  redis.call('HMGET', trainer, 'step', 'batch_size'),
+  redis.call('HGETALL', environments),
+  redis.call('HGETALL', names),
+  redis.call('SMEMBERS', connected),
+  redis.call('HGETALL', seen),
+  redis.call('HGETALL', kinds),
+  redis.call('HKEYS', sizes),
+}

@@ -1,0 +1,37 @@
+"""The run's state in Redis. The only package that knows its keys and talks to it.
+
+Everything that changes more than one key is one script, so replicas of run-api may share a run.
+"""
+
+from __future__ import annotations
+
+from grpo_api.redis_link import RedisLink
+from grpo_api.store.batches import BatchStore
+from grpo_api.store.environments import EnvironmentStore
+from grpo_api.store.groups import GroupStore
+from grpo_api.store.keys import STATE_KEYS, keys
+from grpo_api.store.trainer import TrainerStore
+
+
+class RunStore:
+    """Every method raises `StoreUnavailable` where Redis does not answer within the deadline.
+
+    Args:
+        environment_timeout_s: after so long without a poll an environment counts as gone.
+    """
+
+    def __init__(self, link: RedisLink, environment_timeout_s: float) -> None:
+        self._link = link
+        self.trainer = TrainerStore(link)
+        self.environments = EnvironmentStore(link, environment_timeout_s)
+        self.groups = GroupStore(link)
+        self.batches = BatchStore(link)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def ping(self) -> None:
+        await self._link.ping()
+
+    async def reset(self) -> None:
+        await self._link.call("UNLINK", *keys(self._link, *STATE_KEYS))

@@ -1,0 +1,125 @@
+"""Environments: who has registered, who is here, and what the queue looks like to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_api.allocation import Environment, RunCounters, RunView
+from grpo_api.errors import unprocessable
+from grpo_api.records import RegisteredEnvironment
+from grpo_api.redis_link import RedisLink
+from grpo_api.servable import why_unservable
+from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt
+from grpo_core.wire import EnvironmentRegistration, Registration
+
+_NOBODY = ""
+
+
+class EnvironmentStore:
+    def __init__(self, link: RedisLink, timeout_s: float) -> None:
+        self._link = link
+        self._timeout_ms = timeout_s * 1000
+
+    async def register(self, registration: EnvironmentRegistration) -> RegisteredEnvironment | None:
+        """None until a trainer has registered and polled once.
+
+        Raises:
+            Refused: 422, the group size is larger than a batch.
+        """
+        outcome, *rest = await self._link.script(
+            "register_environment",
+            keys(
+                self._link,
+                *("trainer", "environments", "environment_names", "name_counts", "connected"),
+                *("seen", receipt()),
+            ),
+            registration.model_dump_json(),
+            registration.desired_name,
+            registration.group_size,
+            RECEIPT_S,
+        )
+        if outcome == b"wait":
+            return None
+        if outcome == b"too large":
+            reason = why_unservable(registration.group_size, batch_size=rest[0])
+            raise unprocessable(["group_size"], reason)
+        env_id, name, step, trainer = rest
+        return RegisteredEnvironment(
+            env_id, name.decode(), step, Registration.model_validate_json(trainer)
+        )
+
+    async def disconnect(self, env_id: int) -> int | None:
+        """Returns how many buffered parts were dropped; None where no such environment is known.
+
+        Nobody is left to complete the parts, so they could never be served.
+        """
+        dropped: int | None = await self._link.script(
+            "disconnect_environment",
+            keys(self._link, "environments", "connected", "buffers", "payloads"),
+            env_id,
+        )
+        return dropped
+
+    async def poll(self, env_id: int) -> RunView:
+        """`view`, noting that this environment is here."""
+        return await self._view(str(env_id))
+
+    async def view(self) -> RunView:
+        """One consistent view, at a cost that does not grow with the queue."""
+        return await self._view(_NOBODY)
+
+    async def _view(self, polling: str) -> RunView:
+        answer = await self._link.script(
+            "view_run",
+            keys(
+                self._link,
+                *("trainer", "environments", "environment_names", "connected", "seen"),
+                *("queued_kinds", "queued_sizes"),
+            ),
+            polling,
+        )
+        facts = _Facts(*answer)
+        counters = RunCounters(
+            current_step=int(facts.trainer[0] or 0),
+            batch_size=int(facts.trainer[1] or 0),
+            queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
+            max_group_size=max(map(int, facts.sizes), default=1),
+        )
+        return RunView(self._environments(facts), counters)
+
+    def _environments(self, facts: _Facts) -> list[Environment]:
+        names, seen = _pairs(facts.names), _pairs(facts.seen)
+        here = {
+            env_id
+            for env_id in facts.connected
+            if int(facts.now_ms) - int(seen[env_id]) <= self._timeout_ms
+        }
+        environments = [
+            Environment(
+                env_id=int(env_id),
+                name=names[env_id].decode(),
+                connected=env_id in here,
+                registration=EnvironmentRegistration.model_validate_json(registration),
+            )
+            for env_id, registration in _pairs(facts.registrations).items()
+        ]
+        return sorted(environments, key=lambda environment: environment.env_id)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What `view_run` returns, in its order; hashes are flat."""
+
+    now_ms: bytes
+    trainer: Sequence[bytes | None]
+    registrations: Sequence[bytes]
+    names: Sequence[bytes]
+    connected: Sequence[bytes]
+    seen: Sequence[bytes]
+    kinds: Sequence[bytes]
+    sizes: Sequence[bytes]
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))

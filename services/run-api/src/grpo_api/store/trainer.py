@@ -1,0 +1,49 @@
+"""The trainer's registration, and how far the run is."""
+
+from __future__ import annotations
+
+import uuid
+
+from grpo_api.records import BatchSizeDiffers, Registered
+from grpo_api.redis_link import RedisLink
+from grpo_api.store.keys import keys
+from grpo_core.wire import Registration, ServerStatus
+
+
+class TrainerStore:
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def register(
+        self, registration: Registration, approved: bytes = b""
+    ) -> Registered | BatchSizeDiffers:
+        """Register a trainer, unless that changes the run's batch size.
+
+        Args:
+            approved: fingerprint of a state that the new size was found to suit. Where the run is
+                in that state still, the size is changed.
+        """
+        trainer_id = uuid.uuid4()
+        outcome, *rest = await self._link.script(
+            "register",
+            keys(self._link, "trainer", "connected", "lease", "queued_kinds"),
+            registration.model_dump_json(),
+            registration.batch_size,
+            registration.starting_step,
+            trainer_id.hex,
+            approved,
+        )
+        if outcome == b"registered":
+            return Registered(trainer_id.int, int(rest[0]))
+        current, leased, fingerprint = rest
+        return BatchSizeDiffers(current, bool(leased), fingerprint)
+
+    async def registration(self) -> Registration | None:
+        (trainer,) = keys(self._link, "trainer")
+        found = await self._link.call("HGET", trainer, "registration")
+        return Registration.model_validate_json(found) if found else None
+
+    async def status(self) -> ServerStatus:
+        trainer, sizes = keys(self._link, "trainer", "queued_sizes")
+        step, groups = await self._link.transaction(("HGET", trainer, "step"), ("HVALS", sizes))
+        return ServerStatus(current_step=int(step or 0), queue_size=sum(map(int, groups)))

@@ -1,0 +1,94 @@
+"""What silence changes, and what is left in Redis when things are over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from grpo_api.errors import GroupRefused
+from tests.integration.run_store_rig import TIMEOUT_S, Run, open_run
+
+
+@pytest.fixture
+async def run(redis_url: str) -> AsyncIterator[Run]:
+    async with open_run(redis_url, "state-tests") as run:
+        yield run
+
+
+async def test_an_environment_that_falls_silent_no_longer_holds_batches_back(run: Run) -> None:
+    silent = await run.start_environment(min_batch_allocation=0.5)
+    await run.start_environment()
+    await run.submit(1, 2, env_id=1)
+    await run.stay_silent(silent, TIMEOUT_S - 5)
+    assert await run.poll() is None
+    await run.stay_silent(silent, 10)
+    assert await run.poll() == [1, 2]
+
+
+async def test_an_environment_that_polls_again_gets_its_minimum_back(run: Run) -> None:
+    silent = await run.start_environment(min_batch_allocation=0.5)
+    await run.stay_silent(silent, TIMEOUT_S + 5)
+    assert [e.connected for e in (await run.store.environments.view()).environments] == [False]
+    run_as_it_sees = await run.store.environments.poll(silent)
+    assert [e.connected for e in run_as_it_sees.environments] == [True]
+    await run.submit(1, 2)
+    assert await run.poll() is None
+    await run.submit(3, env_id=silent)
+    assert await run.poll() == [1, 3]
+
+
+async def test_one_that_left_stays_away_however_often_it_polls(run: Run) -> None:
+    env_id = await run.start_environment(min_batch_allocation=0.5)
+    assert await run.store.environments.disconnect(env_id) == 0
+    view = await run.store.environments.poll(env_id)
+    assert [e.connected for e in view.environments] == [False]
+
+
+async def test_groups_of_a_size_that_lost_its_partner_are_refused(run: Run) -> None:
+    await run.register(batch_size=10)
+    partner = await run.start_environment(group_size=2)
+    await run.start_environment(group_size=4)
+    await run.submit(1, size=4, env_id=1)
+    await run.stay_silent(partner, TIMEOUT_S + 5)
+    with pytest.raises(GroupRefused, match="groups of 4 do not fill"):
+        await run.submit(2, size=4, env_id=1)
+    await run.store.environments.poll(partner)
+    await run.submit(3, size=4, env_id=1)
+    await run.submit(4, env_id=partner)
+    assert await run.poll() == [1, 3, 4]
+
+
+async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
+    env_id = await run.start_environment()
+    for marker in range(0, 20, 2):
+        await run.submit(marker)
+        await run.submit(marker + 1, marker + 1, size=1, env_id=env_id)
+        assert await run.poll() == [marker, marker + 1, marker + 1]
+    assert await run.poll() is None
+    assert await run.payloads() == 1  # the latest example
+    counters = (await run.store.environments.view()).counters
+    assert counters.queued == {}
+    assert counters.max_group_size == 1
+    assert await run.link.call("EXISTS", f"{run.link.prefix}buffers") == 0
+
+
+async def test_nothing_is_left_of_parts_whose_environment_left(run: Run) -> None:
+    env_id = await run.start_environment()
+    await run.submit(1, size=1, env_id=env_id)
+    assert await run.payloads() == 1
+    assert await run.store.environments.disconnect(env_id) == 1
+    assert await run.payloads() == 0
+    assert await run.store.environments.disconnect(env_id) == 0
+    assert await run.store.environments.disconnect(env_id + 1) is None
+
+
+async def test_reset_leaves_no_key_but_short_lived_receipts(run: Run) -> None:
+    env_id = await run.start_environment()
+    await run.submit(1, size=1, env_id=env_id)
+    await run.submit(2, 3, 4)
+    assert await run.poll() is not None
+    await run.store.reset()
+    keys = await run.link.call("KEYS", f"{run.link.prefix}*")
+    assert [key for key in keys if b"receipt:" not in key] == []
+    assert all([await run.link.call("TTL", key) > 0 for key in keys])

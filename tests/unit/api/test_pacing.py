@@ -1,0 +1,87 @@
+"""Environments that pause by `/status-env`, a trainer that takes batches: nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
+from grpo_api.batching import plan_batch
+from grpo_api.bundles import Bundle, StoredGroup
+from grpo_api.servable import can_be_served, partners
+from grpo_core.wire import EnvironmentRegistration
+
+BATCHES = 12
+BATCHES_OFF_POLICY = 1
+"""The tightest bound an environment may set: it pauses as soon as it sees one batch."""
+
+
+class SimulatedRun:
+    """The decisions of run-api, without Redis or HTTP."""
+
+    def __init__(self, batch_size: int, environments: list[Environment]) -> None:
+        self.batch_size = batch_size
+        self.environments = environments
+        self.queue: list[Bundle] = []
+        self._sent = 0
+
+    def view(self) -> RunView:
+        queued = Counter(bundle.kind for bundle in self.queue)
+        largest = max((kind.sequences for kind in queued), default=1)
+        return RunView(self.environments, RunCounters(0, self.batch_size, queued, largest))
+
+    def may_send(self, own: Environment) -> bool:
+        """As Atropos environments and ours pause."""
+        queue_size = environment_status(own, self.view()).queue_size
+        size = own.registration.group_size
+        return queue_size * size < BATCHES_OFF_POLICY * self.batch_size
+
+    def send(self, own: Environment) -> None:
+        group = StoredGroup(self._sent, own.registration.group_size, stored_bytes=1)
+        self.queue.append(Bundle(self._sent, own.env_id, (group,)))
+        self._sent += 1
+
+    def take_batch(self) -> list[Bundle] | None:
+        batch = plan_batch(self.queue, self.view().demand())
+        if batch is not None:
+            self.queue = [bundle for bundle in self.queue if bundle not in batch]
+        return batch
+
+
+def environment(env_id: int, group_size: int, minimum: float) -> Environment:
+    registration = EnvironmentRegistration(
+        max_token_length=1,
+        desired_name="e",
+        weight=1.0,
+        group_size=group_size,
+        min_batch_allocation=minimum or None,
+    )
+    return Environment(env_id, f"e_{env_id}", connected=True, registration=registration)
+
+
+def any_run(dice: random.Random) -> SimulatedRun:
+    """Group sizes that can be served beside each other, minimums that may not fit together."""
+    batch_size = dice.choice([8, 12, 16, 24, 40])
+    sizes = [dice.randint(1, batch_size) for _ in range(dice.randint(1, 4))]
+    others = partners(batch_size, sizes, {})
+    servable = [size for size in sizes if can_be_served(size, batch_size, others)] or [batch_size]
+    minimums = [dice.choice([0.0, 0.0, 0.2, 0.5, 0.8]) for _ in servable]
+    shares = zip(servable, minimums, strict=True)
+    return SimulatedRun(batch_size, [environment(i, *share) for i, share in enumerate(shares)])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_batch_comes_out_however_tightly_environments_pace(seed: int) -> None:
+    dice = random.Random(seed)
+    run = any_run(dice)
+    speeds = [dice.choice([0.05, 0.3, 1.0]) for _ in run.environments]
+    for _ in range(BATCHES):
+        while (batch := run.take_batch()) is None:
+            willing = [own for own in run.environments if run.may_send(own)]
+            assert willing, f"everybody pauses at {run.view()}"
+            run.send(dice.choices(willing, [speeds[own.env_id] for own in willing])[0])
+        assert sum(bundle.sequences for bundle in batch) == run.batch_size
+        most = len(run.environments) * (BATCHES_OFF_POLICY + 1) * run.batch_size
+        assert sum(bundle.sequences for bundle in run.queue) <= most
