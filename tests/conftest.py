@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -12,10 +13,13 @@ EXCUSED_SKIPS = ("no GPU",)
 """Starts of reasons that CI cannot do anything about. Any other skip there is a failure."""
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if not (report.skipped and os.environ.get("CI") == "true"):
-        return
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    if not reason.removeprefix("Skipped: ").startswith(EXCUSED_SKIPS):
-        report.outcome = "failed"
-        report.longrepr = f"skipped in CI, which could have run it: {reason}"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Before anybody counts the report: a skip that is not excused is a failure in CI."""
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not reason.removeprefix("Skipped: ").startswith(EXCUSED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"skipped in CI, which could have run it: {reason}"
+    return report
