@@ -1,0 +1,166 @@
+"""The archived trainer's code registers with run-api, takes its batches, pads and trains on them.
+
+Both ends are the archived system's: the groups come from an environment on atroposlib. In between
+the queue fills up, which pauses the environment, and Redis is started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.redis_server import bundled_redis, start_redis
+from tests.compat.training_run import TrainingRun
+from tests.compat.upstream_install import Upstream
+from tests.compat.upstream_processes import (
+    MAX_TOKEN_LENGTH,
+    alive_in_session_of,
+    run_archived_trainer,
+    start_environment,
+)
+from tests.fixtures.inference import InferenceServer
+from tests.fixtures.run_api import start_run_api
+
+pytestmark = pytest.mark.timeout(600)  # the first use installs atroposlib and starts vLLM
+
+MICRO_BATCH, ACCUMULATION, GROUP_SIZE = 4, 4, 4
+BATCH_SIZE = MICRO_BATCH * ACCUMULATION
+FULL_QUEUE = 3 * BATCH_SIZE // GROUP_SIZE
+"""Groups at which the environment pauses: `max_batches_offpolicy` is 3 unless set."""
+STEPS = 5
+WIDTH = 64
+"""Tokens that the archived trainer pads to a multiple of; a sum takes fewer than 64."""
+NOISE_NATS = 1e-4
+QUEUE_DEADLINE_S = 60.0
+PAUSE_S = 1.5
+REDIS_GONE_S = 1.5
+ENVIRONMENT_END_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class ArchivedRun:
+    registration: Any
+    queue_while_paused: set[int]
+    queue_after_redis_restart: int
+    training: Any
+    environment_exit: int
+    left_processes: list[int]
+
+
+@pytest.fixture(scope="module")
+def run(
+    upstream: Upstream,
+    shared_server: InferenceServer,
+    training_run: TrainingRun,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ArchivedRun]:
+    directory = tmp_path_factory.mktemp("archived-trainer")
+    redis_port = free_port()
+    started = [start_redis(redis_port, directory, bundled_redis())]
+    try:
+        api = start_run_api(f"redis://127.0.0.1:{redis_port}/0", directory)
+        started.append(api.process)
+        environment = start_environment(upstream, api.url, shared_server, directory)
+        started.append(environment)
+        config = _config(api.url, training_run.final_model)
+        registration = run_archived_trainer(
+            upstream, {"action": "register", "config": config}, directory
+        )
+        _wait_for_full_queue(api.url, environment)
+        paused = _queue_sizes(api.url, PAUSE_S)
+        started[0].stop()
+        time.sleep(REDIS_GONE_S)
+        started[0] = start_redis(redis_port, directory, bundled_redis())
+        after_restart = _queue_size(api.url)
+        training = run_archived_trainer(upstream, {"action": "train", "config": config}, directory)
+        environment_exit = environment.wait(ENVIRONMENT_END_DEADLINE_S)
+        left = alive_in_session_of(environment)
+        yield ArchivedRun(
+            registration=registration,
+            queue_while_paused=paused,
+            queue_after_redis_restart=after_restart,
+            training=training,
+            environment_exit=environment_exit,
+            left_processes=left,
+        )
+    finally:
+        for process in reversed(started):
+            process.stop()
+
+
+def _config(api_url: str, model: Path) -> dict[str, Any]:
+    return {
+        "model_name": str(model),
+        "atropos_url": api_url,
+        "batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "seq_len": MAX_TOKEN_LENGTH,
+        "training_steps": STEPS,
+        "device": "cpu",
+        "optimizer": "adamw",
+    }
+
+
+def _queue_size(api_url: str) -> int:
+    size: int = httpx.get(f"{api_url}/status").raise_for_status().json()["queue_size"]
+    return size
+
+
+def _wait_for_full_queue(api_url: str, environment: ManagedProcess) -> None:
+    environment.wait_until(lambda: _queue_size(api_url) >= FULL_QUEUE, QUEUE_DEADLINE_S)
+
+
+def _queue_sizes(api_url: str, seconds: float) -> set[int]:
+    """Every size that the queue has within the next seconds."""
+    end = time.monotonic() + seconds
+    sizes = set()
+    while time.monotonic() < end:
+        sizes.add(_queue_size(api_url))
+        time.sleep(0.05)
+    return sizes
+
+
+def test_registration_and_first_poll(run: ArchivedRun) -> None:
+    assert run.registration == {"reachable": True, "first_poll": {"batch": None}}
+
+
+def test_the_environment_pauses_at_a_full_queue(run: ArchivedRun) -> None:
+    assert run.queue_while_paused == {FULL_QUEUE}
+
+
+def test_the_environment_survives_a_restart_of_redis(run: ArchivedRun) -> None:
+    assert run.queue_after_redis_restart == FULL_QUEUE
+    assert run.environment_exit == 0
+    assert run.left_processes == []
+
+
+def test_every_batch_is_whole(run: ArchivedRun) -> None:
+    """Items carry all 14 keys, else the script had ended with a KeyError."""
+    assert run.training["environments"] == [0]
+    assert set(run.training["scores"]) == {0.0, 1.0}
+    steps = run.training["steps"]
+    assert len(steps) >= FULL_QUEUE * GROUP_SIZE // BATCH_SIZE
+    assert {step["sequences"] for step in steps} == {BATCH_SIZE}
+    assert {tuple(step["widths"]) for step in steps} == {(WIDTH,)}
+
+
+def test_masks_and_logprobs_line_up(run: ArchivedRun) -> None:
+    for step in run.training["steps"]:
+        assert step["prompt_logprobs"] == [1.0]
+        assert step["largest_sampled_logprob"] <= 0.0
+        assert step["temperatures"] == [1.0]
+
+
+def test_training_steps_see_the_weights_that_sampled(run: ArchivedRun) -> None:
+    """By the archived trainer's own measure, on the weights that our trainer left in the server."""
+    first, *later = run.training["steps"]
+    assert first["alignment"]["alignment/diff_max"] < NOISE_NATS
+    assert first["mean_ratio"] == pytest.approx(1.0, abs=NOISE_NATS)
+    assert all(0.0 < step["grad_norm"] < 100.0 for step in (first, *later))

@@ -1,0 +1,70 @@
+"""What atroposlib's environment base sends to run-api arrives whole; what is wrong is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.compat.upstream_install import Upstream
+from tests.compat.upstream_processes import run_script
+
+pytestmark = pytest.mark.timeout(400)  # the first use installs atroposlib
+
+GROUPS, GROUP_SIZE = 5, 2
+GZIP_FROM_BYTES = 1024
+"""atroposlib compresses bodies from this size on."""
+
+REGISTRATION = {
+    "wandb_group": "a group",
+    "wandb_project": "",
+    "batch_size": GROUPS * GROUP_SIZE,
+    "max_token_len": 512,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 5,
+    "starting_step": 0,
+    "num_steps": 100,
+}
+
+
+@pytest.fixture
+def http(clean_run_api: str) -> Iterator[httpx.Client]:
+    """A trainer that has registered and polled."""
+    with httpx.Client(base_url=clean_run_api) as client:
+        client.post("/register", json=REGISTRATION).raise_for_status()
+        assert client.get("/batch").json() == {"batch": None}
+        yield client
+
+
+def test_calls_of_the_environment_base(
+    upstream: Upstream, http: httpx.Client, tiny_model: Path, tmp_path: Path
+) -> None:
+    request = {"url": str(http.base_url).rstrip("/"), "tokenizer": str(tiny_model)}
+    seen = run_script(upstream, "environment_calls.py", request, tmp_path)
+
+    assert (seen["env_id"], seen["name"]) == (0, "calls_0")
+    assert seen["wandb"] == ["", "a group"], "an empty project is one"
+    assert (seen["batch_size"], seen["max_token_len"]) == (GROUPS * GROUP_SIZE, 512)
+    assert seen["status"]["env_weight"] == 1.0
+    assert seen["polls_per_s"] > 10, "environments poll ten times a second"
+    assert min(seen["body_bytes"]) < GZIP_FROM_BYTES <= max(seen["body_bytes"])
+
+    assert seen["queue_before_refusal"] == GROUPS
+    assert seen["queue_after_refusal"] == GROUPS, "tried once and dropped, without an error"
+
+    *sent, refused = seen["sent"]
+    assert refused["inference_logprobs"] == [[1.0, 1.0]] * 2
+    assert_served_as_sent(http, sent)
+
+
+def assert_served_as_sent(http: httpx.Client, sent: list[Any]) -> None:
+    groups = [g for body in sent for g in (body if isinstance(body, list) else [body])]
+    batch = http.get("/batch").json()["batch"]
+    for item, group in zip(batch, groups, strict=True):
+        assert {key: item[key] for key in group} == group
+    built_by_base = batch[-1]
+    assert built_by_base["advantages"] == built_by_base["messages"] == []
+    assert built_by_base["group_overrides"] == {}

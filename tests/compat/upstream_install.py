@@ -1,0 +1,88 @@
+"""atroposlib 0.4.0 from the package index, unmodified, in a Python environment of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_trainer.tiny_model import default_cache_directory
+
+PINS = Path(__file__).parents[2] / "requirements" / "atroposlib.txt"
+PIP_DEADLINE_S = 300
+NOT_ON_ANY_INDEX = "(from versions: none)"
+"""How pip ends when no index answers, or none that does has the package."""
+
+
+class InstallFailed(Exception):
+    """pip could not install the pins; its words are in the message."""
+
+
+class NoPackageIndex(InstallFailed):
+    """No index that pip is configured for offers the pins."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """`python` runs atroposlib's environments; `wheel` holds the unpacked wheel, nothing else."""
+
+    python: Path
+    wheel: Path
+
+
+def ensure_upstream(cache: Path | None = None) -> Upstream:
+    """Return the cached installation, making it on first use.
+
+    Safe to call from several processes at once: it is made beside its final place and renamed,
+    and whoever comes second finds it there.
+
+    Raises:
+        InstallFailed, NoPackageIndex: nothing was left behind.
+    """
+    target = (cache or default_cache_directory()) / f"atroposlib-{_digest()}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _install(staging)
+            staging.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return _at(target)
+
+
+def _at(directory: Path) -> Upstream:
+    return Upstream(directory / "venv" / "bin" / "python", directory / "wheel")
+
+
+def _digest() -> str:
+    """Of everything that decides what is installed, and of the interpreter it is linked to."""
+    parts = (PINS.read_bytes(), sys.version.encode(), sys.base_prefix.encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
+def _install(directory: Path) -> None:
+    made = _at(directory)
+    # Only `bin/python -m` is used later: scripts in bin/ would name the place before the rename.
+    venv.create(directory / "venv", symlinks=True)
+    _pip("--python", str(made.python), "install", "--requirement", str(PINS))
+    (wheel,) = (line for line in PINS.read_text().splitlines() if line.startswith("atroposlib=="))
+    _pip("install", "--target", str(made.wheel), wheel)
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    # Most of the bytecode would never be used, and compiling it takes longer than the installing.
+    command += ["--no-deps", "--no-compile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_DEADLINE_S)
+    if done.returncode != 0:
+        kind = NoPackageIndex if NOT_ON_ANY_INDEX in done.stderr else InstallFailed
+        raise kind(f"{' '.join(command)}\n{done.stderr}")
