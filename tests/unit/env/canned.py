@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.env.http_stub import Route
+
 PROMPT = [5, 6, 7]
 
 
@@ -20,3 +22,8 @@ def generate_answer(texts: list[str], **changes: Any) -> dict[str, Any]:
         "policy_version": [[[1, index], [1, index + 1]] for index in range(len(texts))],
     }
     return answer | changes
+
+
+def inference_routes(generate: Route) -> dict[str, Route]:
+    """Those of a healthy vllm-api-server."""
+    return {"GET /health": lambda _body: (200, {}), "POST /generate": generate}

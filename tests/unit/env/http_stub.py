@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, dict[str, Any]]
+Answer = tuple[int, dict[str, Any]] | tuple[int, dict[str, Any], dict[str, str]]
+"""Status, JSON body, and headers where they matter."""
 Route = Callable[[dict[str, Any]], Answer]
+
+
+class DropConnection(Exception):
+    """Raised by a route: the connection breaks before anything is answered."""
 
 
 @dataclass
@@ -43,9 +48,11 @@ class _Handler(BaseHTTPRequestHandler):
             raw = gzip.decompress(raw)
         name, body = f"{self.command} {self.path}", json.loads(raw or b"{}")
         self.stub.seen.append((name, body))
-        status, answer = self.stub.routes[name](body)
+        status, answer, *headers = self.stub.routes[name](body)
         payload = json.dumps(answer).encode()
         self.send_response(status)
+        for header, value in (headers[0] if headers else {}).items():
+            self.send_header(header, value)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(payload)))
         self.end_headers()

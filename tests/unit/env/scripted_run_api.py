@@ -18,6 +18,7 @@ class RunApi:
         self.groups: list[dict[str, Any]] = []
         self.disconnected: list[int] = []
         self.submit_status = 200
+        self.takes_batches = True
 
     def routes(self) -> dict[str, Route]:
         return {
@@ -40,7 +41,7 @@ class RunApi:
             self.forget_at_group, self.env_id = None, self.env_id + 1
         if body["env_id"] != self.env_id:
             return 404, {"detail": "unknown environment"}
-        step, queue = divmod(len(self.groups), 2)
+        step, queue = divmod(len(self.groups), 2) if self.takes_batches else (0, len(self.groups))
         sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
         weights = {"unallocated_fraction": 1.0, "env_weight": 1.0}
         return 200, {"current_step": step, **sizes, **weights}

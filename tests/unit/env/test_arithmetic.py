@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_env.tasks import Answer
 from grpo_env.tasks.arithmetic import Arithmetic, Sum
 
 
@@ -20,7 +21,7 @@ from grpo_env.tasks.arithmetic import Arithmetic, Sum
     ],
 )
 def test_only_exactly_the_right_number_scores(completion: str, score: float) -> None:
-    assert Sum(3, 4).grade(completion) == score
+    assert Sum(3, 4).grade(Answer(completion)) == score
 
 
 def test_a_sum_is_one_user_message() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.env.canned import inference_routes
 from tests.unit.env.http_stub import Answer, stub_server
 from tests.unit.env.scripted_run_api import RunApi
 
@@ -74,7 +75,7 @@ def test_a_signal_during_generation_ends_politely(
 
     with (
         stub_server(api.routes()) as run_api,
-        stub_server({"POST /generate": generate}) as inference,
+        stub_server(inference_routes(generate)) as inference,
     ):
         process = subprocess.Popen(
             [

@@ -9,12 +9,14 @@ PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, to
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
 
 
-def status(step: int = 0, queue: int = 0, weight: float = 1.0) -> EnvironmentStatus:
+def status(
+    step: int = 0, queue: int = 0, weight: float = 1.0, own: int | None = None
+) -> EnvironmentStatus:
     return EnvironmentStatus(
         current_step=step,
         queue_size=queue,
         unallocated_fraction=1.0,
-        self_queue_size=queue,
+        self_queue_size=queue if own is None else own,
         max_group_size=8,
         env_weight=weight,
     )
@@ -59,6 +61,29 @@ def test_slots_are_shared_by_weight_and_never_none(weight: float, groups: int) -
     pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
 
     assert plan_groups(status(weight=weight), TRAINER, pace, Load(0)) == Plan(START, groups)
+
+
+@pytest.mark.parametrize(
+    ("share", "queue", "own", "in_flight", "expected"),
+    [
+        # A quarter of the 24 groups that three batches hold are 6.
+        (0.25, 24, 0, 0, Plan(START, 6)),
+        (0.25, 24, 4, 0, Plan(START, 2)),
+        (0.25, 24, 4, 2, Plan(PAUSE)),
+        (0.25, 24, 6, 0, Plan(PAUSE)),
+        # Where the queue as a whole is short, there is more to do than that.
+        (0.25, 10, 6, 0, Plan(START, 14)),
+        (0.0, 24, 0, 0, Plan(PAUSE)),
+        # Rounded up: a share that is no whole group is not met by less than one.
+        (0.01, 24, 0, 0, Plan(START, 1)),
+    ],
+)
+def test_an_own_share_is_filled_however_much_the_others_have_queued(
+    share: float, queue: int, own: int, in_flight: int, expected: Plan
+) -> None:
+    pace = Pace(8, 3, 100, 50, min_batch_allocation=share)
+
+    assert plan_groups(status(queue=queue, own=own), TRAINER, pace, Load(in_flight)) == expected
 
 
 def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:

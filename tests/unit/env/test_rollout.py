@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ from grpo_core.errors import ProtocolViolation
 from grpo_core.inference_client import GenerationClient
 from grpo_env.alignment import MisalignedCompletion
 from grpo_env.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
-from grpo_env.tasks import Item
+from grpo_env.tasks import Answer, Item, Message
 from grpo_env.tasks.arithmetic import Sum
 from tests.unit.env.canned import PROMPT, generate_answer
-from tests.unit.env.http_stub import Answer, StubServer, stub_server
+from tests.unit.env.http_stub import Answer as HttpAnswer
+from tests.unit.env.http_stub import StubServer, stub_server
 from tests.unit.env.test_grading import NotGradable
 
 PLAN = SamplingPlan(
@@ -30,7 +33,7 @@ async def sample(
     item: Item = Sum(3, 4),  # noqa: B008 - frozen
     **changes: Any,
 ) -> tuple[Rollout | RolloutFailure, StubServer]:
-    def generate(_body: dict[str, Any]) -> Answer:
+    def generate(_body: dict[str, Any]) -> HttpAnswer:
         return status, answer
 
     plan = SamplingPlan(**{**PLAN.__dict__, **changes})
@@ -113,6 +116,41 @@ async def test_an_aborted_completion_is_not_graded() -> None:
     assert isinstance(outcome, RolloutFailure)
     assert outcome.reason is FailureReason.ABORTED
     assert outcome.rewards == ()
+
+
+class WatchedItem:
+    """Remembers what it was asked to grade; grades nothing before it may."""
+
+    def __init__(self) -> None:
+        self.may_grade = threading.Event()
+        self.graded: list[Answer] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": "?"}]
+
+    def grade(self, answer: Answer) -> float:
+        assert self.may_grade.wait(timeout=10)
+        self.graded.append(answer)
+        return float(len(self.graded))
+
+
+async def test_grading_learns_which_answers_were_cut_off() -> None:
+    item = WatchedItem()
+    item.may_grade.set()
+    await sample(generate_answer(["7", "8"], finish_reasons=["stop", "length"]), item=item)
+
+    assert item.graded == [Answer("7", finished=True), Answer("8", finished=False)]
+
+
+async def test_slow_grading_does_not_hold_up_other_groups() -> None:
+    slow = WatchedItem()
+    waiting = asyncio.create_task(sample(generate_answer(["7", "8"]), item=slow))
+    for _ in range(3):
+        outcome, _ = await sample(generate_answer(["7", "8"]))
+        assert isinstance(outcome, Rollout)
+    slow.may_grade.set()
+    assert isinstance((await waiting)[0], Rollout)
 
 
 async def test_a_refused_request_is_data_and_carries_the_server_s_reason() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_env.settings import load_env_settings
+from grpo_env.settings import EnvServerSettings, load_env_settings
 
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
 
@@ -33,6 +33,91 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert settings.openai.model_name == "from-file"
 
 
+def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
+    file = tmp_path / "env.yaml"
+    file.write_text(content)
+    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
+
+
+TWO_EQUAL_SERVERS = """
+env: {group_size: 4}
+openai:
+  - {model_name: m, base_url: "http://one:9001/v1", server_type: vllm}
+  - {model_name: m, base_url: "http://one:9001/v1", server_type: vllm}
+"""
+
+
+def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None:
+    twice = from_file(tmp_path, TWO_EQUAL_SERVERS).openai
+    assert (twice.model_name, twice.base_url) == ("m", ["http://one:9001/v1"])
+
+    two = from_file(tmp_path, TWO_EQUAL_SERVERS.replace("one", "two", 1)).openai
+    assert two.base_url == ["http://two:9001/v1", "http://one:9001/v1"]
+
+    # The command line wins over the list.
+    options = ["--openai.base-url", "http://other:1"]
+    assert from_file(tmp_path, TWO_EQUAL_SERVERS, *options).openai.base_url == ["http://other:1"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "problem"),
+    [
+        ("[{model_name: m}, {model_name: n}]", "differ in model_name"),
+        ("[{model_name: m}, {model_name: m, api_key: y}]", "differ in api_key"),
+        ('[{model_name: m, base_url: "http://a"}, {model_name: m}]', "no base_url"),
+        ("[]", "at least one server"),
+        ("[one]", "each a mapping"),
+        ('[{model_name: m, base_url: "http://a", servertype: vllm}]', "servertype"),
+    ],
+)
+def test_a_list_that_is_no_one_policy_is_refused(
+    tmp_path: Path, servers: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        from_file(tmp_path, f"openai: {servers}")
+
+    assert caught.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_words_of_atropos_are_understood_and_what_has_no_effect_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = from_file(
+        tmp_path,
+        """
+env:
+  tokenizer_name: t
+  rollout_server_url: "http://localhost:8001"
+  max_token_length: 8192
+  start_tok_length: 8192
+  group_size: 4
+  batch_size: 64
+  total_steps: 120
+  use_wandb: true
+  wandb_name: math
+  ensure_scores_are_not_same: false
+  max_num_workers_per_node: 24
+openai:
+  - {base_url: "http://localhost:9001/v1", model_name: m, api_key: x, num_requests_for_eval: 8}
+slurm: false
+""",
+    )
+
+    env = settings.env
+    assert (env.group_size, env.total_steps, env.max_concurrent_groups) == (4, 120, 24)
+    assert env.drop_equal_scores is False
+    assert settings.wandb_name == "math"
+    assert "without effect here: env.batch_size, env.start_tok_length, env.use_wandb, openai." in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_task_s_name_stands_in_for_a_missing_wandb_name() -> None:
+    assert load_env_settings(BASE).wandb_name == "arithmetic"
+    assert load_env_settings(["gsm8k", *BASE[1:]]).wandb_name == "gsm8k"
+
+
 def test_variables_that_happen_to_carry_a_section_s_name_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,6 +137,9 @@ def test_variables_that_happen_to_carry_a_section_s_name_are_ignored(
         ([*BASE, "--env.rollout_server_url", "localhost:8000"], "with its scheme"),
         ([*BASE, "--openai.server_type", "openai"], "log-probability of every sampled token"),
         ([*BASE, "--env.grp", "3"], "unrecognized arguments"),
+        ([*BASE, "--env.format-reward", "1"], "--env.format-reward"),
+        ([*BASE, "--env.min-batch-allocation", "1.5"], "--env.min-batch-allocation"),
+        ([*BASE, "--openai.base-url", "http://a,b"], "with its scheme"),
         (["chess", "serve"], "--task"),
         ([*BASE, "--config", "/nonexistent.yaml"], "cannot read /nonexistent.yaml"),
     ],

@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from grpo_core.errors import ServiceUnavailable
 from grpo_env.patience import EveryGroupRefused
 from grpo_env.registration import NoTrainer
-from grpo_env.settings import EnvServerSettings, load_env_settings
-from grpo_env.tasks import Message
-from grpo_env.tasks.arithmetic import Sum
-from grpo_env.worker import GroupLargerThanBatch, serve
-from tests.unit.env.canned import PROMPT, generate_answer
-from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
+from grpo_env.worker import GroupLargerThanBatch
+from tests.unit.env.canned import generate_answer, inference_routes
+from tests.unit.env.feeding import feed, right_and_wrong, run
+from tests.unit.env.http_stub import Answer
 from tests.unit.env.scripted_run_api import RunApi
-
-
-class Prompts:
-    def encode(self, _messages: Sequence[Message]) -> list[int]:
-        return PROMPT
-
-
-class Sevens:
-    """Always 3+4, so that canned answers have known scores."""
-
-    name = "sevens"
-    max_completion_tokens = 4
-
-    def next_item(self) -> Sum:
-        return Sum(3, 4)
-
-
-def settings(run_api: StubServer, inference: StubServer, *more: str) -> EnvServerSettings:
-    options = {
-        "--openai.model-name": "m",
-        "--openai.base-url": inference.url + "/v1",
-        "--openai.request-deadline-s": "5",
-        "--env.rollout-server-url": run_api.url,
-        "--env.run-api-deadline-s": "5",
-        "--env.group-size": "2",
-    }
-    options |= dict(option.split("=") for option in more)
-    return load_env_settings(
-        ["arithmetic", "serve", *(f"{name}={value}" for name, value in options.items())]
-    )
-
-
-async def run(api: RunApi, generate: Route, *more: str) -> None:
-    with (
-        stub_server(api.routes()) as run_api,
-        stub_server({"POST /generate": generate}) as inference,
-    ):
-        async with asyncio.timeout(30):
-            await serve(settings(run_api, inference, *more), Sevens(), Prompts())
-
-
-def right_and_wrong(_body: dict[str, Any]) -> Answer:
-    return 200, generate_answer(["7", "8"])
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
@@ -96,44 +49,22 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped() -> None:
     assert samples[:2] == [{"sum": 5.0, "count": 6}, {"sum": 3.0, "count": 4}]
 
 
-async def test_a_forgotten_environment_registers_again_and_goes_on() -> None:
-    api = RunApi(num_steps=5)
-    api.forget_at_group = 3
+async def test_a_registration_says_what_the_settings_say() -> None:
+    seen = await feed(
+        RunApi(num_steps=1).routes(),
+        inference_routes(right_and_wrong),
+        *("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x"),
+    )
 
-    await run(api, right_and_wrong)
-
-    assert api.groups[-1]["env_id"] == 1
-    assert api.disconnected == [1]
-
-
-async def test_an_outage_of_the_inference_server_is_survived() -> None:
-    api = RunApi(num_steps=2)
-    answers = iter([(500, {"detail": "engine died"}), (503, {"detail": "restarting"})])
-
-    def generate(body: dict[str, Any]) -> Answer:
-        return next(answers, None) or right_and_wrong(body)
-
-    await run(api, generate)
-
-    assert len(api.groups) >= 4
-
-
-async def test_an_inference_server_that_stays_broken_ends_the_work() -> None:
-    api = RunApi()
-
-    with pytest.raises(ServiceUnavailable, match="vllm-server failed for 1 s"):
-        await run(api, lambda _body: (500, {"detail": "broken"}), "--openai.request-deadline-s=0.6")
-    assert api.disconnected == [0]
-
-
-async def test_a_run_api_that_went_away_ends_the_work() -> None:
-    api = RunApi(num_steps=1000)
-    routes = api.routes() | {"GET /status-env": lambda _body: (503, {"detail": "no Redis"})}
-
-    with stub_server(routes) as run_api, stub_server({"POST /generate": right_and_wrong}) as engine:
-        chosen = settings(run_api, engine, "--env.run-api-deadline-s=0.5")
-        with pytest.raises(ServiceUnavailable, match="no Redis"):
-            await serve(chosen, Sevens(), Prompts())
+    assert seen.run_api.bodies("POST /register-env") == [
+        {
+            "max_token_length": 2048,
+            "desired_name": "x",
+            "weight": 2.0,
+            "group_size": 2,
+            "min_batch_allocation": 0.25,
+        }
+    ]
 
 
 async def test_refusing_every_group_ends_the_work_and_says_why() -> None:

@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(settings: EnvServerSettings) -> None:
     from grpo_env.prompts import ChatPrompts
-    from grpo_env.tasks.registry import build_task
+    from grpo_env.tasks.registry import open_task
 
-    task = build_task(settings.task, settings.env.seed)
-    prompts = ChatPrompts(settings.tokenizer_name)
-    asyncio.run(_serve_until_signal(settings, task, prompts))
+    with open_task(settings.task, settings.env) as task:
+        prompts = ChatPrompts(settings.tokenizer_name)
+        asyncio.run(_serve_until_signal(settings, task, prompts))
 
 
 async def _serve_until_signal(

@@ -6,6 +6,7 @@ sampled beyond that would be trained on by a policy that has moved on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +31,8 @@ class Pace:
     max_batches_offpolicy: int
     max_concurrent_groups: int
     total_steps: int
+    min_batch_allocation: float = 0.0
+    """Share of every batch that must come from this environment."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ def plan_groups(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, loa
         _fresh_groups(trainer.batch_size, pace),
         _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, pace),
     )
-    missing = wanted - status.queue_size - load.sent_since_status - load.in_flight
+    # Others may fill the queue, but no batch is made without this environment's own share.
+    wanted_of_own = math.ceil(wanted * pace.min_batch_allocation)
+    missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
+    missing -= load.sent_since_status + load.in_flight
     free_slots = _slots(status, pace) - load.in_flight
     groups = min(missing, free_slots)
     return Plan(Action.START, groups) if groups > 0 else Plan(Action.PAUSE)

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import structlog
 
-from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_core.inference_client import GenerationClient
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.run_api_client import EnvironmentClient
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.patience import Patience, RefusalLimit
 from grpo_env.progress import Progress, RewardSample
 from grpo_env.prompts import PromptEncoder
-from grpo_env.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
-from grpo_env.tasks import Task
+from grpo_env.rollout import (
+    FailureReason,
+    Generation,
+    Rollout,
+    RolloutFailure,
+    SamplingPlan,
+    roll_out,
+)
+from grpo_env.tasks import DatasetTask, Task
 
 log = structlog.get_logger()
+
+_CONFLICT = 409
+
+
+class NoPromptFits(GrpoError):
+    """Every prompt of the data set is too long to be asked."""
 
 
 class GroupProducer:
@@ -27,7 +39,7 @@ class GroupProducer:
         self,
         task: Task,
         prompts: PromptEncoder,
-        generation: GenerationClient,
+        generation: Generation,
         api: EnvironmentClient,
         inference: Patience,
         run_api: Patience,
@@ -43,6 +55,30 @@ class GroupProducer:
         self._submission_refusals = RefusalLimit("submission")
         self.env_id = -1
         self.progress = Progress()
+
+    def skip_long_prompts(self, plan: SamplingPlan) -> None:
+        """Keep the prompts that leave room for a whole completion: a shorter one would be cut
+        off before it states its result, time and again. Encodes the whole data set.
+
+        Raises:
+            NoPromptFits: none does.
+        """
+        if not isinstance(self._task, DatasetTask):
+            return
+        most_tokens = plan.max_token_length - plan.max_completion_tokens - 1
+        count = self._task.keep(
+            lambda item: len(self._prompts.encode(item.messages)) <= most_tokens
+        )
+        if not count.kept:
+            raise NoPromptFits(
+                f"none of {count.skipped} prompts leaves room for {plan.max_completion_tokens} "
+                f"tokens of completion below {plan.max_token_length} tokens in all; raise "
+                "--env.max-token-length and the trainer's limit, or lower "
+                "--env.max-completion-tokens"
+            )
+        log.info(
+            "prompts", kept=count.kept, too_long=count.skipped, longest_tokens=max(most_tokens, 0)
+        )
 
     async def produce(self, plan: SamplingPlan) -> None:
         """Sample one group and send it, or count why not.
@@ -81,7 +117,9 @@ class GroupProducer:
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._fail(RolloutFailure(FailureReason.REFUSED, str(error)))
-            self._submission_refusals.refused(str(error))
+            # run-api was reset while this was sampled: the next poll will say so.
+            if error.status != _CONFLICT:
+                self._submission_refusals.refused(str(error))
         except ServiceUnavailable as error:
             # The group may have arrived before the connection broke, so neither it nor its
             # reward sample is sent again: a gap is harmless, a duplicate is not.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from collections.abc import Callable
 
 import structlog
 from pydantic import ValidationError
@@ -11,14 +13,19 @@ from pydantic import ValidationError
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.run_api_client import SERVICE, EnvironmentClient
 from grpo_core.wire import EnvironmentRegistration, WireModel
+from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
 
 _POLL_S = 0.5
 
 
+ENDLESS = sys.maxsize
+"""Steps of a run that nobody bounds."""
+
+
 class NoTrainer(GrpoError):
-    """run-api answers, but no trainer has registered and asked for a batch in time."""
+    """run-api answers, but no trainer asks for batches."""
 
 
 class Membership(WireModel):
@@ -28,6 +35,25 @@ class Membership(WireModel):
     wandb_name: str
     starting_step: int
     num_steps: int
+
+    def total_steps(self, own: int) -> int:
+        """Where the run ends. `own` is this environment's setting, -1 for the trainer's number; a
+        trainer whose number is below 1 leaves it open."""
+        if own != -1:
+            return own
+        return self.num_steps if self.num_steps > 0 else ENDLESS
+
+
+def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
+    """What this environment announces."""
+    env = settings.env
+    return EnvironmentRegistration(
+        max_token_length=env.max_token_length,
+        desired_name=settings.wandb_name,
+        weight=env.weight,
+        group_size=env.group_size,
+        min_batch_allocation=env.min_batch_allocation,
+    )
 
 
 async def join_run(
@@ -62,3 +88,28 @@ def _membership(answer: dict[str, object]) -> Membership:
         return Membership.model_validate(answer)
     except ValidationError as error:
         raise ProtocolViolation(f"{SERVICE}: POST /register-env: {error}") from error
+
+
+class Standstill:
+    """Notices that nobody takes batches any more, while this environment has nothing to do."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._step = -1
+        self._since = clock()
+
+    def look(self, step: int, idle: bool) -> None:
+        """Note how far the run is.
+
+        Raises:
+            NoTrainer: idle, and no step was taken for the deadline.
+        """
+        if step != self._step or not idle:
+            self._step, self._since = step, self._clock()
+        elif self._clock() - self._since >= self._deadline_s:
+            raise NoTrainer(
+                f"no batch was taken for {self._deadline_s:g} s, and the queue holds all that this "
+                "environment may send: is the trainer alive, and do the other environments send? "
+                "Look at /status and /environments of run-api"
+            )

@@ -6,20 +6,22 @@ error.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_core.inference_client import Completion, GenerateAnswer, GenerationClient
+from grpo_core.inference_client import Completion, GenerateAnswer
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.alignment import align_group
 from grpo_env.grading import Grades, grade_all
-from grpo_env.tasks import Item
+from grpo_env.tasks import Answer, Item
 
-_FINISHED = frozenset({"stop", "length"})
+_STOPPED = "stop"
+_FINISHED = frozenset({_STOPPED, "length"})
 
 
 class FailureReason(StrEnum):
@@ -32,6 +34,12 @@ class FailureReason(StrEnum):
     REFUSED = "refused"
     UNAVAILABLE = "unavailable"
     UNDELIVERED = "undelivered"
+
+
+class Generation(Protocol):
+    """Samples completions of one prompt: one inference server, or several."""
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class RolloutFailure:
 
 
 async def roll_out(
-    client: GenerationClient, item: Item, prompt_ids: list[int], plan: SamplingPlan
+    generation: Generation, item: Item, prompt_ids: list[int], plan: SamplingPlan
 ) -> Rollout | RolloutFailure:
     """Sample one group and grade it.
 
@@ -89,12 +97,12 @@ async def roll_out(
     }
     started = time.monotonic()
     try:
-        answer = await client.generate(prompt_ids, n=plan.group_size, **params)
+        answer = await generation.generate(prompt_ids, n=plan.group_size, **params)
     except RequestRefused as error:
         return RolloutFailure(FailureReason.REFUSED, str(error))
     seconds = time.monotonic() - started
     completions = _completions(answer, prompt_ids, plan)
-    return _judge(item, prompt_ids, completions, plan, params, seconds)
+    return await _judge(item, prompt_ids, completions, plan, params, seconds)
 
 
 def _completions(
@@ -111,7 +119,7 @@ def _completions(
     return completions
 
 
-def _judge(
+async def _judge(
     item: Item,
     prompt_ids: list[int],
     completions: list[Completion],
@@ -125,12 +133,17 @@ def _judge(
         # Cut off by the server, not by the policy: its text is not an answer to grade.
         detail = f"finish reasons {', '.join(reasons)}"
         return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
-    grades = grade_all(item, [completion.text for completion in completions])
+    # In a thread: grading may be slow, and other groups wait for this loop.
+    grades = await asyncio.to_thread(grade_all, item, [_answer(c) for c in completions])
     failure = _reason_to_drop(len(prompt_ids), completions, grades, plan)
     if failure is not None:
         return RolloutFailure(*failure, rewards=grades.scores, completion_tokens=token_count)
     group = _scored_group(item, prompt_ids, completions, grades.scores, params, seconds)
     return Rollout(group, grades.scores, token_count)
+
+
+def _answer(completion: Completion) -> Answer:
+    return Answer(completion.text, finished=completion.finish_reason == _STOPPED)
 
 
 def _reason_to_drop(

@@ -8,22 +8,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliExplicitFlag,
     CliPositionalArg,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_env.settings_file import ConfigFileUnusable, config_argument, read_config_file
 
 PROG = "env-server"
-TaskName = Literal["arithmetic"]
+TaskName = Literal["arithmetic", "gsm8k"]
 
 
 def _absolute_url(value: str) -> str:
@@ -83,8 +84,25 @@ class EnvSettings(_Section):
     tokenizer_name: str | None = Field(
         None, description="Hub id or directory of the tokenizer; unset: openai.model-name"
     )
-    wandb_name: str = Field(
-        "arithmetic", min_length=1, description="Name under which metrics are reported"
+    data: str | None = Field(
+        None,
+        min_length=1,
+        description="Data of the task (gsm8k): directory with train.jsonl, or id of a data set on "
+        "the hub; unset: openai/gsm8k",
+    )
+    data_config: str | None = Field(
+        None, description="Configuration of a data set on the hub; unset: main"
+    )
+    format_reward: float = Field(
+        0.3,
+        ge=0.0,
+        lt=1.0,
+        allow_inf_nan=False,
+        description="Largest share for the form of an answer (gsm8k), beside 1 for the right one; "
+        "0: only the right answer counts (score)",
+    )
+    wandb_name: str | None = Field(
+        None, min_length=1, description="Name under which metrics are reported; unset: the task's"
     )
     weight: float = Field(
         1.0,
@@ -92,12 +110,23 @@ class EnvSettings(_Section):
         allow_inf_nan=False,
         description="Share of the sampling slots, relative to the other environments (no unit)",
     )
+    min_batch_allocation: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="Share of every batch that is this environment's at least; batches wait for "
+        "it; unset: none (0 to 1)",
+    )
     seed: int = Field(0, description="Seed of the order of the prompts")
     run_api_deadline_s: float = Field(
         120.0, gt=0.0, description="How long run-api may be unreachable (seconds)"
     )
     trainer_deadline_s: float = Field(
-        1800.0, gt=0.0, description="How long to wait for a trainer to register (seconds)"
+        1800.0,
+        gt=0.0,
+        description="How long to wait for a trainer to register, or to take the next batch from a "
+        "full queue (seconds)",
     )
 
     @model_validator(mode="after")
@@ -113,7 +142,12 @@ class EnvSettings(_Section):
 class OpenaiSettings(_Section):
     """Where the policy is served."""
 
-    base_url: Url = Field("http://localhost:9001/v1", description="URL of the inference server")
+    base_url: list[Url] = Field(
+        ["http://localhost:9001/v1"],
+        min_length=1,
+        description="URL of the inference server; several, separated by commas, share the "
+        "requests, which in-place weight updates do not allow",
+    )
     model_name: str = Field(min_length=1, description="Model served: hub id or directory")
     api_key: str = Field("x", description="Accepted for Atropos command lines; never sent")
     server_type: Literal["vllm"] = Field(
@@ -122,6 +156,22 @@ class OpenaiSettings(_Section):
     request_deadline_s: float = Field(
         300.0, gt=0.0, description="How long the inference server may be unreachable (seconds)"
     )
+    start_deadline_s: float = Field(
+        1800.0,
+        gt=0.0,
+        description="How long to wait at the start until it serves: a large model loads for "
+        "minutes (seconds)",
+    )
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _one_url_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("base_url")
+    @classmethod
+    def _each_server_once(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(value))
 
     @field_validator("server_type", mode="before")
     @classmethod
@@ -138,14 +188,16 @@ class EnvServerSettings(CommandSettings):
     """Sample groups for a task, grade them, send them to run-api."""
 
     model_config = SettingsConfigDict(cli_prog_name=PROG)
+    file_sections: ClassVar[dict[str, Any]] = {}
 
-    task: CliPositionalArg[TaskName] = Field(description="Task to serve: arithmetic")
+    task: CliPositionalArg[TaskName] = Field(description="Task to serve: arithmetic or gsm8k")
     action: CliPositionalArg[Literal["serve"]] = Field(
         description="serve: feed a trainer until its run is complete"
     )
     config: Path | None = Field(
         None,
-        description="YAML file with the sections env and openai; the command line wins over it",
+        description="YAML file with the sections env and openai, the latter one server or a list "
+        "of them; the command line wins over it",
     )
     env: EnvSettings = Field(default_factory=EnvSettings)
     openai: OpenaiSettings
@@ -167,53 +219,37 @@ class EnvServerSettings(CommandSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Command line, then the file. The variables would be ENV, TASK and CONFIG: names that
         mean something else in many shells and containers."""
-        return init_settings, YamlConfigSettingsSource(settings_cls)
+        return init_settings, InitSettingsSource(settings_cls, cls.file_sections)
 
     @property
     def tokenizer_name(self) -> str:
         return self.env.tokenizer_name or self.openai.model_name
 
+    @property
+    def wandb_name(self) -> str:
+        return self.env.wandb_name or self.task
+
 
 def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
     """Parse the command line and the file it names; a mistake ends the process with status 2."""
-    path = _config_argument(argv)
+    path = config_argument(argv)
     if path is None:
         return load_settings(EnvServerSettings, argv)
-    return load_settings(_reading_yaml(path), argv)
+    try:
+        content = read_config_file(path)
+    except ConfigFileUnusable as error:
+        sys.stderr.write(f"{PROG}: --config: {error}\n")
+        raise SystemExit(EXIT_USAGE) from None
+    if content.without_effect:
+        sys.stderr.write(
+            f"{PROG}: --config: {path}: without effect here: {', '.join(content.without_effect)}\n"
+        )
+    return load_settings(_with_file(content.sections), argv)
 
 
-def _config_argument(argv: Sequence[str]) -> Path | None:
-    """The file must be known before the command line is parsed: it is a source beside it."""
-    for position, word in enumerate(argv):
-        if word == "--config" and position + 1 < len(argv):
-            return Path(argv[position + 1])
-        if word.startswith("--config="):
-            return Path(word.removeprefix("--config="))
-    return None
-
-
-def _reading_yaml(path: Path) -> type[EnvServerSettings]:
-    _check_yaml(path)
-
+def _with_file(sections: dict[str, Any]) -> type[EnvServerSettings]:
     class EnvServerSettingsWithFile(EnvServerSettings):
         __doc__ = EnvServerSettings.__doc__
-        model_config = SettingsConfigDict(yaml_file=path)
+        file_sections: ClassVar[dict[str, Any]] = sections
 
     return EnvServerSettingsWithFile
-
-
-def _check_yaml(path: Path) -> None:
-    """pydantic-settings skips a missing file in silence; here that is a usage error."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        _usage_error(f"cannot read {path}: {error}")
-    if not isinstance(content, dict):
-        _usage_error(f"{path}: expected a mapping with the sections env and openai")
-
-
-def _usage_error(problem: str) -> NoReturn:
-    sys.stderr.write(f"{PROG}: --config: {problem}\n")
-    raise SystemExit(EXIT_USAGE)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.inference_client import GenerationClient
 from grpo_core.run_api_client import EnvironmentClient
-from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
+from grpo_core.wire import EnvironmentStatus, TrainerInfo
 from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
+from grpo_env.inference_health import wait_for_servers
+from grpo_env.inference_pool import InferencePool
 from grpo_env.patience import Patience
 from grpo_env.producer import GroupProducer
 from grpo_env.prompts import PromptEncoder
-from grpo_env.registration import Membership, join_run
-from grpo_env.rollout import SamplingPlan
+from grpo_env.registration import Membership, Standstill, join_run, registration_of
+from grpo_env.rollout import Generation, SamplingPlan
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task
 
@@ -26,6 +29,8 @@ log = structlog.get_logger()
 _POLL_S = 0.1
 _GOODBYE_S = 5.0
 _NOT_FOUND = 404
+
+T = TypeVar("T")
 
 
 class GroupLargerThanBatch(GrpoError):
@@ -41,9 +46,10 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
         GrpoError: what ended the work, by name.
     """
     env, openai = settings.env, settings.openai
+    await wait_for_servers(openai.base_url, openai.start_deadline_s)
     async with (
         EnvironmentClient(env.rollout_server_url, env.run_api_deadline_s) as api,
-        GenerationClient(
+        InferencePool(
             openai.base_url, openai.request_deadline_s, env.max_concurrent_groups
         ) as generation,
     ):
@@ -59,9 +65,10 @@ class Worker:
         task: Task,
         prompts: PromptEncoder,
         api: EnvironmentClient,
-        generation: GenerationClient,
+        generation: Generation,
     ) -> None:
         self._env = settings.env
+        self._registration = registration_of(settings)
         self._api = api
         self._inference = Patience("vllm-server", settings.openai.request_deadline_s)
         self._run_api = Patience("run-api", settings.env.run_api_deadline_s)
@@ -71,6 +78,8 @@ class Worker:
         self._completion_tokens = settings.env.max_completion_tokens or task.max_completion_tokens
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
+        self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
+        self._standstill = Standstill(settings.env.trainer_deadline_s)
         self._in_flight: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -96,17 +105,15 @@ class Worker:
             await self._report()
 
     async def _join(self) -> Membership:
-        env = self._env
-        registration = EnvironmentRegistration(
-            max_token_length=env.max_token_length,
-            desired_name=env.wandb_name,
-            weight=env.weight,
-            group_size=env.group_size,
+        # Before registering, by our own limit: run-api counts on environments that it knows.
+        await self._skip_long_prompts()
+        membership = await self._patiently(
+            lambda: join_run(self._api, self._registration, self._env.trainer_deadline_s)
         )
-        membership = await join_run(self._api, registration, env.trainer_deadline_s)
         self._membership = membership
         self._producer.env_id = membership.env_id
-        await self._ask_trainer_info()
+        await self._patiently(self._ask_trainer_info)
+        await self._skip_long_prompts()
         log.info(
             "registered",
             env_id=membership.env_id,
@@ -126,24 +133,39 @@ class Worker:
                 "larger batch size to the trainer"
             )
 
+    async def _skip_long_prompts(self) -> None:
+        plan = self._sampling()
+        if self._prompts_fit is None or plan.max_token_length < self._prompts_fit:
+            await asyncio.to_thread(self._producer.skip_long_prompts, plan)
+            self._prompts_fit = plan.max_token_length
+
     async def _poll_status(self, env_id: int) -> EnvironmentStatus | None:
         """None where run-api does not know this environment any more: it was reset."""
+        try:
+            return await self._patiently(lambda: self._api.status(env_id))
+        except RequestRefused as error:
+            if error.status != _NOT_FOUND:
+                raise
+        log.warning("run-api forgot this environment, registering again", env_id=env_id)
+        self._membership = None
+        await asyncio.sleep(_POLL_S)
+        return None
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask run-api again and again while it fails.
+
+        Raises:
+            ServiceUnavailable: it has failed for longer than its deadline.
+        """
         while True:
             try:
-                status = await self._api.status(env_id)
-            except RequestRefused as error:
-                if error.status != _NOT_FOUND:
-                    raise
-                log.warning("run-api forgot this environment, registering again", env_id=env_id)
-                self._membership = None
-                await asyncio.sleep(_POLL_S)
-                return None
+                answer = await ask()
             except ServiceUnavailable as error:
                 self._run_api.failed(error)
                 await asyncio.sleep(self._run_api.delay_s)
             else:
                 self._run_api.succeeded()
-                return status
+                return answer
 
     async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> bool:
         """Keep the slots filled for one poll interval; False once the run is complete."""
@@ -157,6 +179,8 @@ class Worker:
             plan = plan_groups(status, self._trainer, pace, load)
             if plan.action is Action.STOP:
                 return False
+            idle = plan.action is Action.PAUSE and not self._in_flight
+            self._standstill.look(status.current_step, idle)
             self._start(plan)
             left_s = poll_at - time.monotonic()
             if left_s <= 0:
@@ -186,7 +210,7 @@ class Worker:
             return
         log.info("progress", in_flight=len(self._in_flight), **fields)
         # A trainer that registers again may bring another batch size.
-        await self._ask_trainer_info()
+        await self._patiently(self._ask_trainer_info)
 
     async def _leave(self) -> None:
         for task in self._in_flight:
@@ -205,7 +229,8 @@ class Worker:
             group_size=env.group_size,
             max_batches_offpolicy=env.max_batches_offpolicy,
             max_concurrent_groups=env.max_concurrent_groups,
-            total_steps=membership.num_steps if env.total_steps == -1 else env.total_steps,
+            total_steps=membership.total_steps(env.total_steps),
+            min_batch_allocation=env.min_batch_allocation or 0.0,
         )
 
     def _sampling(self) -> SamplingPlan:

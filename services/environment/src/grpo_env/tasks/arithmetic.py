@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from grpo_env.tasks import Message
+from grpo_env.tasks import Answer, Message
 
 _LARGEST_DIGIT = 9
 
@@ -21,9 +21,9 @@ class Sum:
     def messages(self) -> list[Message]:
         return [{"role": "user", "content": f"{self.a}+{self.b}="}]
 
-    def grade(self, completion: str) -> float:
+    def grade(self, answer: Answer) -> float:
         """1.0 for exactly the right number, space around it allowed; 0.0 for anything else."""
-        return 1.0 if completion.strip() == str(self.a + self.b) else 0.0
+        return 1.0 if answer.text.strip() == str(self.a + self.b) else 0.0
 
 
 class Arithmetic:

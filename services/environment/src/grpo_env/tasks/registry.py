@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
-from grpo_env.settings import TaskName
+from grpo_env.math_grader import MathGrader
+from grpo_env.settings import EnvSettings, TaskName
 from grpo_env.tasks import Task
 from grpo_env.tasks.arithmetic import Arithmetic
+from grpo_env.tasks.gsm8k import Gsm8k
+from grpo_env.tasks.gsm8k_data import DEFAULT_CONFIG, DEFAULT_DATA, read_problems
 
-TASKS: Mapping[TaskName, Callable[[int], Task]] = {"arithmetic": Arithmetic}
-"""Name → constructor that takes the seed."""
+
+@contextmanager
+def arithmetic(env: EnvSettings) -> Iterator[Task]:
+    yield Arithmetic(env.seed)
 
 
-def build_task(name: TaskName, seed: int) -> Task:
-    return TASKS[name](seed)
+@contextmanager
+def gsm8k(env: EnvSettings) -> Iterator[Task]:
+    problems = read_problems(
+        env.data or DEFAULT_DATA, env.data_config or DEFAULT_CONFIG, split="train"
+    )
+    with MathGrader() as grader:
+        yield Gsm8k(problems, env.seed, grader, env.format_reward)
+
+
+TASKS: Mapping[TaskName, Callable[[EnvSettings], AbstractContextManager[Task]]] = {
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+}
+"""Name → what opens the task and, at the end, closes what it has opened."""
+
+
+def open_task(name: TaskName, env: EnvSettings) -> AbstractContextManager[Task]:
+    """Raises a `GrpoError` where the task's data or tools are missing."""
+    return TASKS[name](env)

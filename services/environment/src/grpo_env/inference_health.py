@@ -1,0 +1,97 @@
+"""Before the first prompt: do the inference servers serve, and may there be several of them?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
+from grpo_core.inference_client import SERVICE
+from grpo_core.service_client import AsyncServiceClient
+
+log = structlog.get_logger()
+
+_POLL_S = 1.0
+_ATTEMPT_S = 5.0
+_NOT_FOUND = 404
+
+
+class NotAnInferenceServer(GrpoError):
+    """Something answers at the URL, but it is not vllm-api-server."""
+
+
+class SharedWeightsHaveOneServer(GrpoError):
+    """Several servers, one of which gets its weights written in place."""
+
+
+class _BridgeInfo(BaseModel):
+    shared_weights: bool = False
+
+
+class HealthClient(AsyncServiceClient):
+    """Asks one inference server about itself; one call takes a few seconds at most."""
+
+    def __init__(self, base_url: str, deadline_s: float = _ATTEMPT_S) -> None:
+        attempt_s = min(_ATTEMPT_S, deadline_s)
+        super().__init__(SERVICE, base_url, attempt_s, attempt_s)
+
+    async def wait_until_healthy(self, deadline_s: float) -> None:
+        """Raises `ServiceUnavailable` after the deadline, `NotAnInferenceServer` on a 4xx."""
+        give_up_at = time.monotonic() + deadline_s
+        waiting = False
+        while True:
+            try:
+                await self._send("GET", "/health")
+                return
+            except RequestRefused as error:
+                raise NotAnInferenceServer(
+                    f"{error}; {self.base_url} is not the URL of vllm-api-server: "
+                    "check --openai.base-url"
+                ) from error
+            except ServiceUnavailable as error:
+                if time.monotonic() >= give_up_at:
+                    raise ServiceUnavailable(
+                        f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
+                        f"last answer: {error}; read its log, check --openai.base-url, or raise "
+                        "--openai.start-deadline-s"
+                    ) from error
+            if not waiting:
+                log.info("waiting for the inference server", url=self.base_url)
+                waiting = True
+            await asyncio.sleep(_POLL_S)
+
+    async def shares_weights(self) -> bool:
+        """False also for a server that has no bridge."""
+        try:
+            answer = await self._send("GET", "/bridge/info")
+        except RequestRefused as error:
+            if error.status != _NOT_FOUND:
+                raise
+            return False
+        try:
+            return _BridgeInfo.model_validate_json(answer.content).shared_weights
+        except ValidationError as error:
+            raise ProtocolViolation(f"{SERVICE}: /bridge/info: {error}") from error
+
+
+async def wait_for_servers(urls: Sequence[str], deadline_s: float) -> None:
+    """Wait until every server answers `GET /health`.
+
+    Raises:
+        ServiceUnavailable: one did not within the deadline.
+        NotAnInferenceServer: a URL is that of something else.
+        SharedWeightsHaveOneServer: of several, one shares its weights with a trainer.
+    """
+    for url in urls:
+        async with HealthClient(url, deadline_s) as server:
+            await server.wait_until_healthy(deadline_s)
+            if len(urls) > 1 and await server.shares_weights():
+                raise SharedWeightsHaveOneServer(
+                    f"{server.base_url} gets its weights written in place by the trainer, and the "
+                    f"other {len(urls) - 1} of --openai.base-url would go on with the old ones; "
+                    "name that server alone, or use a mode that hands weights over"
+                )

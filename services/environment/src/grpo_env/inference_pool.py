@@ -1,0 +1,98 @@
+"""The inference servers of one policy: a request goes to the least busy one that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from grpo_core.closing import ClosesOnAsyncExit
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.inference_client import SERVICE, GenerateAnswer, GenerationClient
+from grpo_env.patience import Patience
+
+log = structlog.get_logger()
+
+_FAILOVER_DEADLINE_S = 2.0
+"""How long one of several servers is tried before the request goes to the next."""
+_NOT_FOUND = 404
+
+
+class NoGenerateRoute(GrpoError):
+    """The URL is that of a server without `POST /generate`."""
+
+
+@dataclass
+class _Server:
+    client: GenerationClient
+    patience: Patience
+    busy: int = field(default=0)
+
+
+class InferencePool(ClosesOnAsyncExit):
+    """Generates on one server or several.
+
+    Args:
+        urls: with or without a trailing /v1.
+        deadline_s: how long a single server may be unreachable; one of several hands its
+            requests on long before that.
+        max_requests: most requests under way at one server.
+    """
+
+    def __init__(self, urls: Sequence[str], deadline_s: float, max_requests: int) -> None:
+        attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
+        self._servers = [
+            _Server(
+                GenerationClient(url, attempt_s, max_requests),
+                Patience(f"{SERVICE} at {url}", float("inf")),
+            )
+            for url in urls
+        ]
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+        """As `GenerationClient.generate`, on whichever server works.
+
+        Raises:
+            ServiceUnavailable: none of them did; carries the last one's reason.
+            NoGenerateRoute: the server knows no such route.
+        """
+        failure: ServiceUnavailable | None = None
+        # Those that failed lately come last, so that they are tried when nothing else is left.
+        for server in sorted(self._servers, key=lambda s: (s.patience.delay_s > 0, s.busy)):
+            try:
+                return await _generate(server, prompt_token_ids, sampling)
+            except ServiceUnavailable as error:
+                failure = error
+                server.patience.failed(error)
+                if len(self._servers) > 1:
+                    log.warning("server failed", url=server.client.base_url, error=str(error))
+        assert failure is not None
+        raise failure
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for server in self._servers:
+                stack.push_async_callback(server.client.close)
+
+
+async def _generate(
+    server: _Server, prompt_token_ids: list[int], sampling: dict[str, Any]
+) -> GenerateAnswer:
+    server.busy += 1
+    try:
+        answer = await server.client.generate(prompt_token_ids, **sampling)
+    except RequestRefused as error:
+        if error.status == _NOT_FOUND:
+            raise NoGenerateRoute(
+                f"404 Not Found on /generate at {server.client.base_url}: not the URL of "
+                "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or check "
+                "--openai.base-url"
+            ) from error
+        raise
+    finally:
+        server.busy -= 1
+    server.patience.succeeded()
+    return answer

@@ -1,0 +1,82 @@
+"""Two environments, each a process with its own task, feed one trainer from one server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+
+from grpo_core.run_api_client import TrainerClient
+from grpo_core.wire import RolloutFacts
+from tests.fixtures.inference import InferenceServer
+from tests.integration.environment_process import (
+    BATCH_DEADLINE_S,
+    EXIT_DEADLINE_S,
+    environment,
+    register_trainer,
+)
+
+STEPS = 6
+SHARE = "0.25"
+"""Of a batch of 8 sequences: one group of 2."""
+
+
+def write_problems(directory: Path) -> Path:
+    """Short ones for the session's server, and one that is too long for it."""
+    rows = [{"question": f"Tom has {n} eggs. How many?", "answer": f"#### {n}"} for n in range(30)]
+    rows.append({"question": "Tom has an egg. " * 100, "answer": "#### 100"})
+    directory.mkdir()
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def test_both_contribute_to_every_batch(
+    clean_run_api: str, shared_server: InferenceServer, tmp_path: Path
+) -> None:
+    data = write_problems(tmp_path / "data")
+    logs = {task: tmp_path / f"{task}.log" for task in ("arithmetic", "gsm8k")}
+    common = ("--env.max-token-length", "400", "--env.min-batch-allocation", SHARE)
+    of_gsm8k = ("--env.data", str(data), "--env.max-completion-tokens", "24")
+    with TrainerClient(clean_run_api) as trainer:
+        register_trainer(trainer, num_steps=STEPS)
+        with (
+            environment(
+                "arithmetic",
+                clean_run_api,
+                shared_server.url,
+                shared_server.model,
+                logs["arithmetic"],
+                *common,
+            ) as arithmetic,
+            environment(
+                "gsm8k",
+                clean_run_api,
+                shared_server.url,
+                shared_server.model,
+                logs["gsm8k"],
+                *common,
+                *of_gsm8k,
+            ) as gsm8k,
+        ):
+            batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(STEPS)]
+            names = {
+                entry["env_id"]: entry["name"]
+                for entry in httpx.get(f"{clean_run_api}/environments").json()
+            }
+            assert [arithmetic.wait(EXIT_DEADLINE_S), gsm8k.wait(EXIT_DEADLINE_S)] == [0, 0]
+
+    assert sorted(names.values()) == ["arithmetic_0", "gsm8k_0"]
+    # While the first of them was alone, batches did not wait for the other.
+    senders = [
+        {names[group.env_id] for group in batch if group.env_id is not None} for batch in batches
+    ]
+    assert senders[-3:] == [{"arithmetic_0", "gsm8k_0"}] * 3
+    assert "kept=30" in logs["gsm8k"].read_text()
+    assert "too_long=1" in logs["gsm8k"].read_text()
+    for group in batches[-1]:
+        facts = RolloutFacts.of(group)
+        assert len(facts.policy_version) == group.size == 2
+        question = (group.messages or [[]])[0][0]["content"]
+        is_gsm8k = names[group.env_id or 0] == "gsm8k_0"
+        assert question.startswith("Reason step by step") is is_gsm8k

@@ -1,0 +1,120 @@
+"""What the loop survives, and what ends it with a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_env.inference_pool import NoGenerateRoute
+from grpo_env.patience import MAX_REFUSED_IN_A_ROW
+from grpo_env.registration import NoTrainer
+from tests.unit.env.canned import inference_routes
+from tests.unit.env.feeding import feed, right_and_wrong, run
+from tests.unit.env.http_stub import Answer, DropConnection, Route
+from tests.unit.env.scripted_run_api import RunApi
+
+
+async def test_a_forgotten_environment_registers_again_and_goes_on() -> None:
+    api = RunApi(num_steps=5)
+    api.forget_at_group = 3
+
+    await run(api, right_and_wrong)
+
+    assert api.groups[-1]["env_id"] == 1
+    assert api.disconnected == [1]
+
+
+async def test_an_outage_of_the_inference_server_is_survived() -> None:
+    api = RunApi(num_steps=2)
+    answers = iter([(500, {"detail": "engine died"}), (503, {"detail": "restarting"})])
+
+    def generate(body: dict[str, Any]) -> Answer:
+        return next(answers, None) or right_and_wrong(body)
+
+    await run(api, generate)
+
+    assert len(api.groups) >= 4
+
+
+async def test_an_inference_server_that_stays_broken_ends_the_work() -> None:
+    api = RunApi()
+
+    with pytest.raises(ServiceUnavailable, match="vllm-server failed for 1 s"):
+        await run(api, lambda _body: (500, {"detail": "broken"}), "--openai.request-deadline-s=0.6")
+    assert api.disconnected == [0]
+
+
+async def test_a_trainer_that_takes_no_batch_any_more_ends_the_work() -> None:
+    api = RunApi()
+    api.takes_batches = False
+
+    with pytest.raises(NoTrainer, match=r"no batch was taken for 0\.5 s"):
+        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.5")
+    assert api.disconnected == [0]
+
+
+async def test_a_server_without_generate_ends_the_work_at_once() -> None:
+    with pytest.raises(NoGenerateRoute, match="404 Not Found on /generate"):
+        await run(RunApi(), lambda _body: (404, {"detail": "Not Found"}))
+
+
+async def test_an_inference_server_that_never_gets_healthy_ends_the_start() -> None:
+    loading: dict[str, Route] = {"GET /health": lambda _body: (503, {"detail": "loading"})}
+
+    # Nothing is asked of run-api, which has no routes here.
+    with pytest.raises(ServiceUnavailable, match=r"not healthy after 0\.1 s.*loading"):
+        await feed({}, loading, "--openai.start-deadline-s=0.1")
+
+
+def failing_twice(route: Route) -> Route:
+    """500, which no client repeats by itself, then a broken connection, then the route."""
+    left = iter([500, None])
+
+    def answer(body: dict[str, Any]) -> Answer:
+        for failure in left:
+            if failure is None:
+                raise DropConnection
+            return failure, {"detail": "not now"}
+        return route(body)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "route", ["POST /register-env", "GET /info", "GET /status-env", "POST /scored_data"]
+)
+async def test_a_run_api_that_fails_for_a_while_is_survived_wherever_it_fails(route: str) -> None:
+    api = RunApi(num_steps=2)
+    routes = api.routes()
+    routes[route] = failing_twice(routes[route])
+
+    await feed(routes, inference_routes(right_and_wrong))
+
+    assert len(api.groups) >= 4
+    assert api.disconnected == [0]
+
+
+async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> None:
+    api = RunApi(num_steps=10)
+    routes = api.routes()
+    homeless = iter(range(2 * MAX_REFUSED_IN_A_ROW))
+
+    def submit(body: dict[str, Any]) -> Answer:
+        if next(homeless, None) is not None:
+            return 409, {"detail": "no trainer has registered"}
+        return api.submit(body)
+
+    routes["POST /scored_data"] = submit
+    await feed(routes, inference_routes(right_and_wrong))
+
+    assert len(api.groups) >= 20
+
+
+async def test_a_run_api_that_went_away_ends_the_work() -> None:
+    api = RunApi(num_steps=1000)
+    routes = api.routes() | {"GET /status-env": lambda _body: (503, {"detail": "no Redis"})}
+
+    with pytest.raises(ServiceUnavailable, match="no Redis"):
+        await feed(routes, inference_routes(right_and_wrong), "--env.run-api-deadline-s=0.5")
