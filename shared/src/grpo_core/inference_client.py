@@ -15,6 +15,11 @@ from grpo_core.wire import PolicyVersion
 SERVICE = "vllm-server"
 _REQUEST_TIMEOUT_S = 300.0
 _CONTROL_TIMEOUT_S = 60.0
+_PROBE_DEADLINE_S = 5.0
+"""The trainer that asks is also the one who would bring a restarted server to answer."""
+
+AWAITING_STATES = frozenset({"awaiting_weights", "failed"})
+"""`state` of a server that waits for a trainer to write the weights back; failed: for too long."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,14 @@ class BridgeInfo(BaseModel):
     paused: bool
     weights_intact: bool
     weights_socket: str | None
+    generation: str | None = None
+    state: str = "serving"
+
+    @property
+    def awaiting_weights(self) -> bool:
+        """The server started again in the middle of a run: what it loaded from disk is whole, but
+        not what it served before, and nobody is answered until a trainer has written."""
+        return self.state in AWAITING_STATES
 
 
 class ControlClient(ServiceClient):
@@ -142,8 +155,9 @@ class BridgeClient(ServiceClient):
         self._control.close()
         super().close()
 
-    def info(self) -> BridgeInfo:
-        return BridgeInfo.model_validate_json(self._send("GET", "/bridge/info").content)
+    def info(self, deadline_s: float | None = None) -> BridgeInfo:
+        answer = self._send("GET", "/bridge/info", deadline_s=deadline_s)
+        return BridgeInfo.model_validate_json(answer.content)
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Stop scheduling, keep requests in flight, drop the KV cache.
@@ -190,7 +204,8 @@ class BridgeClient(ServiceClient):
 
     def _generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        return _parse_generate(self._send("POST", "/generate", json=body))
+        answer = self._send("POST", "/generate", deadline_s=_PROBE_DEADLINE_S, json=body)
+        return _parse_generate(answer)
 
 
 def _parse_generate(response: httpx.Response) -> GenerateAnswer:

@@ -25,6 +25,18 @@ class TensorRegion(BaseModel):
         return self.offset + self.nbytes
 
 
+class ParameterMapping(TensorRegion):
+    """The same, and which of the server's own parameters holds it.
+
+    vLLM fuses q, k and v, or gate and up, into one parameter, and pads vocabularies: the
+    checkpoint's tensor is then rows `slice` = (start, stop) of it along dimension 0. None: the
+    whole parameter.
+    """
+
+    vllm_name: str
+    slice: tuple[int, int] | None
+
+
 class WeightManifest(BaseModel):
     """`generation` is new at every engine start: the weights under another one are not ours."""
 
@@ -33,7 +45,7 @@ class WeightManifest(BaseModel):
     generation: str
     model: str
     total_bytes: int
-    parameters: dict[str, TensorRegion]
+    parameters: dict[str, ParameterMapping]
 
 
 class WeightGrant(BaseModel):

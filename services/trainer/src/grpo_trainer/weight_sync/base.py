@@ -33,6 +33,9 @@ class WeightSync(Protocol):
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Take the optimizer step with index `step` and serve its result."""
 
+    def tend(self) -> None:
+        """Called while the trainer waits: mend what happened to the server meanwhile."""
+
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's log-probabilities of token_ids[1:]; [T] → [T-1]."""
 

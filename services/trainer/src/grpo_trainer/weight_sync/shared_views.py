@@ -43,6 +43,11 @@ class MappedWeights:
         dtype: torch.dtype = getattr(torch, names[0])
         return dtype
 
+    @property
+    def dtype_name(self) -> str:
+        """ "float32", "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def build_policy(model_name: str, weights: MappedWeights) -> Any:
     """The model of `model_name`'s configuration, made of views; nothing is copied.
@@ -69,6 +74,21 @@ def build_policy(model_name: str, weights: MappedWeights) -> Any:
     policy.tie_weights()
     check_views(policy, weights)
     return policy
+
+
+def move_views(policy: nn.Module, weights: MappedWeights) -> None:
+    """Let every parameter of the policy lie in other memory; its values are what lies there.
+
+    The parameters stay the same objects, with their gradient hooks.
+
+    Raises:
+        PolicyMismatch: the memory does not hold this model.
+    """
+    parameters = dict(policy.named_parameters())
+    _check_fit(policy.__class__.__name__, parameters, weights.manifest)
+    for name, parameter in parameters.items():
+        parameter.data = weights.view(weights.manifest.parameters[name])
+    check_views(policy, weights)
 
 
 def check_views(policy: nn.Module, weights: MappedWeights) -> None:

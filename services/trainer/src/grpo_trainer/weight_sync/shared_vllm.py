@@ -1,57 +1,79 @@
 """Mode `shared_vllm`: trainer and server hold one copy of the weights.
 
 This file alone may pause the server, write the weights, name the new version and resume.
+
+A server that restarts has other memory, with the checkpoint's weights in it. The trainer waits for
+it, makes its policy of views into the new memory and writes the masters there, before the server
+answers anybody.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import structlog
 
-from grpo_core.errors import RequestRefused
-from grpo_core.inference_client import BridgeClient
-from grpo_core.weight_socket import WeightConnection, connect_weights
+from grpo_core.errors import RequestRefused, ServiceUnavailable
+from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer, PolicyMismatch, TornWeights, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.attachment import Attachment, WeightPlaces, attach
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_views import MappedWeights, build_policy, check_views
+from grpo_trainer.weight_sync.shared_views import (
+    MappedWeights,
+    build_policy,
+    check_views,
+    move_views,
+)
 
 log = structlog.get_logger()
 
+MAX_ATTEMPTS = 3
+"""Servers that one publication may outlive."""
+RETURN_DEADLINE_S = 300.0
+_RETURN_POLL_S = 0.5
+_RETURN_ATTEMPT_S = 5.0
+_CONFLICT = 409
+
 
 class SharedVllm:
-    """Args: bridge: control client of the server; socket: its weight socket, None to ask it."""
+    """Args:
+    bridge: control client of the server
+    places: where its weight socket is
+    dtype: what the server must hold; "auto": whatever it holds
+    lease_s: the longest pause to ask for
+    return_deadline_s: how long a server that went away may take to come back
+    """
 
     def __init__(
         self,
         bridge: BridgeClient,
         model_name: str,
-        socket: Path | None,
-        dtype: str,
-        lease_s: float,
+        places: WeightPlaces | None = None,
+        dtype: str = "auto",
+        lease_s: float = 30.0,
+        return_deadline_s: float = RETURN_DEADLINE_S,
     ) -> None:
         self._bridge = bridge
         self._model_name = model_name
-        self._socket = socket
+        self._places = places or WeightPlaces()
         self._dtype = dtype
         self._lease_s = lease_s
-        self._connection: WeightConnection | None = None
-        self._weights: MappedWeights | None = None
+        self._return_deadline_s = return_deadline_s
+        self._attachment: Attachment | None = None
         self._policy: Any = None
-        self._epoch = 0
+        self._optimizer: MasterOptimizer | None = None
+        self._version = PolicyVersion(0, 0)
 
     @property
     def attached(self) -> bool:
-        return self._connection is not None
+        return self._attachment is not None
 
     @property
     def weights(self) -> MappedWeights:
-        assert self._weights is not None, "load_policy() comes first"
-        return self._weights
+        return self._held().weights
 
     def load_policy(self) -> Any:
         """Attach to the server's memory and build the policy of views into it.
@@ -61,50 +83,29 @@ class SharedVllm:
             PolicyMismatch: the server shares nothing, or another model.
             TornWeights: a trainer before this one was cut off while it wrote.
         """
-        info = self._bridge.info()
-        if info.weights_socket is None:
-            raise PolicyMismatch(
-                f"the server at {self._bridge.base_url} shares no weights; start vllm-api-server "
-                "with --share-weights"
-            )
-        self._connection = connect_weights(self._socket or Path(info.weights_socket))
-        # Asked again at the door: the trainer before may have been cut off in the meantime, but
-        # nobody else writes from here on.
-        info = self._bridge.info()
-        if not info.weights_intact:
-            raise TornWeights(
-                f"the trainer before this one was cut off while it may have been writing: the "
-                f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
-                "which loads its checkpoint again"
-            )
-        manifest = self._connection.grant.manifest
-        self._weights = MappedWeights.from_fd(self._connection.fd, manifest)
-        served_dtype = str(self._weights.dtype).removeprefix("torch.")
-        if self._dtype not in ("auto", served_dtype):
-            raise PolicyMismatch(
-                f"--dtype {self._dtype}, but the server holds {served_dtype}; start both with the "
-                "same, or the trainer with --dtype auto"
-            )
-        self._policy = build_policy(self._model_name, self._weights)
-        self._epoch = info.policy_version[0] + 1
-        if info.policy_version != (0, 0):
+        attachment = self._attachment = attach(self._bridge, self._places)
+        info = attachment.info
+        self._refuse_torn(info)
+        self._check_dtype(attachment.weights)
+        self._policy = build_policy(self._model_name, attachment.weights)
+        self._version = PolicyVersion(info.policy_version[0] + 1, 0)
+        if info.policy_version != (0, 0) and not info.awaiting_weights:
             log.warning(
                 "an earlier trainer has updated this server; training goes on from its weights",
                 policy_version=info.policy_version,
             )
         log.info(
             "attached to the server's weights",
-            generation=manifest.generation,
-            megabytes=round(manifest.total_bytes / 1e6, 1),
-            dtype=served_dtype,
+            generation=attachment.weights.manifest.generation,
+            megabytes=round(attachment.weights.manifest.total_bytes / 1e6, 1),
+            dtype=attachment.weights.dtype_name,
         )
         return self._policy
 
     def start(self, optimizer: MasterOptimizer, step: int) -> PolicyVersion:
         """Write the masters back and announce them under a new epoch."""
-        version = PolicyVersion(self._epoch, step)
-        self._publish(optimizer, version)
-        return version
+        self._optimizer = optimizer
+        return self._publish(step)
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Step on the masters while serving goes on, then write them into the served weights.
@@ -112,14 +113,13 @@ class SharedVllm:
         Raises:
             MovedParameters: the policy is no longer made of views; nothing was written.
             NonFiniteGradient: nothing was written.
-            LostServer: the server restarted or the lease ran out.
+            LostServer: the server went away and did not come back in time.
         """
         check_views(self._policy, self.weights)
         started = time.monotonic()
         grad_norm = optimizer.step(step)
         stepped = time.monotonic()
-        version = PolicyVersion(self._epoch, step + 1)
-        self._publish(optimizer, version)
+        version = self._publish(step + 1)
         return Published(
             version=version,
             grad_norm=grad_norm,
@@ -127,37 +127,129 @@ class SharedVllm:
             publish_s=time.monotonic() - stepped,
         )
 
+    def tend(self) -> None:
+        """Where the server went away: wait for its return and write the weights back.
+
+        Raises:
+            LostServer: it did not come back in time.
+        """
+        if self._held().is_lost():
+            self._reattach("its connection closed")
+            self._publish(self._version.step)
+
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        return self._bridge.prompt_logprobs(token_ids)
+        """Raises `ServiceUnavailable` where a living server does not answer."""
+        for _ in range(MAX_ATTEMPTS):
+            self.tend()
+            try:
+                return self._bridge.prompt_logprobs(token_ids)
+            except ServiceUnavailable:
+                if not self._held().is_lost():
+                    raise
+        raise LostServer(self._gone_for_good("while it was asked for log-probabilities"))
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._detach()
         self._bridge.close()
 
-    def _publish(self, optimizer: MasterOptimizer, version: PolicyVersion) -> None:
+    def _publish(self, step: int) -> PolicyVersion:
+        """Serve the masters as the weights of `step`, on a restarted server if need be."""
+        for _ in range(MAX_ATTEMPTS):
+            if self._held().is_lost():
+                self._reattach("its connection closed")
+            version = PolicyVersion(self._version.epoch, step)
+            try:
+                self._write(version)
+            except (ServiceUnavailable, RequestRefused) as error:
+                self._check_is_about_the_session(error, version)
+                self._reattach(str(error))
+            else:
+                self._version = version
+                return version
+        raise LostServer(self._gone_for_good(f"while step {step} was published"))
+
+    def _write(self, version: PolicyVersion) -> None:
         """pause → write → name → resume."""
-        connection = self._live_connection()
-        session = connection.grant.session
+        assert self._optimizer is not None, "start() comes first"
+        session = self._held().session
         try:
             self._bridge.pause(session, self._lease_s, version)
-            optimizer.write_into_parameters()
+            self._optimizer.write_into_parameters()
             self._bridge.resume(session, written=True)
-        except RequestRefused as error:
-            raise LostServer(f"cannot publish version {tuple(version)}: {error}") from error
         except BaseException:
             # The write may be half done. Closing the connection makes the server go on and stop
             # calling these weights by a version that a trainer chose.
-            self.close()
+            self._detach()
             raise
 
-    def _live_connection(self) -> WeightConnection:
-        if self._connection is None:
+    def _reattach(self, why: str) -> None:
+        log.warning(
+            "lost the inference server; waiting for its return",
+            why=why,
+            deadline_s=self._return_deadline_s,
+        )
+        started = time.monotonic()
+        attachment = self._wait_for_return(started)
+        move_views(self._policy, attachment.weights)
+        served = attachment.info
+        if PolicyVersion(*served.policy_version) >= self._version and not served.awaiting_weights:
+            # It lives on under a name that is not ours, or that we could not use a second time.
+            self._version = PolicyVersion(served.policy_version[0] + 1, self._version.step)
+        log.info(
+            "attached again; writing the current weights back",
+            seconds=round(time.monotonic() - started, 1),
+            generation=attachment.weights.manifest.generation,
+        )
+
+    def _wait_for_return(self, started: float) -> Attachment:
+        self._detach()
+        while True:
+            try:
+                self._attachment = attach(self._bridge, self._places, _RETURN_ATTEMPT_S)
+            except ServiceUnavailable as error:
+                if time.monotonic() - started >= self._return_deadline_s:
+                    raise LostServer(self._gone_for_good(str(error))) from error
+                time.sleep(_RETURN_POLL_S)
+            else:
+                self._check_dtype(self._attachment.weights)
+                return self._attachment
+
+    def _held(self) -> Attachment:
+        if self._attachment is None:
             raise WeightSyncError("not attached: load_policy() comes first")
-        if self._connection.server_has_closed():
-            raise LostServer(
-                f"the inference server at {self._bridge.base_url} is gone or restarted; its memory "
-                "is no longer ours. Start the trainer again once it is up"
+        return self._attachment
+
+    def _detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def _refuse_torn(self, info: BridgeInfo) -> None:
+        if not (info.weights_intact or info.awaiting_weights):
+            raise TornWeights(
+                f"the trainer before this one was cut off while it may have been writing: the "
+                f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
+                "which loads its checkpoint again"
             )
-        return self._connection
+
+    def _check_dtype(self, weights: MappedWeights) -> None:
+        if self._dtype not in ("auto", weights.dtype_name):
+            raise PolicyMismatch(
+                f"--dtype {self._dtype}, but the server holds {weights.dtype_name}; start both "
+                "with the same, or the trainer with --dtype auto"
+            )
+
+    def _check_is_about_the_session(self, error: Exception, version: PolicyVersion) -> None:
+        """A conflict or a broken connection is mended by attaching again; nothing else is."""
+        if isinstance(error, RequestRefused) and error.status != _CONFLICT:
+            raise WeightSyncError(
+                f"cannot publish version {tuple(version)}: {error}. Is --vllm-control-url that of "
+                "the server's control port?"
+            ) from error
+
+    def _gone_for_good(self, what: str) -> str:
+        return (
+            f"the inference server at {self._bridge.base_url} went away and did not come back "
+            f"within {self._return_deadline_s:g} s ({what}); read its log, start it again, then "
+            "the trainer"
+        )

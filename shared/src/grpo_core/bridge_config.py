@@ -1,0 +1,178 @@
+"""`vllm_bridge_config.json`: what a trainer on the same host needs to know of the served weights.
+
+The server writes it when it starts to share its weights and removes it when it ends. The weights
+themselves come over the unix socket that the file names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from grpo_core.errors import GrpoError
+from grpo_core.weight_manifest import ParameterMapping
+
+FILE_NAME = "vllm_bridge_config.json"
+COMMON_DIRECTORY = Path("/tmp/atropos_bridge")
+"""Where trainers have always looked as well. Any user of the host may have made it."""
+
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+
+
+class BridgeConfig(BaseModel):
+    """`param_mappings`: the checkpoint's name of each tensor → where it lies in the weight memory
+    of `total_bytes`. `generation` changes whenever the engine starts."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    model: str
+    dtype: str
+    generation: str
+    weights_socket: Path
+    total_bytes: int
+    device: str
+    param_mappings: dict[str, ParameterMapping]
+
+
+class BridgeConfigNotFound(GrpoError):
+    """No file describes the server that was asked for. Lists each path and what was wrong there."""
+
+
+class BridgeConfigUnreadable(GrpoError):
+    """There is no usable file at one path; the message says why, without the path."""
+
+
+class BridgeConfigUnwritable(GrpoError):
+    """The file cannot be written where it was asked for."""
+
+
+def write_bridge_config(config: BridgeConfig, path: Path) -> None:
+    """Publish atomically, mode 0600: readers see the old file or the whole new one.
+
+    What lies at `path` is replaced, never followed.
+
+    Raises:
+        BridgeConfigUnwritable: the directory cannot be written, or others could swap the file.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign_directory(path.parent)
+        _replace(path, config.model_dump_json(indent=2).encode())
+    except OSError as error:
+        raise BridgeConfigUnwritable(
+            f"cannot write {path}: {error.strerror or error}; choose another place with "
+            "--bridge-config-path, VLLM_BRIDGE_CONFIG_PATH or LOGDIR"
+        ) from error
+
+
+def find_bridge_config(
+    explicit: Path | None, environment: Mapping[str, str], generation: str | None
+) -> BridgeConfig:
+    """The first usable file of: `explicit`, $LOGDIR, the working directory, `COMMON_DIRECTORY`.
+
+    Args:
+        generation: of the engine that is served by; None takes any.
+
+    Raises:
+        BridgeConfigNotFound: none is usable.
+    """
+    problems = []
+    for path in _candidates(explicit, environment):
+        try:
+            config = read_bridge_config(path)
+        except BridgeConfigUnreadable as error:
+            problems.append(f"{path}: {error}")
+            continue
+        if generation is None or config.generation == generation:
+            return config
+        problems.append(f"{path}: of generation {config.generation}, another or earlier server")
+    wanted = f" of generation {generation}" if generation else ""
+    raise BridgeConfigNotFound(
+        f"Could not find {FILE_NAME}{wanted}. Checked:\n  " + "\n  ".join(problems) + "\n"
+        "Start vllm-api-server with --share-weights (VLLM_ENABLE_SHARED_WEIGHTS=1) on this host, "
+        "with the same LOGDIR as the trainer, or name the file with --vllm-config-path"
+    )
+
+
+def read_bridge_config(path: Path) -> BridgeConfig:
+    """Raises `BridgeConfigUnreadable`: no file, not readable, not ours, or not of this format."""
+    try:
+        _refuse_foreign_file(path)
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES)
+        return BridgeConfig.model_validate(json.loads(content))
+    except FileNotFoundError:
+        raise BridgeConfigUnreadable("no such file") from None
+    except OSError as error:
+        raise BridgeConfigUnreadable(f"not readable: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise BridgeConfigUnreadable(f"not of this format: {_problems_of(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise BridgeConfigUnreadable(f"not JSON: {error}") from error
+
+
+def _candidates(explicit: Path | None, environment: Mapping[str, str]) -> list[Path]:
+    log_directory = environment.get("LOGDIR")
+    candidates = [
+        explicit,
+        Path(log_directory) / FILE_NAME if log_directory else None,
+        Path(FILE_NAME),
+        COMMON_DIRECTORY / FILE_NAME,
+    ]
+    return list(dict.fromkeys(path.absolute() for path in candidates if path is not None))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_foreign_directory(directory: Path) -> None:
+    """Raises `PermissionError` where another user could lead the file astray or swap it."""
+    link = directory.lstat()
+    if stat.S_ISLNK(link.st_mode) and not _is_trusted(link.st_uid):
+        raise PermissionError(1, f"{directory} is a symbolic link that another user made")
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise PermissionError(1, f"every user may replace files in {directory}")
+
+
+def _refuse_foreign_file(path: Path) -> None:
+    """Raises `PermissionError` for another user's file in the directory that all users share: the
+    socket that it names would be theirs as well."""
+    if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
+        raise PermissionError(1, f"belongs to another user (uid {path.lstat().st_uid})")
+
+
+def _is_trusted(uid: int) -> bool:
+    return uid in (os.geteuid(), 0)
+
+
+def _problems_of(error: ValidationError) -> str:
+    first, *rest = error.errors()
+    where = ".".join(str(part) for part in first["loc"]) or "file"
+    more = f" (and {len(rest)} more)" if rest else ""
+    return f"{where}: {first['msg']}{more}"
