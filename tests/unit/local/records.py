@@ -25,11 +25,11 @@ def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
         "staleness/mean": 0.5,
         "staleness/max": 1,
         "throughput/tokens_per_s": 1234.4,
-        "time/generate_s": 0.8,
-        "time/wait_s": 0.3,
-        "time/train_s": 0.6,
-        "time/publish_s": 0.05,
-        "time/step_s": 1.5,
+        "rollout/generation_time": 0.8,
+        "train/data_fetch_time": 0.3,
+        "train/compute_time": 0.6,
+        "train/sync_time": 0.05,
+        "train/step_time": 1.5,
     } | changes
 
 

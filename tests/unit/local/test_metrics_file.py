@@ -38,7 +38,7 @@ def test_values_reach_their_fields(tmp_path: Path) -> None:
     (record,) = MetricsFile(path).read_new()
     assert record.reward_mean == pytest.approx(0.7)
     assert record.clipped_fraction == pytest.approx(0.025)
-    assert record.publish_s == pytest.approx(0.05)
+    assert record.sync_s == pytest.approx(0.05)
     assert record.alignment_abs_mean is None
 
 

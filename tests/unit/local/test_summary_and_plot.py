@@ -15,14 +15,22 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def test_summary_by_hand() -> None:
     # rewards 0.1, 0.2, ... 4.0; a tenth of 40 steps is 4
-    records = [record(step, **{"time/wait_s": step % 2}) for step in range(1, 41)]
+    records = [record(step, **{"train/data_fetch_time": step % 2}) for step in range(1, 41)]
     summary = summarise(records, total_s=100.0, training_s=60.0)
     assert (summary.steps, summary.tenth_steps) == (40, 4)
     assert summary.first_reward == pytest.approx(0.25)
     assert summary.last_reward == pytest.approx(3.85)
-    assert summary.wait_s == pytest.approx(0.5)
-    assert summary.generate_s == pytest.approx(0.8)
+    assert summary.fetch_s == pytest.approx(0.5)
+    assert summary.generation_s == pytest.approx(0.8)
     assert summary.step_s == pytest.approx(1.5)
+
+
+def test_a_summary_leaves_out_what_no_environment_said() -> None:
+    said = [record(1), record(2, **{"rollout/generation_time": None})]
+    assert summarise(said, 9.0, 3.0).generation_s == pytest.approx(0.8)
+    silent = summarise(said[1:], 9.0, 3.0)
+    assert silent.generation_s is None
+    assert "generate -," in "\n".join(summary_lines(silent, RunDirectory(Path("runs/one"))))
 
 
 def test_summary_of_few_steps_compares_single_steps() -> None:

@@ -1,4 +1,4 @@
-"""Collation: the shift, the masks, the weights, and what is refused."""
+"""Collation: the shift, the masks, the weights, and where sequences come from."""
 
 from __future__ import annotations
 
@@ -7,31 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import Batch, CollationLimits
-from grpo_trainer.batch import collate as collate_within
-from grpo_trainer.errors import UnusableGroup
-
-P = PROMPT_LOGPROB
-
-
-def group(**changes: Any) -> ScoredGroup:
-    """Prompt 5 6; completions (7) and (8, 9, 10)."""
-    fields: dict[str, Any] = {
-        "tokens": [[5, 6, 7], [5, 6, 8, 9, 10]],
-        "masks": [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]],
-        "scores": [1.0, 0.0],
-        "inference_logprobs": [[P, P, -0.1], [P, P, -0.2, -0.3, -0.4]],
-    }
-    return ScoredGroup.model_validate(fields | changes)
-
-
-def collate(groups: list[ScoredGroup], seq_len: int, micro_batch_size: int) -> Batch:
-    return collate_within(groups, CollationLimits(seq_len, micro_batch_size, vocab_size=100))
+from grpo_core.wire import MASKED, PolicyVersion
+from grpo_trainer.batch import Origin
+from tests.unit.trainer.groups import P, collated, group
 
 
 def test_shift_padding_and_weights_by_hand() -> None:
-    micro = collate([group()], seq_len=100, micro_batch_size=2).micro_batches[0]
+    micro = collated(group()).micro_batches[0]
     assert micro.inputs.tolist() == [[5, 6, 0, 0], [5, 6, 8, 9]]
     assert micro.targets.tolist() == [[6, 7, 0, 0], [6, 8, 9, 10]]
     torch.testing.assert_close(
@@ -45,9 +27,8 @@ def test_shift_padding_and_weights_by_hand() -> None:
 
 
 def test_the_weights_of_a_batch_add_up_to_one_however_it_is_cut() -> None:
-    groups = [group(), group(), group()]
     for size in (1, 2, 4, 6):
-        batch = collate(groups, seq_len=100, micro_batch_size=size)
+        batch = collated(group(), group(), group(), micro_batch_size=size)
         total = sum(float(micro.token_weight.sum()) for micro in batch.micro_batches)
         assert total == pytest.approx(1.0)
         assert len(batch.micro_batches) == -(-6 // size)
@@ -55,91 +36,60 @@ def test_the_weights_of_a_batch_add_up_to_one_however_it_is_cut() -> None:
 
 def test_a_sequence_without_trained_tokens_weighs_nothing() -> None:
     masked = group(masks=[[MASKED] * 3, [MASKED, MASKED, 8, 9, 10]])
-    micro = collate([masked], seq_len=100, micro_batch_size=2).micro_batches[0]
+    micro = collated(masked).micro_batches[0]
     assert micro.token_weight.sum(-1).tolist() == pytest.approx([0.0, 0.5])
 
 
 def test_long_sequences_are_cut_and_counted() -> None:
-    batch = collate([group()], seq_len=4, micro_batch_size=2)
+    batch = collated(group(), seq_len=4)
     assert batch.micro_batches[0].inputs.tolist() == [[5, 6, 0], [5, 6, 8]]
     assert batch.micro_batches[0].targets.tolist() == [[6, 7, 0], [6, 8, 9]]
-    assert batch.facts.truncated_sequences == 1
+    assert batch.facts.truncated_fraction == 0.5
     assert batch.facts.tokens == 7
 
 
-@pytest.mark.parametrize("absent", [None, []])
-def test_groups_without_inference_logprobs_are_refused(absent: Any) -> None:
-    with pytest.raises(UnusableGroup, match="GRPO requires inference_logprobs for importance"):
-        collate([group(inference_logprobs=absent)], seq_len=100, micro_batch_size=2)
-
-
-def test_the_prompt_placeholder_at_a_trained_position_is_refused() -> None:
-    shifted = [[P, P, P], [P, P, P, -0.2, -0.3]]
-    with pytest.raises(UnusableGroup, match="group 0, sequence 0: inference_logprobs above 0"):
-        collate([group(inference_logprobs=shifted)], seq_len=100, micro_batch_size=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"generation_params": {"temperature": 0.5}}, [0.5, 0.5]),
-        ({"group_overrides": {"temperature": 0.7}}, [0.7, 0.7]),
-        (
-            {
-                "overrides": [{"temperature": 2.0}, {}],
-                "generation_params": {"temperature": 0.5},
-                "group_overrides": {"temperature": 0.7},
-            },
-            [2.0, 0.5],
-        ),
-    ],
-)
-def test_temperature_precedence(changes: dict[str, Any], expected: list[float]) -> None:
-    micro = collate([group(**changes)], seq_len=100, micro_batch_size=2).micro_batches[0]
-    assert micro.temperature.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("temperature", [0, -1, "hot", True])
-def test_temperatures_without_a_ratio_are_refused(temperature: Any) -> None:
-    with pytest.raises(UnusableGroup, match="temperature"):
-        collate(
-            [group(generation_params={"temperature": temperature})],
-            seq_len=100,
-            micro_batch_size=2,
-        )
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {"5": 1.0}},
-        {"allowed_token_ids": [5]},
-    ],
-)
-def test_sampling_that_renormalises_is_refused_by_name(sampling: dict[str, Any]) -> None:
-    (name,) = sampling
-    for place in (
-        {"generation_params": sampling},
-        {"group_overrides": sampling},
-        {"overrides": [{}, sampling]},
-    ):
-        with pytest.raises(UnusableGroup, match=name):
-            collate([group(**place)], seq_len=100, micro_batch_size=2)
-
-
-def test_neutral_sampling_parameters_are_accepted() -> None:
-    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 8, "temperature": 1.0}
-    collate([group(generation_params=neutral)], seq_len=100, micro_batch_size=2)
+def test_each_sequence_keeps_its_own_temperature() -> None:
+    mixed = group(overrides=[{"temperature": 2.0}, {}], generation_params={"temperature": 0.5})
+    assert collated(mixed).micro_batches[0].temperature.tolist() == [2.0, 0.5]
 
 
 def test_overrides_can_silence_one_sequence() -> None:
+    """The other one keeps what it scored against both, as in the archived trainer."""
     silenced = group(overrides=[{"set_advantage_to_zero": True}, {}])
-    micro = collate([silenced], seq_len=100, micro_batch_size=2).micro_batches[0]
+    micro = collated(silenced).micro_batches[0]
     assert micro.advantages.tolist() == pytest.approx([0.0, -1.0])
+
+
+@pytest.mark.parametrize("advantages", [[[9.0], [9.0]], [[9.0] * 3, [9.0] * 5], [[], [0.1, 0.2]]])
+def test_advantages_follow_from_the_scores_whatever_the_environment_sends(advantages: Any) -> None:
+    """As in the archived trainer; their inner lengths are anybody's guess."""
+    micro = collated(group(advantages=advantages)).micro_batches[0]
+    assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
+
+
+def test_where_sequences_come_from() -> None:
+    overrides = {"policy_version": [[[1, 4], [1, 5]], [[1, 5], [1, 5]]]}
+    named = group(env_id=3, group_overrides=overrides)
+    assert collated(group(), named, micro_batch_size=1).origins == [
+        Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2),
+        Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2),
+        Origin(group=1, env_id=3, version=None, siblings=2, shared_tokens=2),
+        Origin(group=1, env_id=3, version=PolicyVersion(1, 5), siblings=2, shared_tokens=2),
+    ]
+
+
+def test_versions_that_are_not_one_per_sequence_say_nothing() -> None:
+    short = group(group_overrides={"policy_version": [[[1, 5], [1, 5]]]})
+    assert [origin.version for origin in collated(short).origins] == [None, None]
+
+
+def test_what_completions_share_by_chance_counts_as_shared() -> None:
+    alike = group(
+        tokens=[[5, 6, 8, 9, 10], [5, 6, 8, 9, 10]],
+        masks=[[MASKED, MASKED, 8, 9, 10]] * 2,
+        inference_logprobs=[[P, P, -0.2, -0.3, -0.4]] * 2,
+    )
+    assert {origin.shared_tokens for origin in collated(alike).origins} == {5}
 
 
 def test_facts_by_hand() -> None:
@@ -149,36 +99,18 @@ def test_facts_by_hand() -> None:
         "reward_sample": {"sum": 3.0, "count": 4},
     }
     equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": {"sum": 5.0, "count": 6}})
-    facts = collate([group(group_overrides=overrides), equal], 100, 4).facts
-    assert facts.sequences == 4
+    facts = collated(group(group_overrides=overrides), equal).facts
     assert facts.tokens == 16
     assert facts.first_versions == [(1, 4), (1, 3)]
-    assert facts.generate_s == 0.5
+    assert facts.generation_s == 0.5
     assert facts.zero_variance_fraction == 0.5
     assert facts.reward_mean == pytest.approx(8 / 10)
+    assert facts.reward_std_in_group == pytest.approx((0.5 + 0.0) / 2)
+    assert facts.completion_tokens_mean == 2.0
 
 
 def test_reward_is_the_mean_score_where_the_environment_counts_nothing() -> None:
-    assert collate([group(), group(scores=[1.0, 1.0])], 100, 4).facts.reward_mean == 0.75
-
-
-def test_tokens_that_the_policy_does_not_know_are_refused() -> None:
-    unknown = group(tokens=[[5, 6, 7], [5, 6, 8, 9, 100]], masks=[[MASKED] * 3, [MASKED] * 5])
-    with pytest.raises(UnusableGroup, match="group 0, sequence 1: token 100, but the policy knows"):
-        collate([unknown], seq_len=100, micro_batch_size=2)
-
-
-def test_masks_that_are_shifted_against_the_tokens_are_refused() -> None:
-    shifted = group(masks=[[MASKED, 7, MASKED], [MASKED, MASKED, 8, 9, 10]])
-    with pytest.raises(UnusableGroup, match="group 0, sequence 0: a mask is neither"):
-        collate([shifted], seq_len=100, micro_batch_size=2)
-
-
-def test_sequences_of_one_token_predict_nothing() -> None:
-    single = group(tokens=[[5], [6]], masks=[[MASKED], [MASKED]], inference_logprobs=[[P], [P]])
-    micro = collate([single], seq_len=100, micro_batch_size=2).micro_batches[0]
-    assert micro.inputs.shape == (2, 1)
-    assert float(micro.token_weight.sum()) == 0.0
+    assert collated(group(), group(scores=[1.0, 1.0])).facts.reward_mean == 0.75
 
 
 @pytest.mark.parametrize(
@@ -192,7 +124,7 @@ def test_sequences_of_one_token_predict_nothing() -> None:
     ],
 )
 def test_foreign_meanings_of_our_keys_count_as_not_said(foreign: dict[str, Any]) -> None:
-    facts = collate([group(group_overrides=foreign)], 100, 2).facts
+    facts = collated(group(group_overrides=foreign)).facts
     assert facts.first_versions == []
-    assert facts.generate_s == 0.0
+    assert facts.generation_s is None
     assert facts.reward_mean == 0.5

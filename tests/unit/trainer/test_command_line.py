@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "vllm")
+HEAVY = ("torch", "transformers", "vllm", "wandb")
 PROBE = """
 import sys
 from {package}.__main__ import main
@@ -32,6 +32,7 @@ REQUIRED = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
         ("grpo_trainer", [*REQUIRED, "--lr", "-1"], 2),
         ("grpo_trainer", [*REQUIRED, "--learning-rate", "1"], 2),
         ("grpo_trainer", ["--model-name", "m", "--weight-bridge-mode", "shared"], 2),
+        ("grpo_trainer", [*REQUIRED, "--use-wandb"], 2),
         ("grpo_vllm", ["--help"], 0),
         ("grpo_vllm", [], 2),
         ("grpo_vllm", ["--model", "m", "--port", "0"], 2),

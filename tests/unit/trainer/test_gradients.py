@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import CollationLimits, collate
+from grpo_trainer.batch import Batch, CollationLimits, collate
 from grpo_trainer.errors import NonFiniteLoss
-from grpo_trainer.loop import accumulate_gradients
+from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.optimizer import MasterOptimizer
+from tests.unit.trainer.groups import usable
 
 
 def tiny_policy() -> Qwen2ForCausalLM:
@@ -40,29 +43,46 @@ def groups() -> list[ScoredGroup]:
     ] * 2
 
 
-def gradients(micro_batch_size: int) -> tuple[float, list[torch.Tensor]]:
+def batch(micro_batch_size: int) -> Batch:
+    return collate(usable(*groups()), CollationLimits(64, micro_batch_size))
+
+
+def gradients(micro_batch_size: int) -> tuple[GradientStats, list[torch.Tensor]]:
     policy = tiny_policy()
     masters = MasterOptimizer(policy.parameters(), 0.1, 0, 0.0, 1.0)
-    batch = collate(groups(), CollationLimits(64, micro_batch_size, vocab_size=32))
-    stats = accumulate_gradients(policy, batch, clip_eps=0.2, step=0)
-    return stats.loss, [m.grad for m in masters.masters if m.grad is not None]
+    stats = accumulate_gradients(policy, batch(micro_batch_size), clip_eps=0.2, step=0)
+    return stats, [m.grad for m in masters.masters if m.grad is not None]
 
 
-def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient() -> None:
+def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient_nor_metrics() -> None:
     """The archived trainer divided by a constant instead of by what it had accumulated."""
-    whole_loss, whole = gradients(6)
-    assert max(float(g.abs().max()) for g in whole) > 1e-3
+    whole, reference = gradients(6)
+    assert max(float(g.abs().max()) for g in reference) > 1e-3
     for size in (1, 2, 4):
-        loss, parts = gradients(size)
-        assert loss == pytest.approx(whole_loss, rel=1e-4)
-        for part, reference in zip(parts, whole, strict=True):
-            torch.testing.assert_close(part, reference, rtol=1e-4, atol=1e-6)
+        stats, parts = gradients(size)
+        assert stats.loss == pytest.approx(whole.loss, rel=1e-4)
+        assert asdict(stats.sums) == pytest.approx(asdict(whole.sums), rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(stats.tokens.logp, whole.tokens.logp)
+        assert stats.tokens.sequence.tolist() == whole.tokens.sequence.tolist()
+        for part, expected in zip(parts, reference, strict=True):
+            torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_every_trained_token_is_in_the_table_once() -> None:
+    tokens = gradients(4)[0].tokens
+    assert tokens.sequence.tolist() == [0, 1, 1, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5, 5]
+    assert tokens.position.tolist() == [2, 2, 3, 4, 5, 2, 3] * 2
+    torch.testing.assert_close(
+        tokens.behaviour_logp, torch.tensor([-3.0, -3.0, -4.0, -3.0, -4.0, -3.4, -3.5] * 2)
+    )
+    ranked = sorted(tokens.diff.abs().tolist())
+    assert tokens.diff_abs_quantile(0.99) == pytest.approx(ranked[13])
+    assert tokens.diff_abs_quantile(0.5) == pytest.approx(ranked[6])
 
 
 def test_a_non_finite_loss_stops_the_run_by_name() -> None:
     policy = tiny_policy()
     with torch.no_grad():
         policy.model.embed_tokens.weight.fill_(float("nan"))
-    batch = collate(groups(), CollationLimits(64, 6, vocab_size=32))
     with pytest.raises(NonFiniteLoss, match="step 3, micro-batch 0"):
-        accumulate_gradients(policy, batch, clip_eps=0.2, step=3)
+        accumulate_gradients(policy, batch(6), clip_eps=0.2, step=3)

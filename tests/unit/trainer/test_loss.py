@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -83,13 +84,40 @@ def test_sums_by_hand() -> None:
     weight = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     _, sums = grpo_loss(logp, behaviour, torch.tensor([1.0]), weight, EPS)
     assert sums.mean("ratio") == pytest.approx(1.0, abs=1e-6)
+    assert sums.ratio_max == pytest.approx(1.5, abs=1e-6)
+    assert sums.effective_sample_fraction == pytest.approx(9 / (3 * 3.5), abs=1e-6)
     assert sums.mean("clipped") == pytest.approx(2 / 3)
     assert sums.mean("behaviour_logp") == pytest.approx(-2.0)
+    assert sums.std("behaviour_logp") == pytest.approx(1.0)  # of -1, -2, -3, divided by 2
     assert sums.mean("diff") == pytest.approx((LOG_3_2 + LOG_HALF) / 3, abs=1e-6)
     assert sums.mean("diff_abs") == pytest.approx((LOG_3_2 - LOG_HALF) / 3, abs=1e-6)
     assert sums.diff_max == pytest.approx(-LOG_HALF, abs=1e-6)
-    assert (sums + sums).mean("diff") == pytest.approx(sums.mean("diff"))
-    assert (sums + sums).diff_max == sums.diff_max
+    # r - 1 - log r: 0.5 - log 1.5 and -0.5 - log 0.5
+    assert sums.mean("kl_k3") == pytest.approx((-LOG_3_2 - LOG_HALF) / 3, abs=1e-6)
+
+
+def test_tokens_of_good_and_of_bad_sequences_are_told_apart() -> None:
+    logp = torch.tensor([[-1.0, -2.0], [-4.0, -4.0], [-8.0, -8.0]])
+    weight = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    _, sums = grpo_loss(logp, logp, torch.tensor([0.5, -0.5, 0.0]), weight, EPS)
+    assert (sums.positive_tokens, sums.positive_logp) == (2, -3.0)
+    assert (sums.negative_tokens, sums.negative_logp) == (1, -4.0)
+    assert sums.tokens == 5
+
+
+def test_the_sums_of_parts_are_the_sums_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logp = -3 * torch.rand(6, 9, generator=generator)
+    behaviour = logp + 0.3 * torch.randn(6, 9, generator=generator)
+    advantages = torch.randn(6, generator=generator)
+    weight = (torch.rand(6, 9, generator=generator) > 0.3).float()
+    whole = grpo_loss(logp, behaviour, advantages, weight, EPS)[1]
+    total = NO_SUMS
+    for rows in ([0], [1, 2, 3], [4, 5]):
+        total += grpo_loss(logp[rows], behaviour[rows], advantages[rows], weight[rows], EPS)[1]
+    assert asdict(total) == pytest.approx(asdict(whole), rel=1e-12)
+    chosen = logp[weight > 0].double()
+    assert total.std("logp") == pytest.approx(float(chosen.std()), rel=1e-9)
 
 
 def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
@@ -98,7 +126,9 @@ def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert sums == NO_SUMS
-    assert sums.mean("ratio") == 0.0
+    assert sums.mean("ratio") is None
+    assert sums.std("logp") is None
+    assert sums.effective_sample_fraction is None
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])

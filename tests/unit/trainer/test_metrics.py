@@ -1,31 +1,100 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
+import torch
 
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.batch import BatchFacts
+from grpo_trainer.alignment import Alignment
+from grpo_trainer.batch_facts import BatchFacts
+from grpo_trainer.gradients import GradientStats
+from grpo_trainer.intake import Intake
 from grpo_trainer.loss import NO_SUMS
-from grpo_trainer.metrics import StepTimes, append_record, step_record
+from grpo_trainer.metrics import Record, StepOutcome, StepTimes, StepWatch, step_record
+from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
+SUMS = replace(
+    NO_SUMS,
+    **{"tokens": 4, "ratio": 4.4, "ratio_square": 5.0, "ratio_max": 1.4, "clipped": 1},
+    **{"logp": -4.0, "logp_square": 7.0, "behaviour_logp": -6.0, "behaviour_logp_square": 12.0},
+    **{"diff": 2.0, "diff_abs": 2.4, "diff_max": 1.1, "kl_k3": 0.4},
+    **{"positive_tokens": 1, "positive_logp": -0.5, "negative_tokens": 2, "negative_logp": -3.0},
+)
+FACTS = BatchFacts(
+    tokens=100,
+    reward_mean=0.25,
+    reward_std_in_group=0.5,
+    zero_variance_fraction=0.1,
+    truncated_fraction=0.2,
+    completion_tokens_mean=12.5,
+    first_versions=[PolicyVersion(3, 7)],
+    generation_s=0.3,
+)
 
-def record(first_versions: list[PolicyVersion]) -> dict[str, float]:
-    """Of step index 7 in epoch 3: 100 tokens in 2 seconds."""
-    return step_record(
-        step=7,
-        steps=10,
-        time_s=9.0,
-        loss=0.5,
-        lr=1e-4,
-        sums=NO_SUMS,
-        facts=BatchFacts(4, 100, 0.25, 0.0, 0, first_versions, 0.1),
-        published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
-        times=StepTimes(wait_s=0.5, train_s=1.0, publish_s=0.2, step_s=2.0),
-        alignment=None,
+
+def table(diff: list[float]) -> TokenTable:
+    zeros = torch.zeros(len(diff))
+    return TokenTable(torch.tensor(diff), zeros, zeros + 1, zeros.long(), zeros.long())
+
+
+OUTCOME = StepOutcome(
+    step=7,
+    steps=10,
+    lr=1e-4,
+    intake=Intake([], unusable_groups=3, repeated_groups=1),
+    facts=FACTS,
+    gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),
+    fresh=Distance(tokens=2, mean=0.01, max=0.02, surely=0.0),
+    published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
+    alignment=Alignment(mean=1e-6, max=2e-6, moved=0.01),
+    times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),
+)
+
+
+def test_every_value_by_hand() -> None:
+    assert step_record(OUTCOME) == pytest.approx(
+        {
+            **{"step": 8, "steps": 10, "time_s": 9.0},
+            **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
+            **{"reward/zero_variance_fraction": 0.1},
+            **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
+            **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},
+            **{"data/repeated_groups": 1},
+            **{"train/loss": 0.5, "train/grad_norm": 1.5, "train/lr": 1e-4},
+            **{"train/pos_logp": -0.5, "train/neg_logp": -1.5},
+            **{"train/step_time": 2.0, "train/data_fetch_time": 0.5},
+            **{"train/compute_time": 1.0, "train/sync_time": 0.2},
+            **{"throughput/tokens_per_s": 50},
+            **{"grpo/mean_ratio": 1.1, "grpo/ratio_max": 1.4, "grpo/clipped_fraction": 0.25},
+            **{"grpo/effective_sample_fraction": 4.4**2 / 20},
+            **{"logprobs/training_mean": -1.0, "logprobs/training_std": 1.0},
+            **{"logprobs/inference_mean": -1.5, "logprobs/inference_std": 1.0},
+            **{"alignment/diff_mean": 0.5, "alignment/diff_abs_mean": 0.6},
+            **{"alignment/diff_abs_p99": 1.1, "alignment/diff_max": 1.1, "alignment/kl_k3": 0.1},
+            **{"alignment/fresh_fraction": 0.5, "alignment/fresh_diff_abs_mean": 0.01},
+            **{"alignment/probe_abs_mean": 1e-6, "alignment/probe_max": 2e-6},
+            **{"alignment/probe_moved": 0.01},
+            **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
+        }
     )
+
+
+def test_the_times_of_a_step() -> None:
+    """Begins at 10, has its batch at 11, its gradient at 14, and ends at 20."""
+    ticks = iter([10.0, 11.0, 14.0, 20.0])
+    watch = StepWatch(clock=lambda: next(ticks))
+    watch.fetched()
+    watch.computed()
+    published = Published(PolicyVersion(1, 1), 1.0, optimizer_s=0.5, publish_s=0.25)
+    assert watch.times(published, run_started=2.0) == StepTimes(
+        fetch_s=1.0, compute_s=3.5, sync_s=0.25, step_s=10.0, time_s=18.0
+    )
+
+
+def record(first_versions: list[PolicyVersion]) -> Record:
+    return step_record(replace(OUTCOME, facts=replace(FACTS, first_versions=first_versions)))
 
 
 def test_staleness_counts_steps_within_the_epoch_only() -> None:
@@ -35,21 +104,21 @@ def test_staleness_counts_steps_within_the_epoch_only() -> None:
     assert found["staleness/mean"] == 1.5
     assert found["staleness/max"] == 3
     assert found["staleness/other_epoch_fraction"] == 0.5
-    assert found["throughput/tokens_per_s"] == 50
-    assert found["step"] == 8
 
 
 def test_without_versions_nothing_is_said_about_staleness() -> None:
     assert not [key for key in record([]) if key.startswith("staleness")]
 
 
-def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "metrics.jsonl"
-    append_record(path, {"step": 1})
-    append_record(path, {"step": 2})
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        append_record(path, {"step": float("nan")})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1},
-        {"step": 2},
-    ]
+def test_what_is_not_defined_is_absent_not_zero() -> None:
+    nothing = replace(
+        OUTCOME,
+        facts=replace(FACTS, first_versions=[], generation_s=None),
+        gradients=GradientStats(0.0, NO_SUMS, table([])),
+        fresh=Distance(0, 0.0, 0.0, 0.0),
+        alignment=None,
+    )
+    names = set(step_record(nothing))
+    assert not {name for name in names if name.startswith(("grpo/", "alignment/", "logprobs/"))}
+    assert not names & {"train/pos_logp", "train/neg_logp", "rollout/generation_time"}
+    assert {"train/loss", "train/grad_norm", "reward/mean", "data/unusable_groups"} <= names

@@ -18,18 +18,18 @@ class StepRecord(BaseModel):
     steps: int = Field(ge=1)
     reward_mean: float = Field(alias="reward/mean")
     loss: float = Field(alias="train/loss")
-    mean_ratio: float = Field(alias="grpo/mean_ratio")
-    clipped_fraction: float = Field(alias="grpo/clipped_fraction")
-    # None where the server reported nothing to compare with.
+    # None where nothing was trained on, or nothing was said to compare with.
+    mean_ratio: float | None = Field(None, alias="grpo/mean_ratio")
+    clipped_fraction: float | None = Field(None, alias="grpo/clipped_fraction")
     alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
     staleness_mean: float | None = Field(None, alias="staleness/mean")
     staleness_max: float | None = Field(None, alias="staleness/max")
+    generation_s: float | None = Field(None, alias="rollout/generation_time")
     tokens_per_s: float = Field(alias="throughput/tokens_per_s")
-    generate_s: float = Field(alias="time/generate_s")
-    wait_s: float = Field(alias="time/wait_s")
-    train_s: float = Field(alias="time/train_s")
-    publish_s: float = Field(alias="time/publish_s")
-    step_s: float = Field(alias="time/step_s")
+    fetch_s: float = Field(alias="train/data_fetch_time")
+    compute_s: float = Field(alias="train/compute_time")
+    sync_s: float = Field(alias="train/sync_time")
+    step_s: float = Field(alias="train/step_time")
 
 
 class MetricsFile:

@@ -20,28 +20,28 @@ class Column:
     value: Callable[[StepRecord], str]
 
 
-def optional(value: float | None, form: str) -> str:
-    return NOT_MEASURED if value is None else format(value, form)
+def optional(value: float | None, form: str, scale: float = 1.0) -> str:
+    return NOT_MEASURED if value is None else format(scale * value, form)
 
 
-def seconds(value: float) -> str:
+def seconds(value: float | None) -> str:
     """Two decimals while they mean something; a wait of minutes must not widen its column."""
-    return f"{value:.2f}" if value < 99.995 else f"{value:.0f}"
+    return optional(value, ".2f" if value is None or value < 99.995 else ".0f")
 
 
 COLUMNS = (
     Column("step", "", 7, lambda r: f"{r.step}/{r.steps}"),
     Column("reward", "mean", 7, lambda r: f"{r.reward_mean:.3f}"),
     Column("loss", "", 8, lambda r: f"{r.loss:.4f}"),
-    Column("ratio", "mean", 6, lambda r: f"{r.mean_ratio:.3f}"),
-    Column("clip", "%", 5, lambda r: f"{100 * r.clipped_fraction:.1f}"),
+    Column("ratio", "mean", 6, lambda r: optional(r.mean_ratio, ".3f")),
+    Column("clip", "%", 5, lambda r: optional(r.clipped_fraction, ".1f", scale=100.0)),
     Column("align", "nats", 7, lambda r: optional(r.alignment_abs_mean, ".1e")),
     Column("stale", "steps", 5, lambda r: optional(r.staleness_mean, ".2f")),
     Column("speed", "tok/s", 6, lambda r: f"{r.tokens_per_s:.0f}"),
-    Column("generate", "s", 8, lambda r: seconds(r.generate_s)),
-    Column("wait", "s", 5, lambda r: seconds(r.wait_s)),
-    Column("train", "s", 5, lambda r: seconds(r.train_s)),
-    Column("publish", "s", 7, lambda r: seconds(r.publish_s)),
+    Column("generate", "s", 8, lambda r: seconds(r.generation_s)),
+    Column("wait", "s", 5, lambda r: seconds(r.fetch_s)),
+    Column("train", "s", 5, lambda r: seconds(r.compute_s)),
+    Column("publish", "s", 7, lambda r: seconds(r.sync_s)),
 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from grpo_local.metrics_file import StepRecord
+from grpo_local.progress import seconds
 from grpo_local.run_directory import RunDirectory
 
 
@@ -20,10 +21,11 @@ class Summary:
     last_reward: float
     total_s: float
     training_s: float
-    generate_s: float
-    wait_s: float
-    train_s: float
-    publish_s: float
+    generation_s: float | None
+    """None where no environment says how long it took."""
+    fetch_s: float
+    compute_s: float
+    sync_s: float
     step_s: float
 
 
@@ -34,6 +36,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
     def mean(value: Callable[[StepRecord], float]) -> float:
         return fmean(value(record) for record in records)
 
+    generations = [r.generation_s for r in records if r.generation_s is not None]
     return Summary(
         steps=len(records),
         tenth_steps=tenth,
@@ -41,10 +44,10 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         last_reward=fmean(record.reward_mean for record in records[-tenth:]),
         total_s=total_s,
         training_s=training_s,
-        generate_s=mean(lambda record: record.generate_s),
-        wait_s=mean(lambda record: record.wait_s),
-        train_s=mean(lambda record: record.train_s),
-        publish_s=mean(lambda record: record.publish_s),
+        generation_s=fmean(generations) if generations else None,
+        fetch_s=mean(lambda record: record.fetch_s),
+        compute_s=mean(lambda record: record.compute_s),
+        sync_s=mean(lambda record: record.sync_s),
         step_s=mean(lambda record: record.step_s),
     )
 
@@ -56,9 +59,9 @@ def summary_lines(summary: Summary, run: RunDirectory) -> list[str]:
         f"{summary.last_reward:.3f} in the last {steps} (mean)",
         "steps": f"{summary.steps} in {summary.training_s:.1f} s; "
         f"{summary.total_s:.1f} s with starting the services",
-        "per step": f"{summary.step_s:.2f} s: generate {summary.generate_s:.2f}, "
-        f"wait {summary.wait_s:.2f}, train {summary.train_s:.2f}, "
-        f"publish {summary.publish_s:.2f} (mean)",
+        "per step": f"{summary.step_s:.2f} s: generate {seconds(summary.generation_s)}, "
+        f"wait {summary.fetch_s:.2f}, train {summary.compute_s:.2f}, "
+        f"publish {summary.sync_s:.2f} (mean)",
         "curve": str(run.reward_plot),
         "metrics": str(run.metrics),
         "model": str(run.checkpoints),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.policy import token_logprobs
 
 log = structlog.get_logger()
@@ -38,6 +39,17 @@ class Alignment:
     mean: float
     max: float
     moved: float
+
+
+def dtype_of(policy: Any) -> torch.dtype:
+    """Of the weights that are served."""
+    dtype: torch.dtype = next(policy.parameters()).dtype
+    return dtype
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Bound on the mean |difference| between two computations with the same weights."""
+    return TOLERANCE.get(dtype, DEFAULT_TOLERANCE)
 
 
 def probe_tokens(vocabulary: int, length: int = PROBE_LENGTH) -> list[int]:
@@ -74,9 +86,25 @@ class AlignmentProbe:
         return token_logprobs(self._policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()  # [T-1]
 
 
+def require_written(optimizer: MasterOptimizer, step: int) -> None:
+    """Whoever compares what is served with the policy asks the memory that both read. That it
+    holds the update at all is another question, put here.
+
+    Raises:
+        ServedWeightsDiffer: a parameter does not hold what the optimizer computed.
+    """
+    unwritten = optimizer.unwritten_parameters()
+    if unwritten:
+        raise ServedWeightsDiffer(
+            f"LogProb Alignment: MISMATCH! After step {step}, {unwritten} of "
+            f"{len(optimizer.masters)} parameters do not hold what the optimizer computed: the "
+            "update was not written, or something wrote over it, so stale weights are served"
+        )
+
+
 def require_alignment(alignment: Alignment, dtype: torch.dtype, step: int) -> None:
     """Raises `ServedWeightsDiffer` beyond the tolerance of `dtype`."""
-    tolerance = TOLERANCE.get(dtype, DEFAULT_TOLERANCE)
+    tolerance = tolerance_of(dtype)
     if not alignment.mean <= tolerance:
         raise ServedWeightsDiffer(
             f"LogProb Alignment: MISMATCH! After step {step} the server's log-probabilities differ "

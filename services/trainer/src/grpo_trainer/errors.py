@@ -2,7 +2,11 @@
 
 GrpoError (grpo_core)
 ├── UnusableGroup           a scored group lacks what GRPO needs, or carries what breaks it
+├── DuplicatedBatch         a batch was handed out that had been trained on
+├── RolloutMismatch         completions were not sampled the way their group says
 ├── UnusableSavePath        the trained model would have nowhere to go
+├── MissingPackage          an option needs a package that is not installed
+├── WandbUnavailable        Weights & Biases was asked for and does not start
 ├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
 ├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
 └── WeightSyncError         trainer and server do not hold the same weights
@@ -15,6 +19,8 @@ GrpoError (grpo_core)
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from grpo_core.errors import GrpoError
 
 NO_INFERENCE_LOGPROBS = """\
@@ -26,12 +32,46 @@ Group {index} of the batch (env_id {env_id}) carries none. To fix:
   3. check that the environment copies them into inference_logprobs"""
 
 
+class UnusableReason(StrEnum):
+    """Why a scored group cannot be trained on."""
+
+    NO_LOGPROBS = "no_inference_logprobs"
+    POSITIVE_LOGPROBS = "positive_inference_logprobs"
+    SAMPLING = "truncated_sampling"
+    TEMPERATURE = "temperature"
+    UNKNOWN_TOKEN = "unknown_token"
+    MASKS = "masks_against_tokens"
+    PROMPT_TRAINED = "prompt_trained_on"
+    NOTHING_TRAINED = "nothing_trained_on"
+
+
 class UnusableGroup(GrpoError):
     """A scored group cannot be trained on."""
+
+    def __init__(self, reason: UnusableReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DuplicatedBatch(GrpoError):
+    """A batch whose groups were all in one earlier batch of this process."""
+
+
+class RolloutMismatch(GrpoError):
+    """The logged log-probabilities are not those of the weights, tokens and temperature that the
+    group names."""
 
 
 class UnusableSavePath(GrpoError):
     """The directory for checkpoints cannot be written."""
+
+
+class MissingPackage(GrpoError):
+    """An optional package is needed and not installed. Names the install line."""
+
+
+class WandbUnavailable(GrpoError):
+    """Weights & Biases did not start."""
 
 
 class NonFiniteLoss(GrpoError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,25 +13,30 @@ import torch
 
 from grpo_core.inference_client import BridgeClient
 from grpo_core.run_api_client import TrainerClient
-from grpo_trainer.alignment import Alignment, AlignmentProbe, require_alignment
-from grpo_trainer.batch import Batch, CollationLimits, collate
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.alignment import (
+    Alignment,
+    AlignmentProbe,
+    dtype_of,
+    require_alignment,
+    require_written,
+    tolerance_of,
+)
+from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.checkpoint import prepare_save_path, save_final_model
-from grpo_trainer.errors import NonFiniteLoss
-from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
-from grpo_trainer.metrics import StepTimes, append_record, step_record
+from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.healthy_ranges import RangeWatch
+from grpo_trainer.intake import Doorkeeper
+from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.policy import token_logprobs
+from grpo_trainer.rollout_check import RolloutCheck
 from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.sinks import Write, open_sinks
+from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class GradientStats:
-    loss: float
-    sums: LossSums
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Run:
     policy: Any
     optimizer: MasterOptimizer
     probe: AlignmentProbe
+    door: Doorkeeper
+    rollouts: RolloutCheck
+    ranges: RangeWatch
+    write_record: Write
     started: float
 
 
@@ -55,78 +63,73 @@ def train(settings: TrainerSettings) -> None:
         GrpoError: any of the named errors; the server is left serving in every case.
     """
     torch.manual_seed(settings.seed)
-    with _clients(settings) as (api, sync):
+    with open_sinks(settings) as write_record, _clients(settings) as (api, sync):
         policy = sync.load_policy()
         # Dropout would make the trainer's log-probabilities differ from the server's at random.
         policy.eval()
         prepare_save_path(settings.save_path)
         optimizer = build_optimizer(policy, settings)
         api.register(settings.registration(first_step=0))
-        sync.start(optimizer, step=0)
-        run = Run(settings, api, sync, policy, optimizer, AlignmentProbe(policy), time.monotonic())
+        version = sync.start(optimizer, step=0)
+        run = Run(
+            settings=settings,
+            api=api,
+            sync=sync,
+            policy=policy,
+            optimizer=optimizer,
+            probe=AlignmentProbe(policy),
+            door=Doorkeeper(policy.config.vocab_size),
+            rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(dtype_of(policy))),
+            ranges=RangeWatch(),
+            write_record=write_record,
+            started=time.monotonic(),
+        )
         for step in range(settings.training_steps):
-            run_step(run, step)
+            version = run_step(run, step, version)
         save_final_model(policy, settings.model_name, settings.save_path)
 
 
-def run_step(run: Run, step: int) -> None:
-    """One optimizer step, counted from 0, and its record."""
-    settings, policy = run.settings, run.policy
-    begin = time.monotonic()
-    groups = run.api.next_batch(settings.batch_deadline_s)
-    received = time.monotonic()
-    limits = CollationLimits(settings.seq_len, settings.batch_size, policy.config.vocab_size)
-    batch = collate(groups, limits)
-    gradients = accumulate_gradients(policy, batch, settings.clip_eps, step)
-    accumulated = time.monotonic()
+def run_step(run: Run, step: int, version: PolicyVersion) -> PolicyVersion:
+    """One optimizer step, counted from 0, and its record.
+
+    Args:
+        version: of the weights served so far.
+    Returns:
+        That of the weights served from now on.
+    """
+    settings, watch = run.settings, StepWatch()
+    groups = run.api.next_batch(settings.batch_deadline_s, meanwhile=run.sync.tend)
+    watch.fetched()
+    intake = run.door.admit(groups, step)
+    batch = collate(intake.groups, CollationLimits(settings.seq_len, settings.batch_size))
+    gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step)
+    held = PolicyVersion(version.epoch, step)
+    fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
+    watch.computed()
     published = run.sync.apply(run.optimizer, step)
     alignment = verify(run, step)
-    end = time.monotonic()
-    times = StepTimes(
-        wait_s=received - begin,
-        train_s=accumulated - received + published.optimizer_s,
-        publish_s=published.publish_s,
-        step_s=end - begin,
-    )
-    record = step_record(
+    outcome = StepOutcome(
         step=step,
         steps=settings.training_steps,
-        time_s=end - run.started,
-        loss=gradients.loss,
         lr=run.optimizer.learning_rate(step),
-        sums=gradients.sums,
+        intake=intake,
         facts=batch.facts,
+        gradients=gradients,
+        fresh=fresh,
         published=published,
-        times=times,
         alignment=alignment,
+        times=watch.times(published, run.started),
     )
+    report(run, outcome)
+    return published.version
+
+
+def report(run: Run, outcome: StepOutcome) -> None:
+    """To the log, to every sink, and as warnings where a value is not healthy."""
+    record = step_record(outcome)
     log.info("step", **record)
-    if settings.metrics_file is not None:
-        append_record(settings.metrics_file, record)
-
-
-def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) -> GradientStats:
-    """Forward and backward over the micro-batches; their gradients add up to the batch's.
-
-    Raises:
-        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
-    """
-    total, sums = 0.0, NO_SUMS
-    for i, micro in enumerate(batch.micro_batches):
-        logp = token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
-        loss, part = grpo_loss(
-            logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps
-        )
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: loss is {value} (mean ratio "
-                f"{part.mean('ratio'):.3g}, largest |log ratio| {part.diff_max:.3g}); no weight "
-                "was changed by this step. Lower the learning rate, or look at the batch's logprobs"
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
-        total, sums = total + value, sums + part
-    return GradientStats(total, sums)
+    run.write_record(record)
+    run.ranges.look(record)
 
 
 def verify(run: Run, step: int) -> Alignment | None:
@@ -134,8 +137,9 @@ def verify(run: Run, step: int) -> Alignment | None:
     every = run.settings.verify_every_steps
     if every == 0 or (step != 0 and (step + 1) % every != 0):
         return None
+    require_written(run.optimizer, step)
     alignment = run.probe.measure(run.sync.served_logprobs)
-    require_alignment(alignment, next(run.policy.parameters()).dtype, step)
+    require_alignment(alignment, dtype_of(run.policy), step)
     return alignment
 
 
@@ -156,9 +160,10 @@ def build_weight_sync(settings: TrainerSettings) -> WeightSync:
             settings.inference_url, settings.service_deadline_s, settings.vllm_control_url
         ),
         model_name=settings.model_name,
-        socket=settings.weights_socket,
+        places=WeightPlaces(settings.weights_socket, settings.vllm_config_path),
         dtype=settings.dtype,
         lease_s=settings.pause_lease_s,
+        return_deadline_s=settings.server_return_deadline_s,
     )
 
 

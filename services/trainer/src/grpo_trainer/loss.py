@@ -5,6 +5,7 @@ Legend: B sequences of the micro-batch, T positions after the causal shift.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -16,30 +17,64 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the trained tokens of a micro-batch (`max` for the maximum), so that the
-    micro-batches of one step add up exactly."""
+    """Sums over the trained tokens of a micro-batch, in double precision, so that the
+    micro-batches of one step add up to the same numbers however it is cut. A name that ends in
+    `max` is a maximum."""
 
     tokens: float
     ratio: float
+    ratio_square: float
+    ratio_max: float
     clipped: float
     logp: float
+    logp_square: float
     behaviour_logp: float
+    behaviour_logp_square: float
     diff: float
     """Trainer's minus server's log-probability."""
     diff_abs: float
     diff_max: float
+    """Of the absolute difference."""
+    kl_k3: float
+    """ratio - 1 - log ratio."""
+    positive_tokens: float
+    positive_logp: float
+    """Over the tokens of sequences with an advantage above 0."""
+    negative_tokens: float
+    negative_logp: float
 
     def __add__(self, other: Self) -> LossSums:
-        summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return LossSums(**{**summed, "diff_max": max(self.diff_max, other.diff_max)})
+        def joined(name: str) -> float:
+            a: float = getattr(self, name)
+            b: float = getattr(other, name)
+            return max(a, b) if name.endswith("max") else a + b
 
-    def mean(self, name: str) -> float:
-        """Mean of one of the sums per trained token; 0 where nothing was trained on."""
+        return LossSums(**{f.name: joined(f.name) for f in fields(self)})
+
+    def mean(self, name: str) -> float | None:
+        """Mean of one of the sums per trained token; None where nothing was trained on."""
         value: float = getattr(self, name)
-        return value / self.tokens if self.tokens else 0.0
+        return value / self.tokens if self.tokens else None
+
+    def std(self, name: str) -> float | None:
+        """Sample standard deviation (divided by n - 1) of "logp" or "behaviour_logp"; None for
+        fewer than two tokens."""
+        if self.tokens < 2:
+            return None
+        total: float = getattr(self, name)
+        squares: float = getattr(self, f"{name}_square")
+        deviation: float = squares - total * total / self.tokens
+        return math.sqrt(max(0.0, deviation) / (self.tokens - 1))
+
+    @property
+    def effective_sample_fraction(self) -> float | None:
+        """(sum r)^2 / (n sum r^2), Kish's effective sample size per sample; 1 when on policy."""
+        if not self.ratio_square:
+            return None
+        return self.ratio * self.ratio / (self.tokens * self.ratio_square)
 
 
-NO_SUMS = LossSums(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_SUMS = LossSums(**{field.name: 0.0 for field in fields(LossSums)})
 
 
 def grpo_loss(
@@ -66,7 +101,6 @@ def grpo_loss(
     Returns:
         The loss (scalar, to be minimised) and sums for the metrics.
     """
-    trained = token_weight > 0
     # Untrained positions hold placeholders, and a trained token may be all but impossible to one
     # side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping.
     log_ratio = (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -75,23 +109,43 @@ def grpo_loss(
     advantage = advantages.unsqueeze(-1)  # [B, 1]
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)  # [B, T]
     loss = -(token_weight * surrogate).sum()
-    return loss, _sums(logp, behaviour_logp, ratio, clipped, trained)
+    trained = token_weight > 0
+    sums = _sums(logp, behaviour_logp, log_ratio, advantage, ratio != clipped, trained)
+    return loss, sums
 
 
 @torch.no_grad()
 def _sums(
-    logp: Tensor, behaviour_logp: Tensor, ratio: Tensor, clipped: Tensor, trained: Tensor
+    logp: Tensor,
+    behaviour_logp: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    is_clipped: Tensor,
+    trained: Tensor,
 ) -> LossSums:
     if not bool(trained.any()):
         return NO_SUMS
-    diff = (logp - behaviour_logp)[trained]
+    advantage = advantage.expand_as(logp)[trained]  # [N], as all that follow
+    logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
+    log_ratio = log_ratio[trained].double()
+    diff, ratio = logp - behaviour_logp, log_ratio.exp()
+    positive, negative = advantage > 0, advantage < 0
     return LossSums(
-        tokens=float(trained.sum()),
-        ratio=float(ratio[trained].sum()),
-        clipped=float((ratio != clipped)[trained].sum()),
-        logp=float(logp[trained].sum()),
-        behaviour_logp=float(behaviour_logp[trained].sum()),
+        tokens=len(logp),
+        ratio=float(ratio.sum()),
+        ratio_square=float(ratio.square().sum()),
+        ratio_max=float(ratio.max()),
+        clipped=float(is_clipped[trained].sum()),
+        logp=float(logp.sum()),
+        logp_square=float(logp.square().sum()),
+        behaviour_logp=float(behaviour_logp.sum()),
+        behaviour_logp_square=float(behaviour_logp.square().sum()),
         diff=float(diff.sum()),
         diff_abs=float(diff.abs().sum()),
         diff_max=float(diff.abs().max()),
+        kl_k3=float((ratio - 1 - log_ratio).sum()),
+        positive_tokens=float(positive.sum()),
+        positive_logp=float(logp[positive].sum()),
+        negative_tokens=float(negative.sum()),
+        negative_logp=float(logp[negative].sum()),
     )

@@ -72,6 +72,12 @@ class MasterOptimizer:
         """Round the masters into the policy's parameters, in place: their addresses stay."""
         torch._foreach_copy_(list[Tensor](self._parameters), self.masters)
 
+    @torch.no_grad()
+    def unwritten_parameters(self) -> int:
+        """How many parameters do not hold their master's value; 0 right after a write."""
+        pairs = zip(self._parameters, self.masters, strict=True)
+        return sum(not torch.equal(p, master.to(p.dtype)) for p, master in pairs)
+
 
 class _GradientTransfer:
     """Moves a finished gradient into the master's and frees it, one parameter at a time."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from grpo_core.settings import CommandSettings
@@ -57,11 +59,19 @@ class TrainerSettings(CommandSettings):
     weights_socket: Path | None = Field(
         None, description="Unix socket of the server's weights (default: what the server names)"
     )
+    vllm_config_path: Path | None = Field(
+        None,
+        description="vllm_bridge_config.json of the server, where the socket that the server names "
+        "is not on this file system (default: looked for in $LOGDIR, . and /tmp/atropos_bridge)",
+    )
     pause_lease_s: float = Field(
         30.0, gt=0, description="Seconds after which the server goes on if an update hangs"
     )
     service_deadline_s: float = Field(
         60.0, gt=0, description="Seconds to keep trying an unreachable service"
+    )
+    server_return_deadline_s: float = Field(
+        300.0, gt=0, description="Seconds to wait for an inference server that restarts"
     )
     batch_deadline_s: float = Field(
         600.0, gt=0, description="Seconds to wait for a batch before giving up"
@@ -80,9 +90,31 @@ class TrainerSettings(CommandSettings):
         3, ge=0, description="Announced to environments, which save their own state that often"
     )
     metrics_file: Path | None = Field(None, description="JSONL file with one record per step")
-    wandb_project: str = Field("", description="Weights & Biases project, told to environments")
-    wandb_group: str = Field("", description="Weights & Biases group, told to environments")
+    use_wandb: bool = Field(False, description="Log every step to Weights & Biases as well")
+    wandb_project: str = Field(
+        "",
+        validate_default=True,
+        description="Weights & Biases project, told to environments; --use-wandb needs one",
+    )
+    wandb_group: str = Field(
+        "",
+        validate_default=True,
+        description="Weights & Biases group, told to environments (default with --use-wandb: 8 "
+        "random letters)",
+    )
     log_level: str = Field("INFO", description="Least severe level that is logged")
+
+    @field_validator("wandb_project")
+    @classmethod
+    def _wandb_has_a_project(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("use_wandb") and not value:
+            raise ValueError("--use-wandb needs a project to log to")
+        return value
+
+    @field_validator("wandb_group")
+    @classmethod
+    def _wandb_has_a_group(cls, value: str, info: ValidationInfo) -> str:
+        return _random_group() if info.data.get("use_wandb") and not value else value
 
     @property
     def inference_url(self) -> str:
@@ -100,3 +132,7 @@ class TrainerSettings(CommandSettings):
             starting_step=first_step,
             num_steps=self.training_steps,
         )
+
+
+def _random_group() -> str:
+    return "".join(secrets.choice(string.ascii_letters) for _ in range(8))

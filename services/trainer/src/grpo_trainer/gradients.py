@@ -1,0 +1,54 @@
+"""Forward and backward over the micro-batches of one step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from grpo_trainer.batch import Batch
+from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
+from grpo_trainer.policy import token_logprobs
+from grpo_trainer.token_table import TokenTable
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    """`tokens`: what the trainer made of every trained token, before the update."""
+
+    loss: float
+    sums: LossSums
+    tokens: TokenTable
+
+
+def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) -> GradientStats:
+    """Forward and backward over the micro-batches; their gradients add up to the batch's.
+
+    Raises:
+        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+    """
+    total, sums = 0.0, NO_SUMS
+    seen: list[Tensor] = []
+    for i, micro in enumerate(batch.micro_batches):
+        logp = token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
+        loss, part = grpo_loss(
+            logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps
+        )
+        value = _finite(float(loss.detach()), part, f"step {step}, micro-batch {i}")
+        loss.backward()  # type: ignore[no-untyped-call]
+        total, sums = total + value, sums + part
+        seen.append(logp.detach())
+    return GradientStats(total, sums, TokenTable.of(batch.micro_batches, seen))
+
+
+def _finite(loss: float, sums: LossSums, where: str) -> float:
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(
+            f"{where}: loss is {loss} (largest ratio {sums.ratio_max:.3g}, largest |log ratio| "
+            f"{sums.diff_max:.3g}); no weight was changed by this step. Lower the learning rate, "
+            "or look at the batch's logprobs"
+        )
+    return loss

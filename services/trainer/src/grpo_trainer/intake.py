@@ -1,0 +1,115 @@
+"""What becomes of a batch at the door: repeats are recognised, unusable groups dropped.
+
+One bad group is data: it is counted and training goes on with the rest. Bad groups as a rule are a
+broken environment: the run ends with the error that names why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from grpo_core.wire import ScoredGroup
+from grpo_trainer.errors import UnusableGroup
+from grpo_trainer.group_checks import UsableGroup, usable_group
+from grpo_trainer.repeats import RecentBatches
+
+log = structlog.get_logger()
+
+WINDOW_BATCHES = 5
+"""Over so many batches, no more than half of the groups may be unusable."""
+REPEAT_EVERY_STEPS = 50
+"""Groups that come again are mentioned at most that often; the metric counts them all."""
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A batch as it is trained on, and what was noticed at the door."""
+
+    groups: list[UsableGroup]
+    unusable_groups: int
+    repeated_groups: int
+
+
+@dataclass(frozen=True)
+class _Tally:
+    unusable: int
+    groups: int
+
+
+class Doorkeeper:
+    """Remembers recent batches and what was said about bad groups.
+
+    Args:
+        vocab_size: token ids lie below it
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._batches = RecentBatches()
+        self._tallies: deque[_Tally] = deque(maxlen=WINDOW_BATCHES)
+        self._said: set[tuple[str, int | None]] = set()
+        self._quiet_until = 0
+
+    def admit(self, groups: Sequence[ScoredGroup], step: int) -> Intake:
+        """Args: groups: one batch, not empty.
+
+        Raises:
+            DuplicatedBatch: this batch was handed out before.
+            UnusableGroup: a whole batch, or more than half of the groups of the last 5 batches,
+                cannot be trained on.
+        """
+        repeated = self._batches.count_repeats(groups, step)
+        if repeated and step >= self._quiet_until:
+            log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
+            self._quiet_until = step + REPEAT_EVERY_STEPS
+        usable, problems = self._sort(groups)
+        self._tallies.append(_Tally(len(problems), len(groups)))
+        if problems:
+            self._refuse_systematic(problems, len(usable))
+        return Intake(usable, len(problems), repeated)
+
+    def _sort(self, groups: Sequence[ScoredGroup]) -> tuple[list[UsableGroup], list[UnusableGroup]]:
+        usable, problems = [], []
+        for index, group in enumerate(groups):
+            try:
+                usable.append(usable_group(index, group, self._vocab_size))
+            except UnusableGroup as problem:
+                problems.append(problem)
+                if self._is_news(problem.reason, group.env_id):
+                    log.warning(
+                        "dropping a group that cannot be trained on",
+                        reason=str(problem.reason),
+                        env_id=group.env_id,
+                        example=str(problem),
+                    )
+            if group.advantages and self._is_news("advantages", group.env_id):
+                log.warning(
+                    "advantages sent with groups are not used: they follow from the scores",
+                    env_id=group.env_id,
+                )
+        return usable, problems
+
+    def _is_news(self, what: str, env_id: int | None) -> bool:
+        is_news = (what, env_id) not in self._said
+        self._said.add((what, env_id))
+        return is_news
+
+    def _refuse_systematic(self, problems: list[UnusableGroup], usable: int) -> None:
+        first = problems[0]
+        reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
+        if not usable:
+            raise UnusableGroup(
+                first.reason, f"{first}\n\nNo group of the batch can be trained on ({reasons})."
+            )
+        unusable = sum(tally.unusable for tally in self._tallies)
+        groups = sum(tally.groups for tally in self._tallies)
+        if len(self._tallies) == WINDOW_BATCHES and 2 * unusable > groups:
+            raise UnusableGroup(
+                first.reason,
+                f"{first}\n\n{unusable} of the {groups} groups of the last {WINDOW_BATCHES} "
+                f"batches cannot be trained on (in this batch: {reasons}).",
+            )

@@ -1,0 +1,31 @@
+"""Scored groups that tests of the trainer share, and their way to tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
+from grpo_trainer.batch import Batch, CollationLimits, collate
+from grpo_trainer.group_checks import UsableGroup, usable_group
+
+P = PROMPT_LOGPROB
+VOCABULARY = 100
+
+
+def group(**changes: Any) -> ScoredGroup:
+    """Prompt 5 6; completions (7) and (8, 9, 10)."""
+    fields: dict[str, Any] = {
+        "tokens": [[5, 6, 7], [5, 6, 8, 9, 10]],
+        "masks": [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[P, P, -0.1], [P, P, -0.2, -0.3, -0.4]],
+    }
+    return ScoredGroup.model_validate(fields | changes)
+
+
+def usable(*groups: ScoredGroup) -> list[UsableGroup]:
+    return [usable_group(i, g, VOCABULARY) for i, g in enumerate(groups)]
+
+
+def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:
+    return collate(usable(*groups), CollationLimits(seq_len, micro_batch_size))

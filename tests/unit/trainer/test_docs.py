@@ -1,0 +1,45 @@
+"""docs/trainer.md names every option, metric, error and reason of the code, and no other."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_trainer import errors
+from grpo_trainer.metrics import step_record
+from grpo_trainer.settings import TrainerSettings
+from tests.unit.trainer.test_metrics import OUTCOME
+
+PAGE = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_option() -> None:
+    named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
+    fields = {name.replace("_", "-") for name in TrainerSettings.model_fields}
+    assert named == fields | {"model"}
+
+
+def test_every_metric() -> None:
+    listed = re.findall(r"(?m)^\| `([a-z0-9_/]+)` \|", section("Metrics"))
+    assert sorted(listed) == sorted(step_record(OUTCOME))
+
+
+def test_every_error() -> None:
+    named = set(re.findall(r"`([A-Z]\w+)`", section("Errors and exit status")))
+    ours = {
+        name
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, GrpoError) and not kind.__subclasses__()
+    }
+    assert named == ours | {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
+
+
+def test_every_reason() -> None:
+    named = re.findall(r"(?m)^\| `(\w+)` \|", section("Groups that cannot be trained on"))
+    assert sorted(named) == sorted(errors.UnusableReason)

@@ -1,0 +1,125 @@
+"""One bad group is dropped and counted; bad groups as a rule end the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from grpo_core.wire import ScoredGroup
+from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
+from grpo_trainer.intake import WINDOW_BATCHES, Doorkeeper
+from grpo_trainer.repeats import RecentBatches
+from tests.unit.trainer.groups import VOCABULARY, P, group
+
+
+def good(marker: int, **changes: Any) -> ScoredGroup:
+    """Told apart by its logprobs."""
+    logp = -0.001 * marker - 0.1
+    return group(inference_logprobs=[[P, P, logp], [P, P, -0.2, -0.3, logp]], **changes)
+
+
+def bad(marker: int, **changes: Any) -> ScoredGroup:
+    return good(marker, generation_params={"top_p": 0.9}, **changes)
+
+
+def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment() -> None:
+    door = Doorkeeper(VOCABULARY)
+    with capture_logs() as logs:
+        first = door.admit([good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0)
+        second = door.admit([good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1)
+    assert (len(first.groups), first.unusable_groups) == (3, 2)
+    assert (len(second.groups), second.unusable_groups) == (2, 2)
+    told = [(entry["reason"], entry["env_id"]) for entry in logs]
+    assert told == [("truncated_sampling", 1), ("truncated_sampling", 2)]
+    assert "top_p=0.9" in logs[0]["example"]
+
+
+def test_a_whole_batch_of_bad_groups_ends_the_run_with_every_reason() -> None:
+    without = good(2).model_copy(update={"inference_logprobs": None})
+    with pytest.raises(UnusableGroup) as refused:
+        Doorkeeper(VOCABULARY).admit([without, bad(1), bad(3)], step=0)
+    assert refused.value.reason is UnusableReason.NO_LOGPROBS
+    text = str(refused.value)
+    assert text.startswith("GRPO requires inference_logprobs for importance sampling!")
+    assert "No group of the batch" in text
+    assert "no_inference_logprobs 1, truncated_sampling 2" in text
+
+
+def batches_until_refusal(bad_per_batch: list[int], size: int = 10) -> tuple[int, str]:
+    """(how many batches are admitted before the run ends, why it ends)"""
+    door = Doorkeeper(VOCABULARY)
+    for step, count in enumerate(bad_per_batch):
+        markers = iter(range(1000 * step, 1000 * step + size))
+        groups = [bad(next(markers)) for _ in range(count)]
+        groups += [good(marker) for marker in markers]
+        try:
+            door.admit(groups, step)
+        except UnusableGroup as error:
+            return step, str(error)
+    return len(bad_per_batch), ""
+
+
+def test_more_than_half_of_five_batches_ends_the_run_and_half_does_not() -> None:
+    passed, reason = batches_until_refusal([6] * 20)
+    assert passed == WINDOW_BATCHES - 1
+    assert "30 of the 50 groups of the last 5 batches" in reason
+    assert batches_until_refusal([5] * 20) == (20, "")
+    assert batches_until_refusal([9, 9, 0, 0, 0, 0, 0, 9, 9])[0] == 9
+    assert batches_until_refusal([0] * 5 + [6] * 5)[0] == 9
+
+
+def test_advantages_that_are_not_used_are_told_once() -> None:
+    door = Doorkeeper(VOCABULARY)
+    with capture_logs() as logs:
+        for step in range(3):
+            door.admit([good(step, advantages=[[1.0], [2.0]], env_id=5)], step)
+    assert [entry["env_id"] for entry in logs] == [5]
+    assert "advantages" in logs[0]["event"]
+
+
+def test_a_batch_that_comes_again_ends_the_run_in_whatever_order() -> None:
+    door = Doorkeeper(VOCABULARY)
+    door.admit([good(1), good(2)], step=0)
+    door.admit([good(3), good(4)], step=1)
+    with pytest.raises(DuplicatedBatch, match=r"step 2: all 2 groups .* of step 0") as refused:
+        door.admit([good(2, env_id=9), good(1)], step=2)
+    assert "run-api" in str(refused.value)
+
+
+def test_single_repeats_are_counted_and_told_now_and_then() -> None:
+    door = Doorkeeper(VOCABULARY)
+    door.admit([good(1), good(2)], step=0)
+    door.admit([good(3), good(4)], step=1)
+    with capture_logs() as logs:
+        assert door.admit([good(1), good(3)], step=2).repeated_groups == 2
+        assert door.admit([good(5), good(5), good(6)], step=3).repeated_groups == 1
+        assert door.admit([good(7), good(8)], step=4).repeated_groups == 0
+        assert door.admit([good(1), good(9)], step=60).repeated_groups == 1
+    assert [(entry["groups"], entry["step"]) for entry in logs] == [(2, 2), (1, 60)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        good(1, scores=[0.0, 1.0]),
+        good(2),
+        good(1, group_overrides={"generation_seconds": 0.25}),
+        good(1).model_copy(update={"tokens": [[5, 6, 7], [5, 6, 8, 9, 11]]}),
+    ],
+)
+def test_groups_that_differ_in_anything_that_counts_are_no_repeats(other: ScoredGroup) -> None:
+    batches = RecentBatches()
+    batches.count_repeats([good(1, group_overrides={"generation_seconds": 0.5})], step=0)
+    batches.count_repeats([good(1)], step=1)
+    assert batches.count_repeats([other], step=2) == 0
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    batches = RecentBatches(remembered=2)
+    for step in range(3):
+        assert batches.count_repeats([good(step)], step) == 0
+    assert batches.count_repeats([good(0)], step=3) == 0
+    with pytest.raises(DuplicatedBatch):
+        batches.count_repeats([good(2)], step=4)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_core.settings import load_settings
+from grpo_trainer.settings import TrainerSettings
+
+REQUIRED = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
+
+
+def settings(*flags: str) -> TrainerSettings:
+    return load_settings(TrainerSettings, [*REQUIRED, *flags], environment={})
+
+
+def announced(*flags: str) -> tuple[str, str]:
+    """(project, group) as environments are told."""
+    registration = settings(*flags).registration(first_step=0)
+    return registration.wandb_project, registration.wandb_group
+
+
+def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:
+    named = ["--use-wandb", "--wandb-project", "p", "--wandb-group", "g"]
+    assert announced(*named) == ("p", "g")
+    assert announced("--wandb-project", "p") == ("p", "")
+    assert announced() == ("", "")
+
+
+def test_a_group_is_made_up_where_none_is_given_and_stays_the_same() -> None:
+    chosen = settings("--use-wandb", "--wandb-project", "p")
+    assert len(chosen.wandb_group) == 8
+    assert chosen.wandb_group.isalpha()
+    assert chosen.registration(0).wandb_group == chosen.wandb_group
+    assert settings("--use-wandb", "--wandb-project", "p").wandb_group != chosen.wandb_group
+
+
+def test_use_wandb_without_a_project_is_a_mistake(capsys: pytest.CaptureFixture[Any]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        settings("--use-wandb")
+    assert stopped.value.code == 2
+    assert "--wandb-project: " in capsys.readouterr().err
