@@ -15,8 +15,10 @@ SOURCES := $(addsuffix /src,$(PACKAGES))
 # Where pip finds torch: set it where the default index offers a CUDA build (most x86 hosts).
 TORCH_INDEX_URL ?=
 
-# Options of `make demo`.
-STEPS ?= 250
+# Options of `make demo`; empty: the default of grpo-demo.
+TASK ?= arithmetic
+DATA ?=
+STEPS ?=
 SEED ?= 0
 MODEL ?=
 DEMO_FLAGS ?=
@@ -26,7 +28,9 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
 	  awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 	@echo
-	@echo "  Options: STEPS=$(STEPS) SEED=$(SEED) MODEL=<directory or hub id> PYTHON=$(PYTHON)"
+	@echo "  Options: TASK=$(TASK) (or gsm8k, or both: arithmetic,gsm8k)  SEED=$(SEED)"
+	@echo "           DATA=<directory with train.jsonl, or hub id: for gsm8k>  STEPS=<number>"
+	@echo "           MODEL=<directory or hub id>  PYTHON=$(PYTHON)"
 	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
 
 .PHONY: install
@@ -50,11 +54,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 
 .PHONY: demo
 demo: install ## Train the tiny model on this machine: every service, one command
-	@$(BIN)/grpo-demo --steps $(STEPS) --seed $(SEED) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
+	@$(BIN)/grpo-demo --task $(TASK) --seed $(SEED) $(if $(DATA),--data $(DATA)) \
+	  $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## Everything that CI runs: lint, unit, integration, end to end
-	@bash tests/run_suites.sh lint unit integration e2e
+test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the five suites
+	@bash tests/run_suites.sh lint unit integration compat faults e2e
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
@@ -63,8 +68,8 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries
 	@$(BIN)/mypy $(SOURCES)
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
-.PHONY: unit integration e2e
-unit integration e2e: $(VENV)/.installed-dev
+.PHONY: unit integration compat faults e2e
+unit integration compat faults e2e: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
 
 .PHONY: clean

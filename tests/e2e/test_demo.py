@@ -30,13 +30,13 @@ EXPECTED_FILES = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:
-    """(run directory, what the user saw) of one short training run."""
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:  # noqa: ARG001
+    """(run directory, what the user saw) of one short training run. It finds `tiny_model` in the
+    cache."""
     directory = tmp_path_factory.mktemp("demo") / "run"
     command = [
         *(sys.executable, "-m", "grpo_local"),
         *("--steps", str(STEPS)),
-        *("--model", str(tiny_model)),
         *("--run-dir", str(directory)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)

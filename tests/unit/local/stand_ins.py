@@ -38,7 +38,11 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({
             "/health": {},
             "/info": {"batch_size": 64 if "/trainer" in seen else -1, "max_token_len": 128},
-            "/environments": [{"name": "stand-in"}] if "/environment" in seen else [],
+            "/environments": [
+                {"name": path.removeprefix("/environment/") + "_0"}
+                for path in sorted(seen)
+                if path.startswith("/environment/")
+            ],
         }[self.path])
 
     def do_POST(self):
@@ -98,7 +102,8 @@ time.sleep(float(os.environ.get("STAND_IN_TRAINER_LINGERS_S", 0)))
 ENVIRONMENT = """
 from stand_in_common import *
 note_pid("environment")
-post(option("--env.rollout-server-url") + "/environment")
+print(*sys.argv[1:], flush=True)
+post(option("--env.rollout-server-url") + "/environment/" + sys.argv[1])
 time.sleep(120)
 """
 

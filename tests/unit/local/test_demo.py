@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_local.metrics_file import MetricsFile
@@ -144,6 +145,51 @@ def test_a_service_that_cannot_start_names_its_log_and_shows_its_end(demo: Demo)
         "see run/logs/vllm-server.log\n"
     )
     assert err.endswith("no such device\n")
+    assert demo.all_ended()
+
+
+def test_every_task_has_an_environment_of_its_own(demo: Demo) -> None:
+    (demo.folder / "data").mkdir()
+    demo.start(
+        *("--run-dir", "run", "--steps", "3"),
+        *("--task", "arithmetic,gsm8k", "--data", "data", "--seq-len", "2000"),
+    )
+    status, out, err = demo.finish()
+    assert (status, err) == (0, "")
+    ready = [line.split()[0] for line in out.splitlines() if " after " in line]
+    assert ready[-2:] == ["environment-arithmetic", "environment-gsm8k"]
+    assert "3 steps on arithmetic and gsm8k" in out
+    logs = demo.folder / "run" / "logs"
+    for task in ("arithmetic", "gsm8k"):
+        said = (logs / f"environment-{task}.log").read_text()
+        assert said.startswith(f"{task} serve ")
+        assert "--env.max-token-length 2000 " in said
+    assert "--env.data data" in said
+    assert demo.all_ended()
+
+
+def test_missing_data_is_named_before_anything_starts(demo: Demo) -> None:
+    demo.start("--run-dir", "run", "--task", "gsm8k")
+    status, out, err = demo.finish()
+    assert (status, out) == (2, "")
+    assert "--data: Value error, gsm8k needs data: pass --data (with make: DATA=)" in err
+    assert not (demo.folder / "run").exists()
+
+
+def redis_pid(demo: Demo) -> int:
+    assert demo.process is not None
+    children = psutil.Process(demo.process.pid).children()
+    return next(child.pid for child in children if "redis-server" in child.name())
+
+
+def test_death_of_redis_in_mid_run_ends_the_run(demo: Demo) -> None:
+    process = demo.start("--run-dir", "run", STAND_IN_TRAINER_LINGERS_S="100")
+    demo.wait_for_steps()
+    os.kill(redis_pid(demo), signal.SIGKILL)
+    status, _, err = demo.finish()
+    assert status == 1
+    assert "redis ended with SIGKILL" in err
+    assert process.returncode == 1
     assert demo.all_ended()
 
 

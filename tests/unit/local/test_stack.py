@@ -93,11 +93,13 @@ def test_health_over_http(stack: Stack, tmp_path: Path) -> None:
         )
         stack.start(server)
         assert probe.answers(url(port))
-        assert not probe.has_environment(url(port))  # 404
+        assert not probe.has_environment(url(port), "gsm8k")  # 404
         (tmp_path / "environments").write_text("[]")
-        assert not probe.has_environment(url(port))
-        (tmp_path / "environments").write_text('[{"name": "arithmetic"}]')
-        assert probe.has_environment(url(port))
+        assert not probe.has_environment(url(port), "gsm8k")
+        (tmp_path / "environments").write_text('[{"name": "gsm8k_hard_0"}, {"name": "sums_1"}]')
+        assert not probe.has_environment(url(port), "gsm8k")
+        assert probe.has_environment(url(port), "gsm8k_hard")
+        assert probe.has_environment(url(port), "sums")
         (tmp_path / "info").write_text('{"batch_size": -1, "max_token_len": -1}')
         assert not probe.trainer_is_registered(url(port))
         (tmp_path / "info").write_text('{"batch_size": 64, "max_token_len": 128}')

@@ -17,6 +17,7 @@ from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
 from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
+from grpo_local.sizes import Sizes, sizes_for
 from grpo_local.stack import Service, Stack
 from grpo_local.stop_request import StopRequest, StopRequested
 from grpo_local.summary import summarise, summary_lines
@@ -52,17 +53,20 @@ def _train_and_report(
     settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
-    screen.line(f"run {run.run_id}: {settings.steps} steps, files in {run.path}")
+    sizes = sizes_for(settings)
+    screen.line(
+        f"run {run.run_id}: {sizes.steps} steps on {task_names(settings)}, files in {run.path}"
+    )
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe() as probe,
         Stack(run.logs, stop_request) as stack,
     ):
-        launch = Launch(ServiceFactory(settings, run, probe), stack, screen)
+        launch = Launch(ServiceFactory(settings, sizes, run, probe), stack, screen)
         try:
             launch.all_services(weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
-            records = follow_training(stack, run, settings, screen)
+            records = follow_training(stack, run, sizes, screen)
             training_s = time.monotonic() - training_started
         finally:
             with screen.activity("ending every process of this run"):
@@ -91,9 +95,10 @@ class Launch:
         api_port = free_port()
         self._start(factory.run_api(api_port, redis_port))
         vllm_port = free_port()
-        self._start(factory.vllm_server(vllm_port, model, weights_socket))
+        self._start(factory.vllm_server(vllm_port, redis_port, model, weights_socket))
         self._start(factory.trainer(model, api_port, vllm_port, weights_socket))
-        self._start(factory.environment(model, api_port, vllm_port))
+        for task in factory.settings.task:
+            self._start(factory.environment(task, model, api_port, vllm_port))
 
     def _tiny_model(self) -> str:
         path_file = self.factory.run.path / TINY_MODEL_PATH_FILE
@@ -108,11 +113,11 @@ class Launch:
     ) -> None:
         with self.screen.activity(f"{doing} {service.name}, at most {service.deadline_s:g} s"):
             seconds = act(service)
-        self.screen.line(f"{service.name:<12}{done} after {seconds:5.1f} s", style="green")
+        self.screen.line(f"{service.name + ' ':<12}{done} after {seconds:5.1f} s", style="green")
 
 
 def follow_training(
-    stack: Stack, run: RunDirectory, settings: DemoSettings, screen: Screen
+    stack: Stack, run: RunDirectory, sizes: Sizes, screen: Screen
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of all steps.
 
@@ -134,9 +139,9 @@ def follow_training(
             for line, is_header in table.lines(record):
                 screen.line(line, style="bold" if is_header else None)
         if finished:
-            return _all_steps(records, settings.steps, trainer)
-        if time.monotonic() - last_step_at > settings.step_deadline_s:
-            raise NoTrainingStep(_no_step_message(settings, len(records), trainer))
+            return _all_steps(records, sizes.steps, trainer)
+        if time.monotonic() - last_step_at > sizes.step_deadline_s:
+            raise NoTrainingStep(_no_step_message(sizes, len(records), trainer))
         stack.sleep(FOLLOW_POLL_S)
 
 
@@ -149,12 +154,16 @@ def _all_steps(records: list[StepRecord], steps: int, trainer: ManagedProcess) -
     return records
 
 
-def _no_step_message(settings: DemoSettings, done: int, trainer: ManagedProcess) -> str:
+def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
     return (
-        f"no training step within {settings.step_deadline_s:g} s, "
-        f"{done} of {settings.steps} done; see {trainer.log_path} and the other logs beside it, "
+        f"no training step within {sizes.step_deadline_s:g} s, "
+        f"{done} of {sizes.steps} done; see {trainer.log_path} and the other logs beside it, "
         f"or raise --step-deadline-s\n{trainer.log_tail()}"
     )
+
+
+def task_names(settings: DemoSettings) -> str:
+    return " and ".join(settings.task)
 
 
 def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) -> None:
@@ -163,6 +172,6 @@ def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) 
     draw_reward_curve(
         [record.step for record in records],
         [record.reward_mean for record in records],
-        f"GRPO, arithmetic environment, seed {settings.seed}",
+        f"GRPO on {task_names(settings)}, seed {settings.seed}",
         run.reward_plot,
     )

@@ -27,8 +27,12 @@ class HealthProbe(ClosesOnExit):
         info = self._get_json(f"{run_api_url}/info")
         return isinstance(info, dict) and info.get("batch_size", NOT_REGISTERED) != NOT_REGISTERED
 
-    def has_environment(self, run_api_url: str) -> bool:
-        return bool(self._get_json(f"{run_api_url}/environments"))
+    def has_environment(self, run_api_url: str, name: str) -> bool:
+        """One that calls itself `name` has registered; run-api numbers those of one name."""
+        environments = self._get_json(f"{run_api_url}/environments")
+        return isinstance(environments, list) and any(
+            str(environment.get("name")).rpartition("_")[0] == name for environment in environments
+        )
 
     def close(self) -> None:
         self._client.close()

@@ -44,6 +44,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def bridge_config(self) -> Path:
+        return self.path / "vllm_bridge_config.json"
+
+    @property
     def reward_plot(self) -> Path:
         return self.path / "reward.png"
 

@@ -12,14 +12,12 @@ from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
 from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.run_directory import RunDirectory
-from grpo_local.settings import DemoSettings
+from grpo_local.settings import DemoSettings, TaskName
+from grpo_local.sizes import Sizes
 from grpo_local.stack import Service
 
 HOST = "127.0.0.1"
-DTYPE = "float32"
-MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 64
-KV_CACHE_BYTES = 64 * 2**20  # a few thousand tokens per sequence of the tiny model
 LONGEST_SOCKET_PATH = 107  # bytes, sun_path of unix(7) less its end mark
 TINY_MODEL_PATH_FILE = "tiny-model-path"
 
@@ -33,6 +31,7 @@ class ServiceFactory:
     """Builds the services of one run. `model` is a checkpoint directory or a hub id."""
 
     settings: DemoSettings
+    sizes: Sizes
     run: RunDirectory
     probe: HealthProbe
 
@@ -62,15 +61,15 @@ class ServiceFactory:
                 "grpo_api",
                 *("--host", HOST),
                 *("--port", port),
-                *("--redis-url", f"redis://{HOST}:{redis_port}/0"),
+                *("--redis-url", redis_url(redis_port)),
                 *("--run-id", self.run.run_id),
             ),
             healthy=lambda: self.probe.answers(url(port)),
-            deadline_s=self.settings.start_deadline_s,
+            deadline_s=self.sizes.start_deadline_s,
             environment=child_environment(threads=1),
         )
 
-    def vllm_server(self, port: int, model: str, weights_socket: Path) -> Service:
+    def vllm_server(self, port: int, redis_port: int, model: str, weights_socket: Path) -> Service:
         return Service(
             name="vllm-server",
             command=_module(
@@ -80,22 +79,25 @@ class ServiceFactory:
                 *("--port", port),
                 "--share-weights",
                 *("--weights-socket", weights_socket),
-                *("--dtype", DTYPE),
-                *("--max-model-len", MAX_MODEL_LEN),
+                *("--bridge-config-path", self.run.bridge_config),
+                *("--redis-url", redis_url(redis_port)),
+                *("--run-id", self.run.run_id),
+                *("--dtype", self.settings.dtype),
+                *("--max-model-len", self.sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
                 "--enforce-eager",  # compiling costs more seconds than a short run wins back
-                *("--kv-cache-memory-bytes", KV_CACHE_BYTES),
+                *("--kv-cache-memory-bytes", self.sizes.kv_cache_mib * 2**20),
                 *("--seed", self.settings.seed),
             ),
             healthy=lambda: self.probe.answers(url(port)),
-            deadline_s=self.settings.server_deadline_s,
+            deadline_s=self.sizes.server_deadline_s,
             environment=child_environment(self.settings.compute_threads, model),
         )
 
     def trainer(
         self, model: str, run_api_port: int, vllm_port: int, weights_socket: Path
     ) -> Service:
-        settings = self.settings
+        settings, sizes = self.settings, self.sizes
         return Service(
             name="trainer",
             command=_module(
@@ -105,50 +107,63 @@ class ServiceFactory:
                 *("--atropos-url", url(run_api_port)),
                 *("--vllm-port", vllm_port),
                 *("--weights-socket", weights_socket),
-                *("--training-steps", settings.steps),
-                *("--batch-size", settings.batch_size),
-                *("--gradient-accumulation-steps", settings.gradient_accumulation_steps),
-                *("--lr", settings.lr),
+                *("--training-steps", sizes.steps),
+                *("--batch-size", sizes.batch_size),
+                *("--gradient-accumulation-steps", sizes.gradient_accumulation_steps),
+                *("--lr", sizes.lr),
                 *("--warmup-steps", settings.warmup_steps),
                 *("--optimizer", "adamw"),
-                *("--dtype", DTYPE),
+                *("--dtype", settings.dtype),
                 *("--device", "cpu"),
-                *("--seq-len", settings.seq_len),
+                *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
                 *("--save-path", self.run.checkpoints),
             ),
             healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
-            deadline_s=settings.start_deadline_s,
+            deadline_s=sizes.start_deadline_s,
             environment=child_environment(settings.compute_threads, model),
             may_finish=True,
         )
 
-    def environment(self, model: str, run_api_port: int, vllm_port: int) -> Service:
-        settings = self.settings
+    def environment(self, task: TaskName, model: str, run_api_port: int, vllm_port: int) -> Service:
+        settings, sizes = self.settings, self.sizes
         return Service(
-            name="environment",
+            name=self.environment_name(task),
             command=_module(
                 "grpo_env",
-                *("arithmetic", "serve"),
+                *(task, "serve"),
                 *("--env.rollout-server-url", url(run_api_port)),
                 *("--env.group-size", settings.group_size),
-                *("--env.max-token-length", settings.seq_len),
-                *("--env.max-completion-tokens", settings.max_completion_tokens),
+                *("--env.max-token-length", sizes.seq_len),
+                *("--env.max-completion-tokens", sizes.max_completion_tokens),
                 *("--env.max-batches-offpolicy", settings.max_batches_offpolicy),
                 *("--env.seed", settings.seed),
+                *(("--env.data", settings.data) if settings.data else ()),
                 *("--openai.base-url", f"{url(vllm_port)}/v1"),
                 *("--openai.model-name", model),
             ),
-            healthy=lambda: self.probe.has_environment(url(run_api_port)),
-            deadline_s=settings.start_deadline_s,
-            environment=child_environment(1, model),
-            may_finish=True,  # it stops by itself once enough is queued for the last step
+            healthy=lambda: self.probe.has_environment(url(run_api_port), task),
+            deadline_s=sizes.start_deadline_s,
+            environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task)),
+            may_finish=True,  # it stops by itself once the last batch is delivered
         )
+
+    def environment_name(self, task: TaskName) -> str:
+        """Several environments are told apart by their task."""
+        return "environment" if len(self.settings.task) == 1 else f"environment-{task}"
+
+    def _data_is_on_the_hub(self, task: TaskName) -> bool:
+        data = self.settings.data
+        return task == "gsm8k" and data is not None and not Path(data).expanduser().is_dir()
 
 
 def url(port: int) -> str:
     return f"http://{HOST}:{port}"
+
+
+def redis_url(port: int) -> str:
+    return f"redis://{HOST}:{port}/0"
 
 
 def weights_socket_path(directory: Path) -> Path:
@@ -161,15 +176,20 @@ def weights_socket_path(directory: Path) -> Path:
     return path
 
 
-def child_environment(threads: int, model: str | None = None) -> Mapping[str, str]:
-    """What a child gets on top of the runner's own environment."""
+def child_environment(
+    threads: int, model: str | None = None, offline: bool = True
+) -> Mapping[str, str]:
+    """What a child gets on top of the runner's own environment.
+
+    `offline` says that a child which loads a local `model` needs nothing else from the hub.
+    """
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # the last words of a process that dies must reach its log
     }
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
-    if model is not None and Path(model).is_dir():
+    if offline and model is not None and Path(model).is_dir():
         # Without this every start asks the hub for news of a checkpoint that it does not have.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

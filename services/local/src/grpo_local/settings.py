@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from grpo_core.settings import CommandSettings
+
+TaskName = Literal["arithmetic", "gsm8k"]
 
 
 def half_the_cores() -> int:
@@ -18,7 +21,7 @@ def half_the_cores() -> int:
 
 class DemoSettings(CommandSettings):
     """Train a model with GRPO on this machine's CPU and show the progress: Redis, run-api, vLLM
-    server, environment and trainer as local processes, no GPU, container or model hub needed."""
+    server, environments and trainer as local processes, no GPU, container or model hub needed."""
 
     model_config = SettingsConfigDict(cli_prog_name="grpo-demo", env_prefix="GRPO_DEMO_")
 
@@ -30,34 +33,115 @@ class DemoSettings(CommandSettings):
         description="directory for logs, metrics and checkpoints, new or empty; "
         "runs/<UTC time>-<seed> when not given",
     )
+    # NoDecode: a variable is not JSON either, but written as on the command line.
+    task: Annotated[list[TaskName], NoDecode] = Field(
+        ["arithmetic"],
+        min_length=1,
+        description="what to train on: arithmetic (one-digit sums), gsm8k (word problems, needs "
+        "--data), or both, separated by a comma, each in an environment of its own",
+    )
+    data: str | None = Field(
+        None,
+        min_length=1,
+        validate_default=True,
+        description="data of gsm8k: directory with train.jsonl, or id of a data set on the hub",
+    )
     seed: int = Field(0, ge=0, description="seed of sampling, data order and training")
-    steps: int = Field(250, ge=1, description="training steps (optimizer updates)")
-    batch_size: int = Field(64, ge=1, description="sequences per forward pass")
-    gradient_accumulation_steps: int = Field(
-        2, ge=1, description="forward passes per training step"
+    steps: int | None = Field(
+        None, ge=1, description="training steps (optimizer updates); unset: 250, gsm8k 60"
+    )
+    batch_size: int | None = Field(
+        None, ge=1, description="sequences per forward pass; unset: 64, gsm8k 16"
+    )
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="forward passes per training step; unset: 2"
     )
     group_size: int = Field(8, ge=2, description="completions sampled per prompt")
-    lr: float = Field(3e-4, gt=0, description="peak learning rate of AdamW")
+    lr: float | None = Field(
+        None, gt=0, description="peak learning rate of AdamW; unset: 3e-4, with --model 1e-5"
+    )
     warmup_steps: int = Field(5, ge=0, description="steps over which the learning rate rises")
-    max_completion_tokens: int = Field(8, ge=1, description="longest completion, in tokens")
-    seq_len: int = Field(128, ge=2, description="longest prompt plus completion, in tokens")
+    max_completion_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="longest completion, in tokens; unset: 8, gsm8k 32, gsm8k with --model 256",
+    )
+    seq_len: int | None = Field(
+        None, ge=2, description="longest prompt plus completion, in tokens; unset: 128, gsm8k 1152"
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="longest sequence that the vLLM server takes, in tokens; unset: 512, gsm8k "
+        "1536, never less than --seq-len",
+    )
+    kv_cache_mib: int | None = Field(
+        None, ge=1, description="KV cache of the vLLM server, in MiB; unset: 64, gsm8k 256"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="data type of the weights in server and trainer"
+    )
     max_batches_offpolicy: int = Field(
         1, ge=1, description="batches that may wait in the queue before sampling pauses"
     )
-    step_deadline_s: float = Field(
-        120.0, gt=0, description="seconds without a finished training step until the run fails"
+    step_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds without a finished training step until the run fails; unset: 120, "
+        "with --model 1800",
     )
     model_deadline_s: float = Field(
         600.0, gt=0, description="seconds that making the tiny model may take"
     )
-    server_deadline_s: float = Field(
-        180.0, gt=0, description="seconds until the vLLM server must be healthy"
+    server_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds until the vLLM server must be healthy; unset: 180, with --model 1800",
     )
-    start_deadline_s: float = Field(
-        60.0, gt=0, description="seconds until any other service must be healthy"
+    start_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds until any other service must be healthy; unset: 60, with --model 600",
     )
     compute_threads: int = Field(
         default_factory=half_the_cores,
         ge=1,
         description="threads each for the vLLM server and the trainer; half the cores by default",
     )
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: Any) -> Any:
+        words = [value] if isinstance(value, str) else value
+        return [part for word in words for part in str(word).split(",")]
+
+    @field_validator("task")
+    @classmethod
+    def _each_task_once(cls, value: list[TaskName]) -> list[TaskName]:
+        return list(dict.fromkeys(value))
+
+    @field_validator("data")
+    @classmethod
+    def _data_is_there_where_it_is_needed(cls, value: str | None, info: ValidationInfo) -> Any:
+        if value is None and "gsm8k" in info.data.get("task", []):
+            raise ValueError(
+                "gsm8k needs data: pass --data (with make: DATA=) a directory that holds "
+                "train.jsonl, one object with question and answer per line, or the id of a data "
+                "set on the hub, such as openai/gsm8k"
+            )
+        if value is not None and _is_path(value) and not Path(value).expanduser().is_dir():
+            raise ValueError("no such directory")
+        return value
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _sequences_fit_the_server(cls, value: int | None, info: ValidationInfo) -> Any:
+        seq_len = info.data.get("seq_len")
+        if value is not None and seq_len is not None and value < seq_len:
+            raise ValueError(f"less than --seq-len {seq_len}; the server would refuse prompts")
+        return value
+
+
+def _is_path(data: str) -> bool:
+    """Ids of data sets are `name` or `owner/name`."""
+    return data.startswith((".", "/", "~")) or data.count("/") > 1

@@ -1,0 +1,80 @@
+"""How large a run is where the user says nothing: a step takes seconds on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from grpo_local.settings import DemoSettings, TaskName
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything whose default depends on the task or on the model. Names as in `DemoSettings`."""
+
+    steps: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    max_completion_tokens: int
+    seq_len: int
+    max_model_len: int
+    kv_cache_mib: int
+    lr: float = 3e-4
+    step_deadline_s: float = 120.0
+    server_deadline_s: float = 180.0
+    start_deadline_s: float = 60.0
+
+
+BY_TASK: Mapping[TaskName, Sizes] = {
+    "arithmetic": Sizes(
+        steps=250,
+        batch_size=64,
+        gradient_accumulation_steps=2,
+        max_completion_tokens=8,
+        seq_len=128,
+        max_model_len=512,
+        kv_cache_mib=64,
+    ),
+    # With one token per character a problem has 120 to 1,072 tokens, template included. The tiny
+    # model says a few digits; what runs on is cut off soon, since it costs the most and is worth 0.
+    "gsm8k": Sizes(
+        steps=60,
+        batch_size=16,
+        gradient_accumulation_steps=2,
+        max_completion_tokens=32,
+        seq_len=1152,
+        max_model_len=1536,
+        kv_cache_mib=256,
+    ),
+}
+"""For the tiny model."""
+
+REASONING_TOKENS: Mapping[TaskName, int] = {"arithmetic": 8, "gsm8k": 256}
+"""Longest completion of a model that can reason."""
+
+
+def sizes_for(settings: DemoSettings) -> Sizes:
+    """The defaults of the task with the longest sequences, under what the user has set."""
+    sizes = max((BY_TASK[task] for task in settings.task), key=lambda sizes: sizes.seq_len)
+    if settings.model is not None:
+        sizes = _for_a_model_of_the_user(sizes, settings)
+    names = [field.name for field in fields(Sizes)]
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    chosen = replace(sizes, **given)
+    return replace(chosen, max_model_len=given.get("max_model_len") or _room(chosen))
+
+
+def _for_a_model_of_the_user(sizes: Sizes, settings: DemoSettings) -> Sizes:
+    """It has learnt something that a high learning rate would destroy, and it takes its time."""
+    return replace(
+        sizes,
+        max_completion_tokens=max(REASONING_TOKENS[task] for task in settings.task),
+        lr=1e-5,
+        step_deadline_s=1800.0,
+        server_deadline_s=1800.0,
+        start_deadline_s=600.0,
+    )
+
+
+def _room(sizes: Sizes) -> int:
+    return max(sizes.max_model_len, sizes.seq_len)
