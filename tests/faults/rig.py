@@ -189,6 +189,7 @@ class Rig:
         return [
             *(sys.executable, "-m", "grpo_api"),
             *("--port", str(self._ports.run_api)),
+            *("--redis-deadline-s", "3"),
             *self._redis_flags(),
         ]
 

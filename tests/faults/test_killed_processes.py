@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -102,26 +103,53 @@ def test_a_trainer_killed_while_it_may_be_writing(rig: Rig, stage: str) -> None:
     check_the_run_goes_on(rig)
 
 
+@dataclass(frozen=True)
+class Witness:
+    """Who notices, with which deadline, and what it says at its end."""
+
+    name: str
+    flags: tuple[str, str]
+    says: str
+
+
 @pytest.mark.parametrize(
-    ("victim", "witness", "flags", "says"),
+    ("victim", "witnesses"),
     [
-        (RUN_API, TRAINER, ["--service-deadline-s", "3"], "Atropos API not reachable"),
-        (REDIS, TRAINER, ["--service-deadline-s", "3"], "Redis did not answer within"),
-        (ENVIRONMENT, TRAINER, ["--batch-deadline-s", "3"], "no batch within 3 s"),
-        (SERVER, TRAINER, ["--server-return-deadline-s", "3"], "went away and did not come back"),
-        (RUN_API, ENVIRONMENT, ["--env.run-api-deadline-s", "3"], "Atropos API not reachable"),
-        (TRAINER, ENVIRONMENT, ["--env.trainer-deadline-s", "3"], "no batch was taken for 3 s"),
-        (SERVER, ENVIRONMENT, ["--openai.request-deadline-s", "3"], "vllm-server failed for"),
+        (
+            RUN_API,
+            [
+                Witness(TRAINER, ("--service-deadline-s", "2"), "Atropos API not reachable"),
+                Witness(ENVIRONMENT, ("--env.run-api-deadline-s", "2"), "Atropos API not reach"),
+            ],
+        ),
+        (
+            REDIS,
+            [Witness(TRAINER, ("--service-deadline-s", "2"), "Redis did not answer within")],
+        ),
+        (ENVIRONMENT, [Witness(TRAINER, ("--batch-deadline-s", "2"), "no batch within 2 s")]),
+        (TRAINER, [Witness(ENVIRONMENT, ("--env.trainer-deadline-s", "2"), "no batch was taken")]),
+        (
+            SERVER,
+            [
+                Witness(TRAINER, ("--server-return-deadline-s", "2"), "did not come back within"),
+                Witness(ENVIRONMENT, ("--openai.request-deadline-s", "2"), "vllm-server failed"),
+            ],
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_process_that_does_not_come_back_is_named(
-    rig: Rig, victim: str, witness: str, flags: list[str], says: str
+    rig: Rig, victim: str, witnesses: list[Witness]
 ) -> None:
     with rig.held_at(WAITING):
-        rig.kill(witness)
-    rig.start(witness, *flags)
+        for witness in witnesses:
+            rig.kill(witness.name)
+    for witness in witnesses:
+        rig.start(witness.name, *witness.flags)
     rig.wait_for_steps(1)
     with rig.held_at(WAITING):
         rig.kill(victim)
-    assert rig.process(witness).wait(ENDS_WITHIN_S) == 1
-    assert says in rig.process(witness).log_path.read_text()
+    for witness in witnesses:
+        ended = rig.process(witness.name)
+        assert ended.wait(ENDS_WITHIN_S) == 1
+        assert witness.says in ended.log_path.read_text()
