@@ -200,6 +200,7 @@ class Rig:
             *("--port", str(self._ports.server)),
             "--share-weights",
             *("--weights-socket", str(self._socket)),
+            *("--bridge-config-path", str(self._directory / "vllm_bridge_config.json")),
             *self._redis_flags(),
             *("--dtype", "float32"),
             *SMALL,

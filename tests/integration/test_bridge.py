@@ -18,10 +18,11 @@ from grpo_core.inference_client import BridgeClient
 from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer, TornWeights
+from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
 from tests.integration.engine_load import posted_in_background, running_requests, wait_for
-from tests.integration.trainer_side import attached_trainer
+from tests.integration.trainer_side import AttachedTrainer, attached_trainer
 
 # Pauses in a process of its own, says so, and never resumes.
 PAUSE_AND_HANG = """
@@ -219,15 +220,45 @@ def test_an_update_given_up_before_it_wrote_keeps_the_version(
     assert bridge.info().weights_intact
 
 
-def test_a_trainer_notices_a_server_that_is_gone(shared_server: InferenceServer) -> None:
+def test_a_trainer_that_lost_its_connection_attaches_again_and_writes_everything(
+    shared_server: InferenceServer,
+) -> None:
     with attached_trainer(shared_server) as trainer:
-        connection = trainer.sync._connection
-        assert connection is not None
-        assert not connection.server_has_closed()
-        connection.connection.shutdown(2)  # what the end of the server looks like from here
-        with pytest.raises(LostServer, match="gone or restarted"):
+        epoch, _ = trainer.step(0).version
+        cut_connection(trainer)
+        trainer.sync.tend()
+        assert trainer.bridge.info().policy_version == (epoch + 1, 1)
+        cut_connection(trainer)
+        assert trainer.step(1).version == (epoch + 2, 2)
+        assert trainer.bridge.info().weights_intact
+        alignment = trainer.alignment()
+        assert alignment.max < 1e-4 < alignment.moved
+
+
+def test_a_session_that_ended_at_the_server_is_replaced(shared_server: InferenceServer) -> None:
+    """A trainer that slept through its lease finds out when it pauses again."""
+    with attached_trainer(shared_server) as trainer:
+        epoch, _ = trainer.step(0).version
+        attachment = trainer.sync._held()
+        trainer.bridge.pause(attachment.session, 0.1, PolicyVersion(epoch, 2))
+        wait_for(lambda: not trainer.bridge.info().paused, deadline_s=5.0)
+        assert trainer.step(1).version == (epoch + 2, 2)
+        assert trainer.alignment().max < 1e-4
+
+
+def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> None:
+    with attached_trainer(shared_server) as trainer:
+        trainer.sync._places = WeightPlaces(Path("/nowhere/weights.sock"))
+        trainer.sync._return_deadline_s = 0.5
+        cut_connection(trainer)
+        with pytest.raises(LostServer, match=r"did not come back within 0\.5 s"):
             trainer.step(0)
         trainer.sync.close()
+
+
+def cut_connection(trainer: AttachedTrainer) -> None:
+    """What the end of the server looks like from the trainer."""
+    trainer.sync._held().connection.connection.shutdown(2)
 
 
 def test_the_socket_is_private(shared_server: InferenceServer) -> None:

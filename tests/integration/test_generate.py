@@ -88,7 +88,7 @@ def test_prompt_logprobs(shared_server: InferenceServer) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_p": 7}, "top_p"),
         ({"seed": 1}, "seed"),
-        ({"stream": True}, "stream"),
+        ({"stream": "yes"}, "stream"),
         ({"logprobs": 1000}, "logprobs"),
     ],
 )

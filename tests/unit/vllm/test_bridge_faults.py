@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 
 from grpo_core.wire import PolicyVersion
 from grpo_vllm import bridge as bridge_module
-from grpo_vllm.bridge import BridgeConflict, BridgeTimeout, WeightBridge
+from grpo_vllm import engine_switch
+from grpo_vllm.bridge import BridgeConflict, WeightBridge
+from grpo_vllm.engine_switch import EngineTimeout
+from grpo_vllm.serving_state import ServingState
+from tests.unit.vllm.fake_engine import FakeEngine
 
 NEXT = PolicyVersion(1, 0)
 
 
-@dataclass
-class Engine:
-    """Does what it is told, except for the calls named in `hangs`."""
-
-    hangs: set[str] = field(default_factory=set)
-    calls: list[str] = field(default_factory=list)
-
-    async def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.hangs:
-            await asyncio.sleep(3600)
-
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def name_weights(self, version: PolicyVersion) -> None:
-        await self._call(f"name {version.epoch}.{version.step}")
-
-
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge_module, "ENGINE_CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_switch, "ENGINE_CALL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(bridge_module, "HANDOVER_S", 0.05)
 
 
 async def test_an_update_by_the_book() -> None:
-    engine = Engine()
+    engine = FakeEngine()
     bridge = WeightBridge(engine)
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, NEXT)
@@ -55,28 +36,28 @@ async def test_an_update_by_the_book() -> None:
 
 
 async def test_an_engine_that_does_not_resume_ends_the_server_and_stays_known_as_paused() -> None:
-    bridge = WeightBridge(Engine(hangs={"resume"}))
+    bridge = WeightBridge(FakeEngine(hangs={"resume"}))
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, NEXT)
-    with pytest.raises(BridgeTimeout, match="did not resume"):
+    with pytest.raises(EngineTimeout, match="did not resume"):
         await bridge.resume(session, written=True)
     assert bridge.paused
-    assert bridge.broken.is_set()
+    assert bridge.engine.broken
 
 
 async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
-    engine = Engine(hangs={"pause"})
+    engine = FakeEngine(hangs={"pause"})
     bridge = WeightBridge(engine)
     session = await bridge.open_session()
-    with pytest.raises(BridgeTimeout, match="did not pause"):
+    with pytest.raises(EngineTimeout, match="did not pause"):
         await bridge.pause(session, 10.0, NEXT)
     assert engine.calls == ["pause", "resume"]
     assert not bridge.paused
-    assert not bridge.broken.is_set()
+    assert not bridge.engine.broken
 
 
 async def test_a_closing_connection_does_not_abandon_the_pause_of_the_next_trainer() -> None:
-    bridge = WeightBridge(Engine())
+    bridge = WeightBridge(FakeEngine())
     first = await bridge.open_session()
     await bridge.close_session(first)
     second = await bridge.open_session()
@@ -88,7 +69,7 @@ async def test_a_closing_connection_does_not_abandon_the_pause_of_the_next_train
 
 
 async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() -> None:
-    engine = Engine()
+    engine = FakeEngine()
     bridge = WeightBridge(engine)
     session = await bridge.open_session()
     await bridge.pause(session, 0.01, NEXT)
@@ -104,3 +85,37 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert bridge.paused
     await bridge.resume(second, written=True)
     assert bridge.weights_intact
+
+
+async def test_an_engine_that_does_not_take_a_name_ends_the_server() -> None:
+    """Otherwise it would serve the new weights under the old name."""
+    bridge = WeightBridge(FakeEngine(hangs={"name 1.0"}))
+    session = await bridge.open_session()
+    await bridge.pause(session, 10.0, NEXT)
+    with pytest.raises(EngineTimeout, match="did not name its weights"):
+        await bridge.resume(session, written=True)
+    assert bridge.engine.broken
+    assert bridge.version == PolicyVersion(0, 0)
+
+
+async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
+    engine = FakeEngine(hangs={"sleep"})
+    bridge = WeightBridge(engine)
+    with pytest.raises(EngineTimeout, match="did not fall asleep"):
+        await bridge.engine.sleep()
+    refusal = bridge.refusal()  # half asleep is as bad
+    assert bridge.state is ServingState.SLEEPING
+    assert refusal is not None
+    assert not refusal.hold
+    assert "/bridge/wake_up" in refusal.reason
+    await bridge.engine.wake_up()
+    assert bridge.refusal() is None
+
+
+async def test_an_update_notice_leaves_the_version_alone() -> None:
+    engine = FakeEngine()
+    bridge = WeightBridge(engine)
+    assert await bridge.take_notice()
+    assert engine.calls == ["reset_prefix_cache"]
+    assert (bridge.notice_count, bridge.update_count) == (1, 0)
+    assert bridge.version == PolicyVersion(0, 0)

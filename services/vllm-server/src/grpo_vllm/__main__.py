@@ -21,7 +21,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = load_settings(
         ServerSettings,
         sys.argv[1:] if argv is None else argv,
-        variables={"share_weights": SHARE_WEIGHTS_VARIABLE},
+        variables={
+            "share_weights": SHARE_WEIGHTS_VARIABLE,
+            "bridge_config_path": "VLLM_BRIDGE_CONFIG_PATH",
+            "logdir": "LOGDIR",
+        },
     )
     configure_logging("vllm-server", settings.log_level)
     # Inherited by the engine's processes: our plugin registers there only where it is wanted.

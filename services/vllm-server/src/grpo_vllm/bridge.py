@@ -6,6 +6,9 @@ trainer resumes, when the lease runs out, or when the connection closes, whichev
 a trainer that dies or hangs in the middle of a write never leaves the server silent. What it
 leaves in memory may then be half an update: the server says so (`weights_intact`) until a trainer
 has written everything again.
+
+An engine that starts in the middle of a run holds the checkpoint's weights. Nobody is answered from
+them: a trainer first writes back the version that was served last, or a later one.
 """
 
 from __future__ import annotations
@@ -14,36 +17,28 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine_switch import Engine, EngineSwitch
+from grpo_vllm.readiness_gate import Refusal
+from grpo_vllm.served_record import NoRecord, ServedWeights, WeightsRecord
+from grpo_vllm.serving_state import ServingState, refusal_in
+from grpo_vllm.write_back import WriteBack
 
 log = structlog.get_logger()
 
-ENGINE_CALL_TIMEOUT_S = 30.0
+UNTRAINED = PolicyVersion(epoch=0, step=0)
+"""The checkpoint's weights, before any trainer has written."""
+
 HANDOVER_S = 2.0
 """How long a new trainer waits at the door for the connection of the one before to close."""
 
 
 class BridgeConflict(GrpoError):
     """The session may not do this now: unknown, not the holder, or its lease is over."""
-
-
-class BridgeTimeout(GrpoError):
-    """The engine did not stop or start scheduling in time."""
-
-
-class PausableEngine(Protocol):
-    async def pause(self) -> None:
-        """Stop scheduling, keep requests in flight, forget all keys and values."""
-
-    async def resume(self) -> None: ...
-
-    async def name_weights(self, version: PolicyVersion) -> None:
-        """Stamp what is sampled from now on."""
 
 
 @dataclass
@@ -56,16 +51,26 @@ class _Pause:
 
 
 class WeightBridge:
-    """Args: engine: what is paused, named and resumed."""
+    """Args:
+    engine: what is paused, named and resumed
+    version: names the weights that the engine starts with, or those that it should hold
+    record: learns every name before anybody is answered under it
+    """
 
-    def __init__(self, engine: PausableEngine) -> None:
-        self.version = PolicyVersion(epoch=0, step=0)
+    def __init__(
+        self,
+        engine: Engine,
+        version: PolicyVersion = UNTRAINED,
+        record: WeightsRecord | None = None,
+    ) -> None:
+        self.engine = EngineSwitch(engine)
+        self.write_back = WriteBack()
+        self.version = version
         self.weights_intact = True
         self.update_count = 0
         self.last_update_time: float | None = None
-        self.broken = asyncio.Event()
-        """Set once the engine cannot be brought to serve again: the process must end."""
-        self._engine = engine
+        self.notice_count = 0
+        self._record = record or NoRecord()
         self._session: str | None = None
         self._session_ended = asyncio.Event()
         self._session_ended.set()
@@ -76,6 +81,23 @@ class WeightBridge:
     @property
     def paused(self) -> bool:
         return self._pause is not None
+
+    @property
+    def state(self) -> ServingState:
+        if self.write_back.missing:
+            overdue = self.write_back.overdue
+            return ServingState.FAILED if overdue else ServingState.AWAITING_WEIGHTS
+        if self.engine.sleeping:
+            return ServingState.SLEEPING
+        return ServingState.PAUSED if self.paused else ServingState.SERVING
+
+    def refusal(self) -> Refusal | None:
+        """`grpo_vllm.readiness_gate.Barrier`"""
+        return refusal_in(self.state, self.version)
+
+    async def wait(self, at_most_s: float) -> None:
+        """`grpo_vllm.readiness_gate.Barrier`"""
+        await self.write_back.wait(at_most_s)
 
     async def open_session(self) -> str:
         """Attach a trainer.
@@ -113,7 +135,7 @@ class WeightBridge:
 
         Raises:
             BridgeConflict: unknown session, or a version that is not a new one.
-            BridgeTimeout: the engine did not come to rest.
+            EngineTimeout: the engine did not come to rest.
         """
         async with self._lock:
             if session != self._session:
@@ -121,13 +143,9 @@ class WeightBridge:
                     f"session {session} is not attached to this server (it may have restarted, or "
                     "a lease ran out); connect to the weight socket again"
                 )
-            if version <= self.version:
-                raise BridgeConflict(
-                    f"policy version {tuple(version)} is not newer than {tuple(self.version)}; "
-                    "a version names one set of weights only"
-                )
+            self._check_is_free(version)
             if self._pause is None:
-                await self._engine_pause()
+                await self.engine.pause()
             else:
                 self._pause.timer.cancel()
             loop = asyncio.get_running_loop()
@@ -140,7 +158,7 @@ class WeightBridge:
 
         Raises:
             BridgeConflict: the session does not hold the pause.
-            BridgeTimeout: the engine did not start again; the server ends.
+            EngineTimeout: the engine did not start again; the server ends.
         """
         async with self._lock:
             if self._pause is None or self._pause.session != session:
@@ -150,27 +168,58 @@ class WeightBridge:
                 )
             if written:
                 await self._name(self._pause.version, intact=True)
-            await self._engine_resume()
+            await self._end_pause(self._pause)
+            if written:
+                self.write_back.done()
+
+    async def take_notice(self) -> bool:
+        """Something outside says that weights have changed: forget cached keys and values. The
+        version stays, since only a trainer that holds the pause can name weights.
+
+        Returns:
+            False where requests under way still use the cache.
+        """
+        self.notice_count += 1
+        reset = await self.engine.reset_prefix_cache()
+        log.info("update notice", notice_count=self.notice_count, prefix_cache_reset=reset)
+        return reset
+
+    def _check_is_free(self, version: PolicyVersion) -> None:
+        # Weights that are written back keep their name: nobody was answered from others under it.
+        taken = version < self.version if self.write_back.missing else version <= self.version
+        if taken:
+            raise BridgeConflict(
+                f"policy version {tuple(version)} is not newer than {tuple(self.version)}; "
+                "a version names one set of weights only"
+            )
 
     async def _abandon(self, pause: _Pause | None, why: str) -> None:
         """Go on serving after a holder that will not resume."""
         async with self._lock:
             if pause is None or self._pause is not pause:
                 return
-            # The write may have been cut in half: what is served now must carry neither the name
-            # of the weights before nor one that the trainer will use.
-            await self._name(PolicyVersion(self.version.epoch + 1, self.version.step), intact=False)
+            if self.write_back.missing:
+                self.weights_intact = False  # no name is needed: nobody is answered from these
+            else:
+                # The write may have been cut in half: what is served now must carry neither the
+                # name of the weights before nor one that the trainer will use.
+                torn = PolicyVersion(self.version.epoch + 1, self.version.step)
+                await self._name(torn, intact=False)
             log.warning(
-                "pause abandoned; serving again", why=why, policy_version=tuple(self.version)
+                "pause abandoned",
+                why=why,
+                state=self.state.value,
+                policy_version=tuple(self.version),
             )
-            await self._engine_resume()
+            await self._end_pause(pause)
 
     async def _name(self, version: PolicyVersion, intact: bool) -> None:
-        await self._engine.name_weights(version)
+        await self.engine.name_weights(version)
         self.version = version
         self.weights_intact = intact
         self.update_count += 1
         self.last_update_time = time.time()
+        await self._record.note(ServedWeights(version, intact, trained=True))
 
     def _lease_ran_out(self) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.
@@ -180,26 +229,7 @@ class WeightBridge:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _engine_pause(self) -> None:
-        try:
-            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                await self._engine.pause()
-        except TimeoutError:
-            await self._engine_resume()  # it may still come to rest, with nobody to wake it
-            raise BridgeTimeout(
-                f"the engine did not pause within {ENGINE_CALL_TIMEOUT_S:g} s; see the server log"
-            ) from None
-
-    async def _engine_resume(self) -> None:
-        """Raises `BridgeTimeout` and marks the bridge broken where the engine stays silent."""
-        if self._pause is not None:
-            self._pause.timer.cancel()
-        try:
-            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                await self._engine.resume()
-        except TimeoutError:
-            self.broken.set()
-            raise BridgeTimeout(
-                f"the engine did not resume within {ENGINE_CALL_TIMEOUT_S:g} s; the server ends"
-            ) from None
+    async def _end_pause(self, pause: _Pause) -> None:
+        pause.timer.cancel()
+        await self.engine.resume()
         self._pause = None

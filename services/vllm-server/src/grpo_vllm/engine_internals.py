@@ -6,14 +6,18 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
    `get_all_weights`, `load_model`), `LoadConfig`
 2. layers: `UnquantizedLinearMethod`, `UnquantizedEmbeddingMethod`, the attributes `quant_method`
    and `cpu_linear`
-3. platform: `current_platform.is_cpu()`
+3. platform: `current_platform.is_cpu()`, `is_sleep_mode_available()`
 4. server: `make_arg_parser`, `validate_parsed_serve_args`, `build_async_engine_client`,
    `build_app`, `init_app_state`, `cli_env_setup`
 5. engine (the client that `open_engine` yields): `generate`, `pause_generation`,
-   `resume_generation`, `update_weight_version` (0.32), `collective_rpc`, `errored`; the worker's
-   `get_model`
-6. requests: `SamplingParams`, `RequestOutputKind`, `TokensPrompt`, the outputs' `weight_versions`
-7. switches: `VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_WORKER_MULTIPROC_METHOD`
+   `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`, `sleep`, `wake_up`,
+   `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`
+6. requests: `SamplingParams`, `StructuredOutputsParams`, `RequestOutputKind`, `TokensPrompt`, the
+   outputs' `weight_versions`, the tokenizer's `max_chars_per_token`
+7. admission: a `LogitsProcessor`'s `validate_params`, called for every request on every route
+8. errors: `VLLMClientError` (the request is wrong; `ValueError` in 0.24), `EngineDeadError`,
+   `EngineGenerateError`; the handlers for its own routes read `app.state.server`
+9. switches: `VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_WORKER_MULTIPROC_METHOD`
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/integration/
 test_vllm_internals.py` checks that each is still there.
@@ -36,24 +40,41 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from grpo_core.wire import PolicyVersion
 
+try:
+    from vllm.exceptions import VLLMClientError as EngineRefusal
+except ImportError:  # vLLM 0.24
+    EngineRefusal = ValueError
+
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI
 
 __all__ = [
     "DefaultModelLoader",
     "EngineControl",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "EngineRefusal",
     "LoadConfig",
+    "LogitsProcessor",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokensPrompt",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "build_openai_app",
+    "check_requests_with",
     "current_platform",
+    "device_type",
+    "let_handlers_stop",
+    "longest_token_chars",
     "open_engine",
     "parse_engine_arguments",
     "refuse_parallel_engines",
@@ -61,6 +82,7 @@ __all__ = [
     "replace_config",
     "stamped_versions",
     "stamps_versions",
+    "why_no_sleep",
 ]
 
 CPU_ENVIRONMENT = {
@@ -91,6 +113,15 @@ def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
+def check_requests_with(processor: str, arguments: argparse.Namespace) -> None:
+    """Have the engine ask `processor` ("module:class") about every request's sampling parameters.
+
+    Not with speculative decoding, which vLLM does not combine with logits processors.
+    """
+    if arguments.speculative_config is None:
+        arguments.logits_processors = [*(arguments.logits_processors or []), processor]
+
+
 def open_engine(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
     """Start the engine's processes; leaving the context ends them."""
     engine: AbstractAsyncContextManager[Any] = _server().build_async_engine_client(arguments)
@@ -104,6 +135,11 @@ async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAP
     app: FastAPI = server.build_app(arguments, tasks, engine.model_config)
     await server.init_app_state(engine, app.state, arguments, tasks)
     return app
+
+
+def let_handlers_stop(app: FastAPI, server: uvicorn.Server) -> None:
+    """vLLM's handler of engine errors ends the server when the engine is dead."""
+    app.state.server = server
 
 
 class EngineControl:
@@ -122,6 +158,36 @@ class EngineControl:
         """Have the engine stamp what it samples, where it can (vLLM 0.32)."""
         if stamps_versions(self._engine):
             await self._engine.update_weight_version(version_label(version))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._engine.reset_prefix_cache())
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        await self._engine.wake_up()
+
+
+def device_type(engine: Any) -> str:
+    """ "cpu", "cuda"."""
+    name: str = engine.vllm_config.device_config.device_type
+    return name
+
+
+def why_no_sleep(engine: Any) -> str | None:
+    """What stands against `sleep`; None where vLLM offers it."""
+    if not current_platform.is_sleep_mode_available():
+        return f"vLLM has no sleep mode on {current_platform.device_name}"
+    if not engine.vllm_config.model_config.enable_sleep_mode:
+        return "start the server with --enable-sleep-mode"
+    return None
+
+
+def longest_token_chars(tokenizer: Any) -> int:
+    """Characters of the longest token."""
+    length: int = tokenizer.max_chars_per_token
+    return length
 
 
 def stamps_versions(engine: Any) -> bool:

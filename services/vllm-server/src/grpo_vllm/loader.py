@@ -23,6 +23,7 @@ from grpo_vllm.engine_internals import (
 )
 from grpo_vllm.plain_layers import packed_layers, use_plain_layout
 from grpo_vllm.plugin_names import LOAD_FORMAT
+from grpo_vllm.served_parameters import ServedParameters
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
@@ -65,11 +66,13 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._map = CheckpointMap(arena)
         with self._map:
             super().load_weights(model, model_config)
+        served = ServedParameters(model, arena)
+        mappings = {name: served.mapping(region) for name, region in self._map.regions().items()}
         manifest = WeightManifest(
             generation=uuid.uuid4().hex,
             model=str(model_config.model),
             total_bytes=arena.total_bytes,
-            parameters=self._map.regions(),
+            parameters={name: mapping for name, mapping in mappings.items() if mapping},
         )
         setattr(model, _ATTRIBUTE, SharedParameters(arena, manifest))
 
@@ -94,6 +97,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         shared = shared_parameters(model)
         problems = {
             **self._map.unshareable(),
+            **_unplaced(self._map, shared),
             **_outside_arena(model, shared.arena),
             **_never_loaded(model, shared),
             **dict.fromkeys(packed_layers(model), "served from a packed copy"),
@@ -125,6 +129,14 @@ def move_into_arena(model: nn.Module) -> Arena:
         # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
         parameter.data = arena.view(region)
     return arena
+
+
+def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
+    return {
+        name: "not whole rows of one of the server's parameters"
+        for name in seen.regions()
+        if name not in shared.manifest.parameters
+    }
 
 
 def _outside_arena(model: nn.Module, arena: Arena) -> dict[str, str]:

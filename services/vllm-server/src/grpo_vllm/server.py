@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import structlog
-import uvicorn
-from fastapi import FastAPI
 
+from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
-from grpo_vllm import routes
+from grpo_vllm.admission import PROCESSOR
+from grpo_vllm.applications import control_app, include_control, public_app
+from grpo_vllm.arena import dtype_name
+from grpo_vllm.beginning import Beginning, begin_after
 from grpo_vllm.bridge import WeightBridge
+from grpo_vllm.bridge_file import announced
 from grpo_vllm.engine_internals import (
     EngineControl,
-    build_openai_app,
+    check_requests_with,
+    current_platform,
+    device_type,
     open_engine,
     parse_engine_arguments,
     refuse_parallel_engines,
 )
+from grpo_vllm.http_servers import Endpoint, HttpServer, bound_socket, serve_until
 from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.served_record import NoRecord, ServedRecord, ServedWeights, WeightsRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weight_server import import_from_worker, serve_weights
 
 log = structlog.get_logger()
 
-ENGINE_WATCH_S = 1.0
-GRACEFUL_SHUTDOWN_S = 5
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
 
@@ -67,113 +73,91 @@ def engine_arguments(settings: ServerSettings) -> list[str]:
 
 
 async def _serve(settings: ServerSettings) -> None:
+    arguments = _parsed_engine_arguments(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        public = stack.enter_context(bound_socket(settings.host, settings.port))
+        control = _control_socket(settings, stack)
+        record = await _open_record(settings, stack)
+        served = await record.read(settings.redis_deadline_s)
+        engine = await stack.enter_async_context(open_engine(arguments))
+        beginning = begin_after(served, settings.await_weights)
+        bridge = await _begin(settings, engine, beginning, record)
+        shared = await stack.enter_async_context(_sharing(settings, engine, bridge))
+        app = await public_app(engine, arguments, bridge, shared)
+        if control is None and settings.public_is_loopback:
+            include_control(app, settings, engine, bridge)
+        endpoints = [Endpoint(HttpServer.gated(app, bridge, settings.write_back_hold_s), public)]
+        if control is not None:
+            endpoints.append(Endpoint(HttpServer(control_app(settings, engine, bridge)), control))
+        log.info("serving", host=settings.host, port=settings.port, model=settings.model)
+        await serve_until(lambda: engine.errored or bridge.engine.broken, endpoints)
+        if engine.errored:
+            raise EngineDied("the engine process ended; its last lines in this log say why")
+        if bridge.engine.broken:
+            raise EngineDied("the engine did not resume after a pause")
+
+
+def _parsed_engine_arguments(settings: ServerSettings) -> argparse.Namespace:
     arguments = parse_engine_arguments(engine_arguments(settings))
     if settings.share_weights:
         refuse_parallel_engines(arguments)
-    public = _listen(settings.host, settings.port)
-    control = (
-        _listen(settings.control_host, settings.control_port) if settings.control_port else None
-    )
-    async with open_engine(arguments) as engine:
-        control_of_engine = EngineControl(engine)
-        bridge = WeightBridge(control_of_engine)
-        await control_of_engine.name_weights(bridge.version)
-        async with _shared_weights(settings, engine, bridge) as shared:
-            app = await build_openai_app(engine, arguments)
-            app.include_router(routes.public_router(engine, bridge, shared))
-            control_app = app if control is None else FastAPI(title="vllm-server control")
-            if control is not None or settings.public_is_loopback:
-                router = routes.control_router(bridge, settings.max_pause_lease_s)
-                control_app.include_router(router)
-            log.info("serving", host=settings.host, port=settings.port, model=settings.model)
-            await _run_servers(engine, bridge, app, public, control_app, control)
+    if current_platform.is_cpu():
+        check_requests_with(PROCESSOR, arguments)
+    return arguments
+
+
+def _control_socket(
+    settings: ServerSettings, stack: contextlib.AsyncExitStack
+) -> socket.socket | None:
+    if settings.control_port is None:
+        return None
+    return stack.enter_context(bound_socket(settings.control_host, settings.control_port))
+
+
+async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
+    """Weights that nobody can write are always the checkpoint's: there is nothing to remember."""
+    if settings.redis_url is None or not settings.share_weights:
+        return NoRecord()
+    return await stack.enter_async_context(ServedRecord(settings.redis_url, settings.run_id))
+
+
+async def _begin(
+    settings: ServerSettings, engine: Any, beginning: Beginning, record: WeightsRecord
+) -> WeightBridge:
+    bridge = WeightBridge(EngineControl(engine), beginning.version, record)
+    await bridge.engine.name_weights(bridge.version)
+    if beginning.new_name:
+        await record.note(ServedWeights(bridge.version, intact=True, trained=False))
+    if beginning.missing:
+        bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
+    return bridge
 
 
 @contextlib.asynccontextmanager
-async def _shared_weights(
+async def _sharing(
     settings: ServerSettings, engine: Any, bridge: WeightBridge
-) -> AsyncIterator[routes.SharedWeights | None]:
+) -> AsyncIterator[BridgeConfig | None]:
+    """Weights and their description are there for trainers inside the context."""
     if not settings.share_weights:
         yield None
         return
     weights = await import_from_worker(engine)
-    async with serve_weights(settings.socket_path, weights, bridge):
-        log.info(
-            "sharing weights",
-            socket=str(settings.socket_path),
-            generation=weights.manifest.generation,
-            megabytes=round(weights.manifest.total_bytes / 1e6, 1),
-            parameters=len(weights.manifest.parameters),
-        )
-        yield routes.SharedWeights(weights.manifest, settings.socket_path)
-
-
-async def _run_servers(
-    engine: Any,
-    bridge: WeightBridge,
-    app: FastAPI,
-    public: socket.socket,
-    control_app: FastAPI,
-    control: socket.socket | None,
-) -> None:
-    servers = [(_Server(_config(app)), public)]
-    if control is not None:
-        servers.append((_Server(_config(control_app)), control))
-    stop = _stop_event()
-    watch = asyncio.create_task(_stop_with_engine(engine, bridge, stop))
-    running = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
-        log.info("stopping")
-        for server, _ in servers:
-            server.should_exit = True
-        await asyncio.gather(*running)
-    finally:
-        watch.cancel()
-        stopped.cancel()
-    if engine.errored:
-        raise EngineDied("the engine process ended; its last lines in this log say why")
-    if bridge.broken.is_set():
-        raise EngineDied("the engine did not resume after a pause")
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-async def _stop_with_engine(engine: Any, bridge: WeightBridge, stop: asyncio.Event) -> None:
-    while not (engine.errored or bridge.broken.is_set()):
-        await asyncio.sleep(ENGINE_WATCH_S)
-    stop.set()
-
-
-def _config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        access_log=False,
-        log_level="warning",
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+    config = BridgeConfig(
+        model=settings.model,
+        dtype=dtype_name(engine.model_config.dtype),
+        generation=weights.manifest.generation,
+        weights_socket=settings.socket_path.absolute(),
+        total_bytes=weights.manifest.total_bytes,
+        device=device_type(engine),
+        param_mappings=weights.manifest.parameters,
     )
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals alone: uvicorn would raise them again at its end, and the process would be
-    gone before the engine's processes are."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    return listener
+    async with serve_weights(settings.socket_path, weights, bridge):
+        with announced(config, settings.bridge_config_file):
+            log.info(
+                "sharing weights",
+                socket=str(settings.socket_path),
+                generation=config.generation,
+                megabytes=round(config.total_bytes / 1e6, 1),
+                parameters=len(config.param_mappings),
+            )
+            yield config

@@ -7,16 +7,19 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
+from grpo_core.bridge_config import FILE_NAME
 from grpo_core.redis_names import DEFAULT_RUN_ID
 from grpo_core.settings import CommandSettings
 
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would break the importance ratio, or the sharing, without a word."""
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class ServerSettings(CommandSettings):
@@ -54,6 +57,33 @@ class ServerSettings(CommandSettings):
     max_pause_lease_s: float = Field(
         120.0, gt=0, description="Longest pause a trainer may ask for, in seconds"
     )
+    bridge_config_path: Path | None = Field(
+        None,
+        description=f"Where to write {FILE_NAME} when weights are shared "
+        "(VLLM_BRIDGE_CONFIG_PATH; default: in --logdir)",
+    )
+    logdir: Path = Field(Path("."), description=f"Directory for {FILE_NAME} (LOGDIR)")
+    redis_url: str | None = Field(
+        None,
+        description="Redis that remembers which weights this run has served, so that a restarted "
+        "server waits for them (REDIS_URL; default: none, and it serves its checkpoint)",
+    )
+    redis_deadline_s: float = Field(
+        10.0, gt=0, description="How long Redis may take to answer at the start, in seconds"
+    )
+    await_weights: bool = Field(
+        True,
+        description="After a restart, hold requests until a trainer has written the served weights "
+        "back; --no-await-weights serves the checkpoint under a new version instead",
+    )
+    write_back_hold_s: float = Field(
+        20.0, gt=0, description="How long one request is held meanwhile, in seconds"
+    )
+    write_back_deadline_s: float = Field(
+        300.0,
+        gt=0,
+        description="How long a trainer may take before requests are refused at once, in seconds",
+    )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (RUN_ID)")
     log_level: str = Field("INFO", description="Least severe level that is logged")
     engine_arguments: CliUnknownArgs
@@ -66,6 +96,17 @@ class ServerSettings(CommandSettings):
     def socket_path(self) -> Path:
         folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-{self.run_id}-{self.port}"
         return self.weights_socket or folder / "weights.sock"
+
+    @property
+    def bridge_config_file(self) -> Path:
+        return self.bridge_config_path or self.logdir / FILE_NAME
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url_names_a_redis(cls, value: str | None) -> str | None:
+        if value is not None and urlsplit(value).scheme not in REDIS_SCHEMES:
+            raise ValueError("expected redis://host:port/db, rediss://... or unix://...")
+        return value
 
     @model_validator(mode="after")
     def _control_is_reachable_and_private(self) -> Self:

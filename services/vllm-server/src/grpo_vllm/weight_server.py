@@ -16,7 +16,8 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.weight_manifest import WeightGrant, WeightManifest
 from grpo_core.weight_socket import send_grant, send_refusal
-from grpo_vllm.bridge import BridgeConflict, BridgeTimeout, WeightBridge
+from grpo_vllm.bridge import BridgeConflict, WeightBridge
+from grpo_vllm.engine_switch import EngineTimeout
 
 log = structlog.get_logger()
 
@@ -132,7 +133,7 @@ async def _serve_trainer(
             pass  # the protocol has nothing for a trainer to say; only the end matters
     except BridgeConflict as error:
         await asyncio.to_thread(send_refusal, connection, str(error))
-    except BridgeTimeout as error:
+    except EngineTimeout as error:
         log.error("bridge broken", error=str(error))
     except OSError as error:
         log.warning("weight connection broke", session=session, error=str(error))

@@ -1,0 +1,131 @@
+"""Lets requests through only while the engine may answer them. Plain ASGI around the whole app.
+
+Nobody is sampled from weights that are not the run's: what generates is held for a while and then
+refused, health says no, and whatever does not generate passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
+OPEN_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+OPEN_PREFIXES = ("/bridge/", "/lora/")
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+RETRY_AFTER_S = 2
+TRY_AGAIN_LATER = 1013
+"""Close code of a WebSocket (IANA registry)."""
+LOOKAHEAD_BYTES = 64 * 1024
+"""How much of a held request's body is taken in, to see its client leave."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing is generated now. `hold`: it may be over soon, so requests are kept waiting."""
+
+    reason: str
+    hold: bool
+
+
+class Barrier(Protocol):
+    def refusal(self) -> Refusal | None:
+        """None while requests may pass."""
+
+    async def wait(self, at_most_s: float) -> None:
+        """Returns once `refusal` may have changed, after `at_most_s` seconds at the latest."""
+
+
+class ReadinessGate:
+    """Args:
+    app: what it stands in front of
+    barrier: says whether it is open
+    hold_s: how long one request is held
+    """
+
+    def __init__(self, app: ASGIApp, barrier: Barrier, hold_s: float) -> None:
+        self._app = app
+        self._barrier = barrier
+        self._hold_s = hold_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._barrier.refusal() if scope["type"] in ("http", "websocket") else None
+        if refusal is None or _passes(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+        elif scope["path"] in HEALTH_PATHS or not refusal.hold:
+            await _refuse(refusal, scope, receive, send)
+        else:
+            await self._hold(scope, _Lookahead(receive), send)
+
+    async def _hold(self, scope: Scope, incoming: _Lookahead, send: Send) -> None:
+        opening = asyncio.create_task(self._wait_for_opening())
+        leaving = asyncio.create_task(incoming.until_disconnect())
+        try:
+            await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return
+            refusal = opening.result()
+        finally:
+            opening.cancel()
+            leaving.cancel()
+            # Not one message may be taken in after this.
+            await asyncio.gather(opening, leaving, return_exceptions=True)
+        if refusal is None:
+            await self._app(scope, incoming.receive, send)
+        else:
+            await _refuse(refusal, scope, incoming.receive, send)
+
+    async def _wait_for_opening(self) -> Refusal | None:
+        """What still stands in the way once the hold is over; None as soon as nothing does."""
+        give_up_at = time.monotonic() + self._hold_s
+        while True:
+            refusal = self._barrier.refusal()
+            left_s = give_up_at - time.monotonic()
+            if refusal is None or not refusal.hold or left_s <= 0:
+                return refusal
+            await self._barrier.wait(left_s)
+
+
+class _Lookahead:
+    """Takes messages in while the request is held, and hands them on in order afterwards."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._taken: deque[Message] = deque()
+
+    async def until_disconnect(self) -> None:
+        """Returns when the client is gone; never, where more of its body stands in the way."""
+        taken_bytes = 0
+        while taken_bytes <= LOOKAHEAD_BYTES:
+            message = await self._receive()
+            self._taken.append(message)
+            if message["type"] == "http.disconnect":
+                return
+            taken_bytes += len(message.get("body", b""))
+        await asyncio.Event().wait()
+
+    async def receive(self) -> Message:
+        return self._taken.popleft() if self._taken else await self._receive()
+
+
+def _passes(scope: Scope) -> bool:
+    """True for what samples nothing. A path that is not known here counts as generation."""
+    if scope["type"] == "websocket" or scope["path"] in HEALTH_PATHS:
+        return False
+    path = scope["path"]
+    return scope["method"] in SAFE_METHODS or path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
+async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    response = JSONResponse(
+        {"detail": refusal.reason}, 503, headers={"retry-after": str(RETRY_AFTER_S)}
+    )
+    await response(scope, receive, send)

@@ -1,0 +1,1 @@
+"""HTTP on top of generation and bridge: handlers parse, call, reply."""

@@ -1,0 +1,70 @@
+"""What our own errors look like on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+
+from grpo_core.errors import GrpoError
+from grpo_vllm.bridge import BridgeConflict
+from grpo_vllm.engine_switch import EngineTimeout
+from grpo_vllm.generate_request import BadGenerateRequest
+from grpo_vllm.generation import GenerationFailed
+
+RETRY_AFTER_S = 1
+
+
+class BodyTooLarge(GrpoError):
+    """More bytes than any sensible request has."""
+
+
+class NotOffered(GrpoError):
+    """This engine, on this platform, cannot do it."""
+
+
+STATUS: dict[type[GrpoError], int] = {
+    BadGenerateRequest: 400,
+    BridgeConflict: 409,
+    BodyTooLarge: 413,
+    NotOffered: 501,
+    EngineTimeout: 503,
+    GenerationFailed: 503,
+}
+
+
+class AnsweringRoute(APIRoute):
+    """Answers our own errors itself: what vLLM's handlers make of them differs by version."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except tuple(STATUS) as error:
+                return _answer(_status_of(error), str(error))
+            except RequestValidationError as error:
+                return _answer(422, f"{_listed(error)}; expected {self.summary}")
+
+        return answer
+
+
+def _status_of(error: GrpoError) -> int:
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
+
+
+def _answer(status: int, detail: str) -> JSONResponse:
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+def _listed(error: RequestValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        for problem in error.errors()
+    )

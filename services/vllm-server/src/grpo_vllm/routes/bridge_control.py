@@ -1,0 +1,102 @@
+"""Routes that change state: for the trainer and the operator."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.bridge import BridgeConflict, WeightBridge
+from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+
+PAUSE_BODY = (
+    '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}: a pause is a lease of '
+    "the trainer that is attached to the weight socket, which gave it its session"
+)
+RESUME_BODY = '{"session": ..., "written": true or false}, from the session that paused'
+
+
+class PauseRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session: str
+    lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+
+
+class ResumeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session: str
+    written: bool
+
+
+def bridge_control_router(bridge: WeightBridge, max_lease_s: float) -> APIRouter:
+    """Pause, resume, and the notice that something outside has changed."""
+    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+
+    @router.post("/pause", summary=PAUSE_BODY)
+    async def post_pause(request: PauseRequest) -> dict[str, Any]:
+        lease_s = min(request.lease_s, max_lease_s)
+        await bridge.pause(request.session, lease_s, PolicyVersion(*request.policy_version))
+        return {"status": "paused", "lease_s": lease_s}
+
+    @router.post("/resume", summary=RESUME_BODY)
+    async def post_resume(request: ResumeRequest) -> dict[str, Any]:
+        await bridge.resume(request.session, request.written)
+        return {"status": "resumed", "policy_version": list(bridge.version)}
+
+    @router.get("/is_paused")
+    async def get_is_paused() -> dict[str, bool]:
+        return {"paused": bridge.paused}
+
+    @router.post("/notify_update")
+    async def post_notify_update() -> dict[str, Any]:
+        reset = await bridge.take_notice()
+        return {
+            "status": "ok",
+            "notice_count": bridge.notice_count,
+            "update_count": bridge.update_count,
+            "policy_version": list(bridge.version),
+            "prefix_cache_reset": reset,
+        }
+
+    return router
+
+
+def sleep_router(bridge: WeightBridge, shares_weights: bool, obstacle: str | None) -> APIRouter:
+    """Sleep and wake up.
+
+    Args:
+        obstacle: why the engine cannot sleep, None where it can.
+    """
+    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+
+    def check_offered() -> None:
+        if shares_weights:
+            raise BridgeConflict(
+                "sleeping would discard the weights that a trainer writes into; start the server "
+                "without --share-weights to let it sleep"
+            )
+        if obstacle is not None:
+            raise NotOffered(f"the engine cannot sleep: {obstacle}")
+
+    @router.post("/sleep")
+    async def post_sleep() -> dict[str, str]:
+        check_offered()
+        await bridge.engine.sleep()
+        return {"status": "sleeping"}
+
+    @router.post("/wake_up")
+    async def post_wake_up() -> dict[str, str]:
+        check_offered()
+        await bridge.engine.wake_up()
+        return {"status": "awake"}
+
+    @router.get("/is_sleeping")
+    async def get_is_sleeping() -> dict[str, bool]:
+        return {"sleeping": bridge.engine.sleeping}
+
+    return router

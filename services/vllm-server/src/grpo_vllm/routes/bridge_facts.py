@@ -1,0 +1,60 @@
+"""What anybody may ask about the weights that are served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+
+from grpo_core.bridge_config import BridgeConfig
+from grpo_vllm.bridge import WeightBridge
+from grpo_vllm.routes.answers import AnsweringRoute
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What does not change while the server runs. `shared`: None where nothing is shared."""
+
+    name: str
+    dtype: str
+    device: str
+    shared: BridgeConfig | None
+
+
+def bridge_facts_router(bridge: WeightBridge, model: ServedModel) -> APIRouter:
+    """`GET /bridge/info` and `GET /bridge/state_dict_info`."""
+    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+    shared = model.shared
+
+    @router.get("/info")
+    async def get_info() -> dict[str, Any]:
+        refusal = bridge.refusal()
+        return {
+            "enabled": shared is not None,
+            "shared_weights": shared is not None,
+            "model_name": model.name,
+            "device": model.device,
+            "generation": shared.generation if shared else None,
+            "weights_socket": str(shared.weights_socket) if shared else None,
+            "policy_version": list(bridge.version),
+            "weights_intact": bridge.weights_intact,
+            "paused": bridge.paused,
+            "state": bridge.state.value,
+            "state_reason": refusal.reason if refusal else None,
+            "update_count": bridge.update_count,
+            "notice_count": bridge.notice_count,
+            "last_update_time": bridge.last_update_time,
+        }
+
+    @router.get("/state_dict_info")
+    async def get_state_dict_info() -> dict[str, Any]:
+        described = shared.model_dump(mode="json") if shared else {"param_mappings": {}}
+        return {
+            "model": model.name,
+            "dtype": model.dtype,
+            "shared_weights_enabled": shared is not None,
+            **described,
+        }
+
+    return router

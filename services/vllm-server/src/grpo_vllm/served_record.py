@@ -1,0 +1,168 @@
+"""Which weights this run has served, kept in Redis. The only module here that speaks Redis.
+
+A server that starts again reads it to know that its checkpoint is older than the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from grpo_core.closing import ClosesOnAsyncExit
+from grpo_core.errors import GrpoError
+from grpo_core.redis_names import run_prefix
+from grpo_core.retry import async_retrying
+from grpo_core.wire import PolicyVersion
+
+log = structlog.get_logger()
+
+ATTEMPT_DEADLINE_S = 0.5
+RETRY_S = 1.0
+_FAILURES = (RedisError, OSError, TimeoutError)
+
+
+class RedisUnreachable(GrpoError):
+    """Redis did not answer at the start. Without it nobody knows what the run was served."""
+
+
+class BadServedRecord(GrpoError):
+    """The record of this run cannot be understood."""
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """`trained`: a trainer wrote them. Else they are the checkpoint's, under a name of this run."""
+
+    version: PolicyVersion
+    intact: bool
+    trained: bool
+
+
+class WeightsRecord(Protocol):
+    """What is remembered of the weights that a run was served."""
+
+    async def read(self, deadline_s: float) -> ServedWeights | None:
+        """None where the run was served nothing yet."""
+
+    async def note(self, served: ServedWeights) -> None:
+        """Returns soon, whether or not it could be written down, and never raises."""
+
+
+class NoRecord:
+    """Remembers nothing: where no Redis was named."""
+
+    async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
+        return None
+
+    async def note(self, served: ServedWeights) -> None:
+        """Nobody reads it."""
+
+
+class ServedRecord(ClosesOnAsyncExit):
+    """Args: url: of Redis; run_id: whose record."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self._where = _without_password(url)
+        self._key = run_prefix(run_id) + "served-weights"
+        self._redis: Redis = Redis.from_url(
+            url,
+            socket_connect_timeout=ATTEMPT_DEADLINE_S,
+            socket_timeout=ATTEMPT_DEADLINE_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            decode_responses=True,
+        )
+        self._latest: ServedWeights | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            log.warning("the weights served last are not in Redis", redis=self._where)
+        await self._redis.aclose()
+
+    async def read(self, deadline_s: float) -> ServedWeights | None:
+        """As `WeightsRecord.read`.
+
+        Raises:
+            RedisUnreachable: no answer within the deadline.
+            BadServedRecord: somebody else's value under our key.
+        """
+        try:
+            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, _FAILURES)):
+                with attempt:
+                    fields = await self._attempt("HGETALL", self._key)
+        except _FAILURES as error:
+            raise RedisUnreachable(
+                f"Redis at {self._where} did not answer within {deadline_s:g} s "
+                f"({error or type(error).__name__}), so it is unknown whether this run was served "
+                "other weights than the checkpoint's. Start Redis, mend --redis-url, or leave it "
+                "out to serve the checkpoint whatever was served before"
+            ) from error
+        return _parse(self._key, fields) if fields else None
+
+    async def note(self, served: ServedWeights) -> None:
+        """Write down what is served from now on; where Redis is away, as soon as it is back."""
+        self._latest = served
+        if self._catching_up is None and not await self._write(served):
+            log.warning("Redis does not answer; it learns later what is served", redis=self._where)
+            self._catching_up = asyncio.create_task(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        written = None
+        while written != self._latest:
+            await asyncio.sleep(RETRY_S)
+            latest = self._latest
+            if latest is not None and await self._write(latest):
+                written = latest
+        self._catching_up = None
+        log.info("Redis knows again what is served", redis=self._where)
+
+    async def _write(self, served: ServedWeights) -> bool:
+        fields = {
+            "epoch": served.version.epoch,
+            "step": served.version.step,
+            "intact": int(served.intact),
+            "trained": int(served.trained),
+            "time": round(time.time(), 3),
+        }
+        words = [word for field in fields.items() for word in field]
+        try:
+            await self._attempt("HSET", self._key, *words)
+        except _FAILURES:
+            return False
+        return True
+
+    async def _attempt(self, *command: Any) -> Any:
+        async with asyncio.timeout(ATTEMPT_DEADLINE_S):
+            # redis-py leaves this method without types
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
+    try:
+        return ServedWeights(
+            version=PolicyVersion(int(fields["epoch"]), int(fields["step"])),
+            intact=bool(int(fields["intact"])),
+            trained=bool(int(fields["trained"])),
+        )
+    except (KeyError, ValueError) as error:
+        raise BadServedRecord(
+            f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
+            "another --run-id"
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else ""
+    return f"{parts.scheme}://{host}{parts.path}"

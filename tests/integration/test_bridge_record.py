@@ -1,0 +1,98 @@
+"""What a run was served, remembered in a real Redis that may be away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from grpo_core.redis_names import run_prefix
+from grpo_core.wire import PolicyVersion
+from grpo_local.processes import free_port
+from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_vllm.served_record import (
+    BadServedRecord,
+    RedisUnreachable,
+    ServedRecord,
+    ServedWeights,
+)
+
+FIRST = ServedWeights(PolicyVersion(1, 0), intact=True, trained=True)
+TORN = ServedWeights(PolicyVersion(2, 4), intact=False, trained=True)
+LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False)
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def record(redis_url: str, run_id: str) -> AsyncIterator[ServedRecord]:
+    async with ServedRecord(redis_url, run_id) as record:
+        yield record
+
+
+async def test_a_run_that_was_served_nothing(record: ServedRecord) -> None:
+    assert await record.read(DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("served", [FIRST, TORN, LATEST])
+async def test_the_next_server_of_the_run_reads_what_the_last_one_noted(
+    record: ServedRecord, redis_url: str, run_id: str, served: ServedWeights
+) -> None:
+    await record.note(FIRST)
+    await record.note(served)
+    async with ServedRecord(redis_url, run_id) as next_server:
+        assert await next_server.read(DEADLINE_S) == served
+    async with ServedRecord(redis_url, "another run") as other_run:
+        assert await other_run.read(DEADLINE_S) is None
+
+
+async def test_somebody_elses_value_under_the_key_is_named(
+    record: ServedRecord, redis_url: str, run_id: str
+) -> None:
+    key = run_prefix(run_id) + "served-weights"
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(key, "epoch", "many")
+        with pytest.raises(BadServedRecord, match=r"served-weights.*delete that key"):
+            await record.read(DEADLINE_S)
+        client.delete(key)
+
+
+async def test_no_redis_is_a_named_error_within_the_deadline() -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    async with ServedRecord(url, "run") as record:
+        started = time.monotonic()
+        with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.5 s") as raised:
+            await record.read(0.5)
+        assert time.monotonic() - started < 3.0
+    assert "leave it out to serve the checkpoint" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_latest_later(
+    tmp_path: Path, run_id: str
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    async with ServedRecord(url, run_id) as record:
+        started = time.monotonic()
+        for served in (FIRST, TORN, LATEST):
+            await record.note(served)
+        assert time.monotonic() - started < 1.0
+        server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while await record.read(DEADLINE_S) != LATEST:
+                    await asyncio.sleep(0.05)
+            await record.note(FIRST)  # at once again
+            assert await record.read(DEADLINE_S) == FIRST
+        finally:
+            server.stop()

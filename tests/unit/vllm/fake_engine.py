@@ -1,0 +1,40 @@
+"""An engine that does what the real one does not do on demand: hang."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from grpo_core.wire import PolicyVersion
+
+
+@dataclass
+class FakeEngine:
+    """Notes what it is told, and never answers the calls named in `hangs`."""
+
+    hangs: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.hangs:
+            await asyncio.sleep(3600)
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def name_weights(self, version: PolicyVersion) -> None:
+        await self._call(f"name {version.epoch}.{version.step}")
+
+    async def reset_prefix_cache(self) -> bool:
+        await self._call("reset_prefix_cache")
+        return True
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake_up(self) -> None:
+        await self._call("wake_up")

@@ -1,0 +1,135 @@
+"""An engine that restarted in the middle of a run: who is answered, and under which name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.bridge import BridgeConflict, WeightBridge
+from grpo_vllm.served_record import ServedWeights
+from grpo_vllm.serving_state import ServingState
+from tests.unit.vllm.fake_engine import FakeEngine
+
+SERVED_BEFORE = PolicyVersion(2, 7)
+
+
+@dataclass
+class Notes:
+    """A record that can be read in order."""
+
+    written: list[ServedWeights] = field(default_factory=list)
+
+    async def read(self, deadline_s: float) -> ServedWeights | None:
+        raise AssertionError(f"the bridge never reads, not even within {deadline_s} s")
+
+    async def note(self, served: ServedWeights) -> None:
+        self.written.append(served)
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+def awaiting(notes: Notes, deadline_s: float = 60.0) -> WeightBridge:
+    bridge = WeightBridge(FakeEngine(), SERVED_BEFORE, notes)
+    bridge.write_back.begin(SERVED_BEFORE, deadline_s)
+    return bridge
+
+
+async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:
+    session = await bridge.open_session()
+    await bridge.pause(session, 10.0, version)
+    await bridge.resume(session, written=True)
+    await bridge.close_session(session)
+
+
+@pytest.mark.parametrize("version", [SERVED_BEFORE, PolicyVersion(2, 8), PolicyVersion(3, 0)])
+async def test_it_serves_once_the_same_or_later_weights_are_back(
+    notes: Notes, version: PolicyVersion
+) -> None:
+    bridge = awaiting(notes)
+    refusal = bridge.refusal()
+    assert bridge.state is ServingState.AWAITING_WEIGHTS
+    assert refusal is not None
+    assert refusal.hold
+    assert "[2, 7]" in refusal.reason
+    await write_back(bridge, version)
+    assert bridge.refusal() is None
+    assert bridge.state is ServingState.SERVING
+    assert bridge.version == version
+    assert notes.written == [ServedWeights(version, intact=True, trained=True)]
+
+
+async def test_older_weights_are_refused(notes: Notes) -> None:
+    bridge = awaiting(notes)
+    session = await bridge.open_session()
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await bridge.pause(session, 10.0, PolicyVersion(2, 6))
+    assert bridge.state is ServingState.AWAITING_WEIGHTS
+
+
+async def test_the_written_back_name_is_taken_from_then_on(notes: Notes) -> None:
+    bridge = awaiting(notes)
+    await write_back(bridge, SERVED_BEFORE)
+    session = await bridge.open_session()
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await bridge.pause(session, 10.0, SERVED_BEFORE)
+
+
+async def test_a_pause_that_wrote_nothing_changes_nothing(notes: Notes) -> None:
+    bridge = awaiting(notes)
+    session = await bridge.open_session()
+    await bridge.pause(session, 10.0, SERVED_BEFORE)
+    assert bridge.state is ServingState.AWAITING_WEIGHTS  # and not "paused"
+    await bridge.resume(session, written=False)
+    assert bridge.state is ServingState.AWAITING_WEIGHTS
+    assert notes.written == []
+
+
+async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(notes: Notes) -> None:
+    bridge = awaiting(notes)
+    session = await bridge.open_session()
+    await bridge.pause(session, 10.0, SERVED_BEFORE)
+    await bridge.close_session(session)
+    assert bridge.state is ServingState.AWAITING_WEIGHTS
+    assert not bridge.paused
+    assert not bridge.weights_intact
+    assert notes.written == []  # nobody is answered from them, so they need no name
+    await write_back(bridge, SERVED_BEFORE)
+    assert bridge.weights_intact
+    assert bridge.refusal() is None
+
+
+async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_comes(
+    notes: Notes,
+) -> None:
+    bridge = awaiting(notes, deadline_s=0.01)
+    async with asyncio.timeout(5.0):
+        await bridge.wait(60.0)  # held requests are woken
+    refusal = bridge.refusal()
+    assert bridge.state is ServingState.FAILED
+    assert refusal is not None
+    assert not refusal.hold
+    for advice in ("Start the trainer again", "--run-id", "--no-await-weights"):
+        assert advice in refusal.reason
+    await write_back(bridge, SERVED_BEFORE)
+    assert bridge.state is ServingState.SERVING
+
+
+async def test_weights_that_are_back_in_time_are_never_overdue(notes: Notes) -> None:
+    bridge = awaiting(notes, deadline_s=0.05)
+    await write_back(bridge, SERVED_BEFORE)
+    await asyncio.sleep(0.1)
+    assert bridge.state is ServingState.SERVING
+
+
+async def test_torn_weights_are_recorded_under_their_own_name(notes: Notes) -> None:
+    bridge = WeightBridge(FakeEngine(), PolicyVersion(0, 0), notes)
+    session = await bridge.open_session()
+    await bridge.pause(session, 10.0, PolicyVersion(1, 0))
+    await bridge.close_session(session)
+    assert notes.written == [ServedWeights(PolicyVersion(1, 0), intact=False, trained=True)]
