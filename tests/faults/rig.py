@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from grpo_local.processes import ManagedProcess, free_port
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
@@ -81,12 +82,22 @@ class Rig:
     def process(self, name: str) -> ManagedProcess:
         return self._processes[name]
 
+    def log(self, name: str) -> str:
+        return self._processes[name].log_path.read_text()
+
     def is_alive(self, name: str) -> bool:
         return name in self._processes and self._processes[name].exit_code is None
 
     def kill(self, name: str) -> None:
         """SIGKILL, children included."""
         self._processes[name].kill()
+
+    def kill_engine(self) -> None:
+        """The process that computes, under the server that answers HTTP."""
+        children = psutil.Process(self._processes[SERVER].pid).children(recursive=True)
+        for child in children:
+            child.kill()
+        assert children, "the server has no engine process"
 
     def close(self) -> None:
         for process in reversed(self._processes.values()):

@@ -12,6 +12,7 @@ import httpx
 
 _CHUNK = 65536
 _ANSWER_S = 30.0
+_GATEWAY_TIMEOUT = b"HTTP/1.1 504 Gateway Timeout\r\ncontent-length: 0\r\n\r\n"
 
 
 class Cut(Enum):
@@ -22,6 +23,8 @@ class Cut(Enum):
     """The connection closes before the service sees the request."""
     ANSWER = "answer"
     """The service carries the request out; its answer goes nowhere."""
+    GATEWAY = "gateway"
+    """The same, and a gateway answers 504 in its place."""
 
 
 class CuttingProxy:
@@ -62,7 +65,7 @@ class CuttingProxy:
                 answer = _message(service)
             if cut is Cut.ANSWER:
                 return
-            client.sendall(answer)
+            client.sendall(_GATEWAY_TIMEOUT if cut is Cut.GATEWAY else answer)
 
 
 def _message(connection: socket.socket) -> bytes:

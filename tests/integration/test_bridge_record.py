@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_local.processes import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from grpo_vllm.served_record import (
+    ATTEMPT_DEADLINE_S,
     BadServedRecord,
     RedisUnreachable,
     ServedRecord,
@@ -75,6 +77,41 @@ async def test_no_redis_is_a_named_error_within_the_deadline() -> None:
         assert time.monotonic() - started < 3.0
     assert "leave it out to serve the checkpoint" in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+async def test_a_redis_that_hangs_costs_one_attempt() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        port = hanging.getsockname()[1]
+        async with ServedRecord(f"redis://127.0.0.1:{port}/0", "run") as record:
+            started = time.monotonic()
+            for served in (FIRST, TORN, LATEST):
+                await record.note(served)
+            assert ATTEMPT_DEADLINE_S <= time.monotonic() - started < 2.5 * ATTEMPT_DEADLINE_S
+
+
+class NotedMeanwhile(ServedRecord):
+    """Is told of other weights while the first are on their way to Redis."""
+
+    async def _write(self, served: ServedWeights) -> bool:
+        written = await super()._write(served)
+        if written and served == FIRST:
+            await self.note(LATEST)
+        return written
+
+
+async def test_what_is_noted_while_redis_catches_up_arrives_as_well(
+    tmp_path: Path, run_id: str
+) -> None:
+    port = free_port()
+    async with NotedMeanwhile(f"redis://127.0.0.1:{port}/0", run_id) as record:
+        await record.note(FIRST)
+        server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while await record.read(DEADLINE_S) != LATEST:
+                    await asyncio.sleep(0.05)
+        finally:
+            server.stop()
 
 
 async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_latest_later(

@@ -39,7 +39,7 @@ def markers(groups: list[ScoredGroup]) -> list[int]:
     return [group.tokens[0][0] for group in groups]
 
 
-@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER])
+@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
 def test_a_batch_whose_answer_is_lost_comes_again(
     http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_batch_whose_answer_is_lost_comes_again(
     assert status(http) == (2, 0)
 
 
-@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER])
+@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
 def test_a_batch_that_was_received_is_not_trained_on_twice(
     http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:

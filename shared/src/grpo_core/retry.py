@@ -17,14 +17,17 @@ from tenacity import (
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 
 RETRIED_STATUS = frozenset({502, 503, 504})
+_NOT_CARRIED_OUT = 503
+"""The others come from a gateway that lost the answer of a service which may have worked."""
 _MAX_RETRY_AFTER_S = 30.0
 
 
 class TransientAnswer(Exception):
     """A 502, 503 or 504: the service is there but not ready. Never leaves this module's callers."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
         super().__init__(message)
+        self.status = status
         self.retry_after_s = retry_after_s
 
 
@@ -41,7 +44,7 @@ def check_answer(response: httpx.Response, service: str) -> None:
     where = f"{service}: {response.request.method} {response.request.url}"
     detail = f"{where} answered {response.status_code}: {response.text[:2000]}"
     if response.status_code in RETRIED_STATUS:
-        raise TransientAnswer(detail, _retry_after_s(response))
+        raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
     if response.is_client_error:
         raise RequestRefused(detail, response.status_code)
     raise ServiceUnavailable(detail)
@@ -49,7 +52,9 @@ def check_answer(response: httpx.Response, service: str) -> None:
 
 def is_safe_to_repeat(error: BaseException) -> bool:
     """True where the request did not reach the service, or the service asked for a repeat."""
-    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TransientAnswer)
+    if isinstance(error, TransientAnswer):
+        return error.status == _NOT_CARRIED_OUT
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -63,7 +63,8 @@ class TrainerClient(ServiceClient):
     def next_batch(
         self, deadline_s: float, meanwhile: Callable[[], None] = lambda: None
     ) -> list[ScoredGroup]:
-        """Wait for the next batch; `meanwhile` is called between the polls.
+        """Wait for the next batch; `meanwhile` is called between the polls, and the time that it
+        takes does not count.
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
@@ -79,7 +80,10 @@ class TrainerClient(ServiceClient):
                     f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
                     f"sending groups? Look at {self.base_url}/status and at their logs"
                 )
+            began = time.monotonic()
             meanwhile()
+            # What it waited for, such as a server that restarts, kept environments waiting too.
+            give_up_at += time.monotonic() - began
             time.sleep(_POLL_S)
 
     def _try_batch(self) -> list[ScoredGroup] | None:

@@ -66,8 +66,8 @@ def connect_weights(path: Path) -> WeightConnection:
     """Connect to a server's weight socket and receive its memory.
 
     Raises:
-        ServiceUnavailable: nothing listens at `path`, or the server refuses; the reason is in
-            the message.
+        ServiceUnavailable: nothing listens at `path`, the server ends at this moment, or it
+            refuses; the reason is in the message.
         ProtocolViolation: what listens there speaks something else.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,6 +90,8 @@ def connect_weights(path: Path) -> WeightConnection:
 
 def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
     header, fds, _flags, _address = socket.recv_fds(connection, _LENGTH.size, 1)
+    if not header:
+        raise _closed_early()
     if len(header) != _LENGTH.size:
         for fd in fds:
             os.close(fd)
@@ -103,7 +105,7 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
         return fds[0], WeightGrant.model_validate_json(payload)
-    except (ProtocolViolation, ValidationError, OSError) as error:
+    except (GrpoError, ValidationError, OSError) as error:
         os.close(fds[0])
         if isinstance(error, ValidationError):
             raise ProtocolViolation(f"weight socket: {error}") from error
@@ -117,6 +119,12 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     while len(received) < size:
         chunk = connection.recv(size - len(received))
         if not chunk:
-            raise ProtocolViolation("weight socket: closed in the middle of the grant")
+            raise _closed_early()
         received += chunk
     return bytes(received)
+
+
+def _closed_early() -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "weight socket: closed before the grant was sent; the server is ending. Look at its log"
+    )

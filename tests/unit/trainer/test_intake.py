@@ -119,7 +119,20 @@ def test_groups_that_differ_in_anything_that_counts_are_no_repeats(other: Scored
 def test_what_is_remembered_is_bounded() -> None:
     batches = RecentBatches(remembered=2)
     for step in range(3):
-        assert batches.count_repeats([good(step)], step) == 0
-    assert batches.count_repeats([good(0)], step=3) == 0
+        assert batches.count_repeats(pair(step), step) == 0
+    assert batches.count_repeats(pair(0), step=3) == 0
     with pytest.raises(DuplicatedBatch):
-        batches.count_repeats([good(2)], step=4)
+        batches.count_repeats(pair(2), step=4)
+
+
+def test_a_lone_group_may_come_twice_once() -> None:
+    """An environment repeats a submission whose answer was lost."""
+    batches = RecentBatches()
+    assert batches.count_repeats([good(1)], step=0) == 0
+    assert batches.count_repeats([good(1)], step=1) == 1
+    with pytest.raises(DuplicatedBatch):
+        batches.count_repeats([good(1)], step=2)
+
+
+def pair(marker: int) -> list[ScoredGroup]:
+    return [good(marker), good(marker + 100)]

@@ -166,11 +166,23 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path)
 
 def test_a_server_takes_its_own_file_away_and_nobody_elses(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    with announced(config("first"), path):
+    with announced(config("first"), path, required=True):
         assert find(tmp_path, path, "first")
-        with capture_logs() as logs, announced(config("second"), path):
+        with capture_logs() as logs, announced(config("second"), path, required=True):
             assert logs[0]["generation"] == "first"
             assert logs[0]["event"].startswith("replacing the bridge config of another server")
         assert not path.exists()
         write_bridge_config(config("third"), path)
     assert find(tmp_path, path, "third")
+
+
+def test_a_file_that_nobody_asked_for_may_be_missing(tmp_path: Path) -> None:
+    blocked = tmp_path / "file" / FILE_NAME
+    blocked.parent.touch()
+    with capture_logs() as logs, announced(config("first"), blocked, required=False):
+        assert logs[0]["event"] == "going on without a bridge config"
+    with (
+        pytest.raises(BridgeConfigUnwritable),
+        announced(config("first"), blocked, required=True),
+    ):
+        pass

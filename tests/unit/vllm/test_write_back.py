@@ -124,6 +124,7 @@ async def test_weights_that_are_back_in_time_are_never_overdue(notes: Notes) -> 
     bridge = awaiting(notes, deadline_s=0.05)
     await write_back(bridge, SERVED_BEFORE)
     await asyncio.sleep(0.1)
+    assert not bridge.write_back.overdue
     assert bridge.state is ServingState.SERVING
 
 

@@ -26,18 +26,20 @@ class RecentBatches:
 
     def __init__(self, remembered: int = REMEMBERED_BATCHES) -> None:
         self._seen: deque[_Seen] = deque(maxlen=remembered)
+        self._lone_repeats = 0
 
     def count_repeats(self, groups: Sequence[ScoredGroup], step: int) -> int:
         """How many of these groups were in an earlier batch, or twice in this one.
 
         Raises:
             DuplicatedBatch: all of them were in one earlier batch. Training on them again would
-                take a second step on samples whose gain is spent.
+                take a second step on samples whose gain is spent. A batch of one group may be an
+                environment's repeat of a submission whose answer was lost, so its second counts.
         """
         digests = [digest(group) for group in groups]
         batch = frozenset(digests)
         for seen in self._seen:
-            if batch <= seen.groups:
+            if batch <= seen.groups and self._is_more_than_a_lost_answer(batch):
                 raise DuplicatedBatch(
                     f"step {step}: all {len(groups)} groups of this batch were in the batch of "
                     f"step {seen.step}, with the same tokens, logprobs and scores. Look in "
@@ -47,6 +49,12 @@ class RecentBatches:
         known = frozenset().union(*(seen.groups for seen in self._seen))
         self._seen.append(_Seen(step, batch))
         return sum(d in known for d in batch) + len(digests) - len(batch)
+
+    def _is_more_than_a_lost_answer(self, batch: frozenset[bytes]) -> bool:
+        if len(batch) > 1:
+            return True
+        self._lone_repeats += 1
+        return self._lone_repeats > 1
 
 
 def digest(group: ScoredGroup) -> bytes:

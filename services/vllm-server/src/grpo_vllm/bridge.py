@@ -224,10 +224,16 @@ class WeightBridge:
     def _lease_ran_out(self) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.
         self._session = None
-        self._session_ended.set()
-        task = asyncio.ensure_future(self._abandon(self._pause, "its lease ran out"))
+        task = asyncio.ensure_future(self._abandon_and_let_others_in(self._pause))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def _abandon_and_let_others_in(self, pause: _Pause | None) -> None:
+        try:
+            await self._abandon(pause, "its lease ran out")
+        finally:
+            # Not before: a newcomer must see what these weights are called now.
+            self._session_ended.set()
 
     async def _end_pause(self, pause: _Pause) -> None:
         pause.timer.cancel()

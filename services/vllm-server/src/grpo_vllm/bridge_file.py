@@ -11,6 +11,7 @@ import structlog
 from grpo_core.bridge_config import (
     BridgeConfig,
     BridgeConfigUnreadable,
+    BridgeConfigUnwritable,
     read_bridge_config,
     write_bridge_config,
 )
@@ -19,14 +20,22 @@ log = structlog.get_logger()
 
 
 @contextlib.contextmanager
-def announced(config: BridgeConfig, path: Path) -> Iterator[None]:
+def announced(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
     """The file is there inside the context, unless another server replaces it.
 
     Raises:
-        BridgeConfigUnwritable: it cannot be written.
+        BridgeConfigUnwritable: it is required and cannot be written.
     """
     _say_what_is_replaced(path)
-    write_bridge_config(config, path)
+    try:
+        write_bridge_config(config, path)
+    except BridgeConfigUnwritable as error:
+        if required:
+            raise
+        # Trainers ask the server itself first; the file is for those on another file system.
+        log.warning("going on without a bridge config", reason=str(error))
+        yield
+        return
     log.info("wrote the bridge config", path=str(path.absolute()))
     try:
         yield

@@ -152,7 +152,9 @@ async def _sharing(
         param_mappings=weights.manifest.parameters,
     )
     async with serve_weights(settings.socket_path, weights, bridge):
-        with announced(config, settings.bridge_config_file):
+        with announced(
+            config, settings.bridge_config_file, required=settings.bridge_config_required
+        ):
             log.info(
                 "sharing weights",
                 socket=str(settings.socket_path),

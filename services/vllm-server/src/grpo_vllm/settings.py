@@ -101,6 +101,11 @@ class ServerSettings(CommandSettings):
     def bridge_config_file(self) -> Path:
         return self.bridge_config_path or self.logdir / FILE_NAME
 
+    @property
+    def bridge_config_required(self) -> bool:
+        """Somebody said where it shall be, so somebody looks for it there."""
+        return bool(self.model_fields_set & {"bridge_config_path", "logdir"})
+
     @field_validator("redis_url")
     @classmethod
     def _redis_url_names_a_redis(cls, value: str | None) -> str | None:

@@ -30,9 +30,8 @@ from grpo_trainer.weight_sync.shared_views import (
 
 log = structlog.get_logger()
 
-MAX_ATTEMPTS = 3
-"""Servers that one publication may outlive."""
 RETURN_DEADLINE_S = 300.0
+PROBE_DEADLINE_S = 30.0
 _RETURN_POLL_S = 0.5
 _RETURN_ATTEMPT_S = 5.0
 _CONFLICT = 409
@@ -89,11 +88,7 @@ class SharedVllm:
         self._check_dtype(attachment.weights)
         self._policy = build_policy(self._model_name, attachment.weights)
         self._version = PolicyVersion(info.policy_version[0] + 1, 0)
-        if info.policy_version != (0, 0) and not info.awaiting_weights:
-            log.warning(
-                "an earlier trainer has updated this server; training goes on from its weights",
-                policy_version=info.policy_version,
-            )
+        _say_where_it_starts(info)
         log.info(
             "attached to the server's weights",
             generation=attachment.weights.manifest.generation,
@@ -138,23 +133,29 @@ class SharedVllm:
             self._publish(self._version.step)
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` where a living server does not answer."""
-        for _ in range(MAX_ATTEMPTS):
+        """Raises `ServiceUnavailable` where a living server does not answer for 30 s."""
+        give_up_at = time.monotonic() + PROBE_DEADLINE_S
+        while True:
             self.tend()
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
-                if not self._held().is_lost():
+                if time.monotonic() >= give_up_at and not self._held().is_lost():
                     raise
-        raise LostServer(self._gone_for_good("while it was asked for log-probabilities"))
+                time.sleep(_RETURN_POLL_S)
 
     def close(self) -> None:
         self._detach()
         self._bridge.close()
 
     def _publish(self, step: int) -> PolicyVersion:
-        """Serve the masters as the weights of `step`, on a restarted server if need be."""
-        for _ in range(MAX_ATTEMPTS):
+        """Serve the masters as the weights of `step`, on a restarted server if need be.
+
+        A server that is dying may take a connection and answer for a while: what it cannot do is
+        tried again until the deadline.
+        """
+        give_up_at = time.monotonic() + self._return_deadline_s
+        while True:
             if self._held().is_lost():
                 self._reattach("its connection closed")
             version = PolicyVersion(self._version.epoch, step)
@@ -162,11 +163,13 @@ class SharedVllm:
                 self._write(version)
             except (ServiceUnavailable, RequestRefused) as error:
                 self._check_is_about_the_session(error, version)
+                if time.monotonic() >= give_up_at:
+                    raise LostServer(self._gone_for_good(str(error))) from error
+                time.sleep(_RETURN_POLL_S)
                 self._reattach(str(error))
             else:
                 self._version = version
                 return version
-        raise LostServer(self._gone_for_good(f"while step {step} was published"))
 
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name → resume."""
@@ -191,10 +194,7 @@ class SharedVllm:
         started = time.monotonic()
         attachment = self._wait_for_return(started)
         move_views(self._policy, attachment.weights)
-        served = attachment.info
-        if PolicyVersion(*served.policy_version) >= self._version and not served.awaiting_weights:
-            # It lives on under a name that is not ours, or that we could not use a second time.
-            self._version = PolicyVersion(served.policy_version[0] + 1, self._version.step)
+        self._version = _usable_after(self._version, attachment.info)
         log.info(
             "attached again; writing the current weights back",
             seconds=round(time.monotonic() - started, 1),
@@ -225,7 +225,7 @@ class SharedVllm:
             self._attachment = None
 
     def _refuse_torn(self, info: BridgeInfo) -> None:
-        if not (info.weights_intact or info.awaiting_weights):
+        if not info.weights_intact:
             raise TornWeights(
                 f"the trainer before this one was cut off while it may have been writing: the "
                 f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
@@ -252,4 +252,27 @@ class SharedVllm:
             f"the inference server at {self._bridge.base_url} went away and did not come back "
             f"within {self._return_deadline_s:g} s ({what}); read its log, start it again, then "
             "the trainer"
+        )
+
+
+def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
+    """Our version, in a new epoch where the server's name for its weights stands in the way.
+
+    A restarted server waits for the very version that it lost; any other may be taken once only.
+    """
+    served = PolicyVersion(*info.policy_version)
+    is_taken = served > ours or (served == ours and not info.awaiting_weights)
+    return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
+
+
+def _say_where_it_starts(info: BridgeInfo) -> None:
+    if info.awaiting_weights:
+        log.warning(
+            "the weights this run was served are lost; training starts from the checkpoint",
+            lost_policy_version=info.policy_version,
+        )
+    elif info.policy_version != (0, 0):
+        log.warning(
+            "an earlier trainer has updated this server; training goes on from its weights",
+            policy_version=info.policy_version,
         )

@@ -49,7 +49,8 @@ def bridge_facts_router(bridge: WeightBridge, model: ServedModel) -> APIRouter:
 
     @router.get("/state_dict_info")
     async def get_state_dict_info() -> dict[str, Any]:
-        described = shared.model_dump(mode="json") if shared else {"param_mappings": {}}
+        nothing: dict[str, Any] = {"total_bytes": None, "param_mappings": {}}
+        described = shared.model_dump(mode="json") if shared else nothing
         return {
             "model": model.name,
             "dtype": model.dtype,
