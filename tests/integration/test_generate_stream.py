@@ -48,7 +48,7 @@ def test_each_line_has_prompt_and_text_so_far_of_every_completion(
     shared_server: InferenceServer,
 ) -> None:
     lines = lines_of(shared_server, n=3)
-    assert 2 < len(lines) <= 10  # one per token, fewer where the machine is busy
+    assert len(lines) > 2  # about one per token, fewer where the machine is busy
     for earlier, later in pairwise(lines):
         assert len(earlier["text"]) == len(later["text"]) == 3
         for before, after in zip(earlier["text"], later["text"], strict=True):
