@@ -62,7 +62,7 @@ def test_a_model_of_the_user_reasons_slowly_and_is_changed_gently(tmp_path: Path
     own = sizes_for(settings("--task", "gsm8k", "--data", str(tmp_path), "--model", "some/model"))
     tiny = BY_TASK["gsm8k"]
 
-    assert own.lr < tiny.lr / 10
+    assert own.lr < tiny.lr / 5
     assert own.max_completion_tokens > tiny.max_completion_tokens
     assert own.step_deadline_s > tiny.step_deadline_s
     assert own.server_deadline_s > tiny.server_deadline_s

@@ -58,7 +58,7 @@ class DemoSettings(CommandSettings):
     )
     group_size: int = Field(8, ge=2, description="completions sampled per prompt")
     lr: float | None = Field(
-        None, gt=0, description="peak learning rate of AdamW; unset: 3e-4, with --model 1e-5"
+        None, gt=0, description="peak learning rate of AdamW; unset: by task, with --model 1e-5"
     )
     warmup_steps: int = Field(5, ge=0, description="steps over which the learning rate rises")
     max_completion_tokens: int | None = Field(
