@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -98,6 +99,14 @@ def test_what_waits_is_done_between_the_polls(http: httpx.Client, trainer: Train
 
     assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)) == [1, 2]
     assert asked == [True]
+
+
+def test_what_is_done_between_the_polls_does_not_count_as_waiting(
+    http: httpx.Client, trainer: TrainerClient
+) -> None:
+    """As long as a server is waited for, no environment can send."""
+    polls = iter([lambda: time.sleep(0.6), lambda: submit(http, 1, 2)])
+    assert markers(trainer.next_batch(0.4, meanwhile=lambda: next(polls)())) == [1, 2]
 
 
 def test_run_api_that_is_gone_is_named() -> None:

@@ -1,19 +1,20 @@
-"""Which version a trainer announces to a server that it attached to again."""
+"""What a trainer makes of the version and the state of a server that it attaches to."""
 
 from __future__ import annotations
 
 import pytest
 
-from grpo_core.inference_client import BridgeInfo
+from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.weight_sync.shared_vllm import _usable_after
+from grpo_trainer.errors import TornWeights
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _usable_after
 
 OURS = PolicyVersion(3, 7)
 
 
-def info(version: tuple[int, int], state: str) -> BridgeInfo:
+def info(version: tuple[int, int], state: str, intact: bool = True) -> BridgeInfo:
     return BridgeInfo(
-        policy_version=version, paused=False, weights_intact=True, weights_socket="s", state=state
+        policy_version=version, paused=False, weights_intact=intact, weights_socket="s", state=state
     )
 
 
@@ -37,3 +38,12 @@ def test_the_version_after_a_return(
     state: str, served: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert _usable_after(OURS, info(served, state)) == expected
+
+
+@pytest.mark.parametrize("state", ["serving", "awaiting_weights", "failed"])
+def test_half_an_update_is_refused_in_every_state(state: str) -> None:
+    with BridgeClient("http://127.0.0.1:1") as bridge:
+        sync = SharedVllm(bridge, "model")
+        sync._refuse_torn(info((3, 7), state))
+        with pytest.raises(TornWeights, match="may hold half an update"):
+            sync._refuse_torn(info((3, 7), state, intact=False))

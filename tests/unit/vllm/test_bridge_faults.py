@@ -87,6 +87,17 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert bridge.weights_intact
 
 
+async def test_nobody_gets_in_before_torn_weights_are_called_torn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridge_module, "HANDOVER_S", 5.0)
+    bridge = WeightBridge(FakeEngine())
+    await bridge.pause(await bridge.open_session(), 0.01, NEXT)
+    await bridge.open_session()
+    assert not bridge.weights_intact
+    assert not bridge.paused
+
+
 async def test_an_engine_that_does_not_take_a_name_ends_the_server() -> None:
     """Otherwise it would serve the new weights under the old name."""
     bridge = WeightBridge(FakeEngine(hangs={"name 1.0"}))
