@@ -9,9 +9,11 @@ from typing import Any
 from grpo_api.dispatch import BatchDispatcher
 from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import StoreUnavailable
-from grpo_api.intake import Intake
+from grpo_api.intake import Intake, Patience, Submission
+from grpo_api.lifetime import Lifetime
+from grpo_api.limits import Limits
 from grpo_api.payloads import pack, unpack
-from grpo_api.records import LeasedBatch
+from grpo_api.records import Acknowledged, DueBatch, Outcomes, Receipt
 from grpo_api.redis_link import RedisLink
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
@@ -21,6 +23,9 @@ Interruption = Callable[[], Awaitable[None]]
 
 TIMEOUT_S = 60.0
 """Silence after which an environment counts as gone."""
+
+LIMITS = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=2**30)
+PATIENCE = Patience(placing_s=5.0, full_s=0.3, held_bytes=2**20)
 
 
 class TroubledLink(RedisLink):
@@ -47,16 +52,21 @@ class TroubledLink(RedisLink):
 class Run:
     """One run: its store, and what two replicas of run-api would have."""
 
-    def __init__(self, link: TroubledLink) -> None:
+    def __init__(self, link: TroubledLink, limits: Limits) -> None:
         self.link = link
-        self.store = RunStore(link, TIMEOUT_S)
-        self.dispatcher = BatchDispatcher(self.store)
-        self.replica = BatchDispatcher(self.store)
-        self.intake = Intake(self.store, patience_s=5.0)
-        self.intake_of_replica = Intake(self.store, patience_s=5.0)
+        self.store = RunStore(link, TIMEOUT_S, limits.leased_bytes)
+        self.lifetime = Lifetime()
+        self.trainer_id = 0
+        self.dispatcher, self.replica = (
+            BatchDispatcher(self.store, self.lifetime) for _ in range(2)
+        )
+        self.intake, self.intake_of_replica = (
+            Intake(self.store, limits, PATIENCE, self.lifetime) for _ in range(2)
+        )
 
     async def register(self, **changes: Any) -> None:
-        await enrol_trainer(self.store, Registration.model_validate(REGISTRATION | changes))
+        registration = Registration.model_validate(REGISTRATION | changes)
+        self.trainer_id = (await enrol_trainer(self.store, registration)).trainer_id
 
     async def start_environment(self, **changes: Any) -> int:
         """Register an environment; the trainer is known to have polled."""
@@ -67,13 +77,48 @@ class Run:
         assert registered is not None
         return registered.env_id
 
-    async def submit(self, *markers: int, replica: bool = False, **changes: Any) -> None:
+    async def submit(
+        self, *markers: int, replica: bool = False, key: str | None = None, **changes: Any
+    ) -> list[Outcomes]:
+        """Each marker as a submission of its own; the content is its fingerprint."""
         intake = self.intake_of_replica if replica else self.intake
-        for marker in markers:
-            await intake.submit(pack([ScoredGroup.model_validate(group(marker, **changes))]))
+        groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
+        return [
+            await intake.submit(Submission([pack(one)], Receipt(key, one.model_dump_json())))
+            for one in groups
+        ]
 
-    async def poll(self) -> list[int] | None:
-        return group_ids(await self.dispatcher.next_batch())
+    async def poll(self, *, replica: bool = False, delivered: bool = True) -> list[int] | None:
+        """A plain poll, as an Atropos trainer makes it.
+
+        Args:
+            delivered: False where the answer does not reach the trainer whole.
+        """
+        due = await (self.replica if replica else self.dispatcher).by_plain_poll(wait_s=0.0)
+        markers = await self.markers(due)
+        if due is not None and delivered:
+            await self.store.batches.mark_delivered(due)
+        return markers
+
+    async def lease(
+        self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0
+    ) -> list[int] | None:
+        """What the batch behind `after` holds, leased by the trainer that registered last."""
+        dispatcher = self.replica if replica else self.dispatcher
+        return await self.markers(
+            await dispatcher.by_lease(trainer_id or self.trainer_id, after, wait_s)
+        )
+
+    async def acknowledge(self, batch_id: int) -> Acknowledged:
+        return await self.store.batches.acknowledge(self.trainer_id, batch_id)
+
+    async def markers(self, due: DueBatch | None) -> list[int] | None:
+        if due is None:
+            return None
+        payloads = await self.store.batches.payloads(due.lease.group_ids)
+        assert None not in payloads
+        groups = [ScoredGroup.model_validate_json(unpack(found)) for found in payloads if found]
+        return [parsed.tokens[0][0] for parsed in groups]
 
     async def status(self) -> tuple[int, int]:
         status = await self.store.trainer.status()
@@ -88,18 +133,15 @@ class Run:
         count: int = await self.link.call("HLEN", f"{self.link.prefix}payloads")
         return count
 
-
-def group_ids(batch: LeasedBatch | None) -> list[int] | None:
-    if batch is None:
-        return None
-    groups = [ScoredGroup.model_validate_json(unpack(payload)) for payload in batch.payloads]
-    return [parsed.tokens[0][0] for parsed in groups]
+    async def stored_bytes(self) -> int:
+        payloads = await self.link.call("HVALS", f"{self.link.prefix}payloads")
+        return sum(map(len, payloads))
 
 
 @asynccontextmanager
-async def open_run(redis_url: str, run_id: str) -> AsyncIterator[Run]:
+async def open_run(redis_url: str, run_id: str, limits: Limits = LIMITS) -> AsyncIterator[Run]:
     """A run of which nothing is known but its trainer."""
-    run = Run(TroubledLink(redis_url, run_id))
+    run = Run(TroubledLink(redis_url, run_id), limits)
     await run.store.reset()
     await run.register()
     yield run

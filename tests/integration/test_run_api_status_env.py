@@ -19,7 +19,9 @@ from tests.integration.run_api_calls import (
 KEYS = {
     *("current_step", "queue_size", "unallocated_fraction"),
     *("self_queue_size", "max_group_size", "env_weight"),
+    "pressure",
 }
+"""Those of Atropos, and one more that its environments do not look at."""
 
 
 @pytest.fixture
@@ -59,6 +61,7 @@ def test_an_empty_queue(two: httpx.Client) -> None:
         "self_queue_size": 0,
         "max_group_size": 1,
         "env_weight": 0.25,
+        "pressure": 0.0,
     }
 
 
@@ -72,6 +75,7 @@ def test_own_and_shared_sequences(two: httpx.Client) -> None:
         "self_queue_size": 4 // 2,
         "max_group_size": 4,
         "env_weight": 0.25,
+        "pressure": 0.0,
     }
     assert told(two, 1)["queue_size"] == (12 + max(0, 4 - 4)) // 4
     assert told(two, 1)["self_queue_size"] == 3

@@ -141,7 +141,7 @@ def test_another_batch_size_must_suit_the_batch_and_the_environments(http: httpx
     assert next_batch(http) == [1, 2]
     refused = register(http, batch_size=8)
     assert refused.status_code == 409
-    assert "a batch of 4 sequences is not acknowledged" in refused.json()["detail"]
+    assert "batches of 4 sequences that are not acknowledged yet: 1" in refused.json()["detail"]
     assert next_batch(http) is None
     refused = register(http, batch_size=5)
     assert refused.status_code == 409

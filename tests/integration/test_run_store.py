@@ -7,8 +7,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
-from tests.integration.run_store_rig import Run, group_ids, open_run
+from grpo_api.errors import (
+    BatchesByLease,
+    BatchUnknown,
+    GroupRefused,
+    LeasesFull,
+    Refused,
+    StoreUnavailable,
+    TrainerSuperseded,
+)
+from grpo_api.limits import Limits
+from grpo_api.records import Acknowledged
+from tests.integration.run_store_rig import Run, open_run
 
 
 @pytest.fixture
@@ -17,7 +27,7 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-@pytest.mark.parametrize("script", ["open_poll", "lease"])
+@pytest.mark.parametrize("script", ["acknowledge", "open_poll", "lease"])
 async def test_batch_whose_answer_was_lost_is_not_acknowledged(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4)
     run.link.loses_answer_of = script
@@ -39,6 +49,25 @@ async def test_batch_lost_on_its_second_delivery_comes_a_third_time(run: Run) ->
     assert await run.poll() is None
 
 
+@pytest.mark.parametrize("replica", [False, True])
+async def test_batch_that_was_not_sent_whole_is_sent_again(run: Run, replica: bool) -> None:
+    await run.submit(1, 2, 3, 4)
+    assert await run.poll(delivered=False) == [1, 2]
+    assert await run.poll(replica=replica, delivered=False) == [1, 2]
+    assert await run.poll(replica=replica) == [1, 2]
+    assert await run.status() == (1, 2)
+    assert await run.poll() == [3, 4]
+
+
+async def test_late_news_of_a_delivery_do_not_count_for_the_next_trainer(run: Run) -> None:
+    await run.submit(1, 2, 3, 4)
+    due = await run.dispatcher.by_plain_poll(wait_s=0.0)
+    assert due is not None
+    await run.register()
+    await run.store.batches.mark_delivered(due)
+    assert await run.poll() == [1, 2]
+
+
 async def test_repeated_calls_happen_once(run: Run) -> None:
     run.link.repeats_scripts = True
     await run.submit(1, 2, 3)
@@ -56,8 +85,8 @@ async def test_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
     await run.submit(1, 2)
 
     async def another_replica_takes_them() -> None:
-        assert group_ids(await run.replica.next_batch()) == [1, 2]
-        assert await run.replica.next_batch() is None
+        assert await run.poll(replica=True) == [1, 2]
+        assert await run.poll(replica=True) is None
         await run.submit(3, 4)
 
     run.link.before["lease"] = another_replica_takes_them
@@ -65,14 +94,14 @@ async def test_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
     assert await run.status() == (2, 0)
 
 
-async def test_poll_that_lost_the_race_takes_nothing(run: Run) -> None:
+async def test_polls_side_by_side_are_handed_one_batch(run: Run) -> None:
     await run.submit(1, 2, 3, 4)
 
     async def another_replica_leases() -> None:
-        assert group_ids(await run.replica.next_batch()) == [1, 2]
+        assert await run.poll(replica=True) == [1, 2]
 
     run.link.before["lease"] = another_replica_leases
-    assert await run.poll() is None
+    assert await run.poll() == [1, 2]
     assert await run.status() == (1, 2)
 
 
@@ -95,17 +124,19 @@ async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) 
     async def a_new_trainer_registers() -> None:
         await run.register(batch_size=6)
 
-    run.link.before["submit"] = a_new_trainer_registers
+    run.link.before["submit_whole"] = a_new_trainer_registers
     with pytest.raises(GroupRefused, match="exactly 6"):
         await run.submit(1, size=4)
     assert await run.status() == (0, 0)
     assert await run.payloads() == 0
 
 
-async def test_groups_that_meet_a_reset_are_refused(run: Run) -> None:
-    run.link.before["submit"] = run.store.reset
+@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
+async def test_groups_that_meet_a_reset_are_refused(run: Run, script: str, size: int) -> None:
+    env_id = await run.start_environment(group_size=2)
+    run.link.before[script] = run.store.reset
     with pytest.raises(Refused, match="no trainer has registered"):
-        await run.submit(1)
+        await run.submit(1, size=size, env_id=env_id)
     assert await run.payloads() == 0
 
 
@@ -149,3 +180,154 @@ async def test_batch_size_is_not_changed_under_groups_that_came_meanwhile(run: R
     with pytest.raises(Refused, match="groups of 4 sequences are queued"):
         await run.register(batch_size=6)
     await run.register(batch_size=8)
+
+
+async def test_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:
+    await run.submit(1, 2, 3, 4)
+    for replica in (False, True, False):
+        assert await run.lease(after=0, replica=replica) == [1, 2]
+    assert await run.status() == (1, 2)
+    assert await run.lease(after=1, replica=True) == [3, 4]
+    assert await run.lease(after=0) == [1, 2]
+    assert await run.lease(after=2) is None
+    assert await run.status() == (2, 0)
+
+
+@pytest.mark.parametrize("script", ["open_poll", "lease"])
+async def test_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
+    await run.submit(1, 2, 3, 4)
+    run.link.loses_answer_of = script
+    with pytest.raises(StoreUnavailable):
+        await run.lease(after=0)
+    assert await run.lease(after=0) == [1, 2]
+    assert await run.status() == (1, 2)
+
+
+async def test_leases_accumulate_until_one_acknowledges_them_all(run: Run) -> None:
+    await run.submit(*range(8))
+    for after in range(3):
+        assert await run.lease(after) == [2 * after, 2 * after + 1]
+    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
+    assert await run.payloads() == 4
+    run.link.repeats_scripts = True
+    assert await run.acknowledge(3) == Acknowledged(batch_id=3, released=0)
+    assert await run.acknowledge(1) == Acknowledged(batch_id=3, released=0)
+    assert await run.payloads() == 2
+    assert await run.lease(after=0) == [6, 7]
+
+
+async def test_trainer_that_registers_again_gets_what_it_did_not_acknowledge(run: Run) -> None:
+    await run.submit(*range(8))
+    for after in range(3):
+        await run.lease(after)
+    await run.acknowledge(1)
+    former = run.trainer_id
+    await run.register()
+    with pytest.raises(TrainerSuperseded):
+        await run.lease(after=3, trainer_id=former)
+    with pytest.raises(TrainerSuperseded):
+        await run.store.batches.acknowledge(former, 2)
+    assert [await run.lease(after) for after in (0, 2, 3)] == [[2, 3], [4, 5], [6, 7]]
+    assert await run.status() == (4, 0)
+
+
+async def test_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
+    await run.submit(*range(4))
+    await run.lease(after=0)
+    await run.register()
+    assert await run.lease(after=1) == [2, 3]
+    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
+
+
+async def test_batches_that_never_were_are_refused(run: Run) -> None:
+    await run.submit(1, 2)
+    await run.lease(after=0)
+    with pytest.raises(BatchUnknown, match="no batch 2 "):
+        await run.lease(after=2)
+    with pytest.raises(BatchUnknown, match="the last one is 1"):
+        await run.acknowledge(2)
+
+
+async def test_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
+    await run.submit(*range(4))
+    await run.lease(after=0)
+    with pytest.raises(BatchesByLease):
+        await run.poll()
+    assert await run.lease(after=0) == [0, 1]
+    await run.register()
+    assert await run.poll() == [0, 1]
+
+
+async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url: str) -> None:
+    limits = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=1)
+    async with open_run(redis_url, "lease-limit", limits) as run:
+        await run.submit(*range(4))
+        assert await run.lease(after=0) == [0, 1]
+        with pytest.raises(LeasesFull):
+            await run.lease(after=1)
+        assert await run.lease(after=0) == [0, 1]
+        await run.acknowledge(1)
+        assert await run.lease(after=1) == [2, 3]
+
+
+async def test_long_poll_answers_as_soon_as_a_batch_is_there(run: Run) -> None:
+    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    await asyncio.sleep(0.2)
+    assert not polling.done()
+    await run.submit(1, 2, replica=True)
+    assert await asyncio.wait_for(polling, timeout=5.0) == [1, 2]
+    assert await run.lease(after=1, wait_s=0.1) is None
+
+
+async def test_long_poll_ends_when_the_server_stops(run: Run) -> None:
+    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    await asyncio.sleep(0.1)
+    run.lifetime.closing.set()
+    assert await asyncio.wait_for(polling, timeout=5.0) is None
+
+
+@pytest.mark.parametrize("size", [2, 1], ids=["whole", "part"])
+async def test_submission_under_the_same_key_is_queued_once(run: Run, size: int) -> None:
+    env_id = await run.start_environment(group_size=2)
+    answers = [
+        await run.submit(7, size=size, env_id=env_id, key="k", replica=replica)
+        for replica in (False, True, True)
+    ]
+    assert answers == [[[None]]] * 3 if size == 2 else answers == [[[1]]] * 3
+    assert await run.payloads() == 1
+    with pytest.raises(Refused, match="was used for other groups"):
+        await run.submit(8, size=size, env_id=env_id, key="k")
+    await run.submit(7, size=size, env_id=env_id, key="another")
+    assert await run.payloads() == 2
+
+
+async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) -> None:
+    await asyncio.gather(*(run.submit(7, key="k", replica=bool(i % 2)) for i in range(16)))
+    assert await run.status() == (0, 1)
+
+
+async def test_stored_run_of_another_layout_is_left_alone(run: Run) -> None:
+    await run.submit(1, 2)
+    await run.link.call("HSET", f"{run.link.prefix}trainer", "layout", "1")
+    with pytest.raises(Refused, match="layout 1"):
+        await run.register()
+    assert await run.status() == (0, 2)
+
+
+async def test_totals_are_those_of_what_is_stored(run: Run) -> None:
+    env_id = await run.start_environment(group_size=2)
+    await run.submit(1, 2, 3)
+    await run.submit(4, 5, 6, size=1, env_id=env_id)
+    await run.lease(after=0)
+    facts = await run.store.facts.read()
+    stored = await run.stored_bytes()
+    assert (facts.queued_groups, facts.queued_sequences) == (3, 4)
+    assert (facts.buffered_parts, facts.leased_batches) == (1, 1)
+    assert facts.queued_bytes + facts.buffered_bytes + facts.leased_bytes == stored
+    await run.acknowledge(1)
+    await run.lease(after=1)
+    await run.acknowledge(2)
+    await run.store.environments.disconnect(env_id)
+    facts = await run.store.facts.read()
+    assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
+    assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -22,7 +22,11 @@ from pydantic_settings import (
 
 EXIT_USAGE = 2
 
-SHARED_ENVIRONMENT: Mapping[str, str] = {"redis_url": "REDIS_URL", "run_id": "RUN_ID"}
+SHARED_ENVIRONMENT: Mapping[str, str] = {
+    "redis_url": "REDIS_URL",
+    "run_id": "RUN_ID",
+    "run_api_token": "RUN_API_TOKEN",
+}
 """Fields that every command which has them also reads from these variables."""
 
 
@@ -82,10 +86,22 @@ def load_settings(
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
             sys.stderr.write(
-                f"{prog}: --{option}: {problem['msg']} (got {problem['input']!r}); "
+                f"{prog}: --{option}: {problem['msg']} ({_given(settings_type, problem)}); "
                 f"see {prog} --help\n"
             )
         raise SystemExit(EXIT_USAGE) from None
+
+
+def _given(settings_type: type[CommandSettings], problem: Any) -> str:
+    """The value of a mistake, unless that may be a secret."""
+    secrets = {
+        name
+        for name, field in settings_type.model_fields.items()
+        if SecretStr in (field.annotation, *get_args(field.annotation))
+    }
+    # a mistake of no option in particular comes with all of them
+    at = set(problem["loc"][:1]) or set(settings_type.model_fields)
+    return "the value is not shown" if at & secrets else f"got {problem['input']!r}"
 
 
 def _with_dashes(settings_type: type[CommandSettings], argv: Sequence[str]) -> list[str]:

@@ -101,7 +101,37 @@ class EnvironmentId(WireModel):
     env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
-class ScoredGroup(WireModel):
+class FreeFormFields(WireModel):
+    """What of a scored group has no shape of its own. Its numbers are finite: JSON has no NaN."""
+
+    messages: Rows[Rows[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    overrides: Rows[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _messages_name_role_and_content(
+        cls, value: list[list[dict[str, Any]]] | None
+    ) -> list[list[dict[str, Any]]] | None:
+        _refuse(
+            f"messages[{i}][{j}] lacks {key!r}"
+            for i, conversation in enumerate(value or [])
+            for j, message in enumerate(conversation)
+            for key in ("role", "content")
+            if key not in message
+        )
+        return value
+
+    @field_validator("messages", "generation_params", "overrides", "group_overrides", "images")
+    @classmethod
+    def _free_form_numbers_are_finite(cls, value: Any) -> Any:
+        _refuse(f"{path or 'value'} is not a finite number" for path in _non_finite_paths(value))
+        return value
+
+
+class ScoredGroup(FreeFormFields):
     """`POST /scored_data`: the completions of one prompt with their scores.
 
     Empty optional lists mean "absent": upstream environments send them. Numbers are finite
@@ -130,26 +160,6 @@ class ScoredGroup(WireModel):
     def size(self) -> int:
         """Number of sequences."""
         return len(self.tokens)
-
-    @field_validator("messages")
-    @classmethod
-    def _messages_name_role_and_content(
-        cls, value: list[list[dict[str, Any]]] | None
-    ) -> list[list[dict[str, Any]]] | None:
-        _refuse(
-            f"messages[{i}][{j}] lacks {key!r}"
-            for i, conversation in enumerate(value or [])
-            for j, message in enumerate(conversation)
-            for key in ("role", "content")
-            if key not in message
-        )
-        return value
-
-    @field_validator("messages", "generation_params", "overrides", "group_overrides", "images")
-    @classmethod
-    def _free_form_numbers_are_finite(cls, value: Any) -> Any:
-        _refuse(f"{path or 'value'} is not a finite number" for path in _non_finite_paths(value))
-        return value
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -276,7 +286,10 @@ class ServerStatus(WireModel):
 
 
 class EnvironmentStatus(WireModel):
-    """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups."""
+    """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
+
+    `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit.
+    """
 
     current_step: int
     queue_size: int
@@ -284,6 +297,7 @@ class EnvironmentStatus(WireModel):
     self_queue_size: int
     max_group_size: int
     env_weight: float
+    pressure: float = 0.0
 
 
 class TrainerInfo(WireModel):

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
 from grpo_api.exact_sums import Kind
+from grpo_api.limits import Fill, Limits
 from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
 
 
@@ -27,17 +28,22 @@ def environment(
     return Environment(env_id, f"e_{env_id}", connected, registration)
 
 
+LIMITS = Limits(queued_groups=100, queued_bytes=1000, leased_bytes=1000)
+
+
 def counters(
-    queued: dict[tuple[int | None, int], int], max_group_size: int = 4, batch_size: int = 16
+    queued: dict[tuple[int | None, int], int],
+    max_group_size: int = 4,
+    batch_size: int = 16,
+    fill: Fill = Fill(groups=0, stored_bytes=0),  # noqa: B008 - frozen
 ) -> RunCounters:
     """`queued`: groups by sender and size."""
-    return RunCounters(
-        7, batch_size, {Kind(*kind): n for kind, n in queued.items()}, max_group_size
-    )
+    kinds = {Kind(*kind): n for kind, n in queued.items()}
+    return RunCounters(7, batch_size, kinds, max_group_size, fill)
 
 
 def status_of(index: int, environments: list[Environment], state: RunCounters) -> EnvironmentStatus:
-    return environment_status(environments[index], RunView(environments, state))
+    return environment_status(environments[index], RunView(environments, state), LIMITS)
 
 
 def test_one_environment() -> None:
@@ -129,3 +135,28 @@ def test_own_data_paces_even_then() -> None:
     environments = [environment(0, group_size=4), environment(1, group_size=8, minimum=0.5)]
     held_back = counters({(0, 4): 12}, max_group_size=4)
     assert queue_sizes(environments, held_back) == [12, 0]
+
+
+@pytest.mark.parametrize(
+    ("fill", "pressure"),
+    [
+        (Fill(groups=50, stored_bytes=500), 0.0),
+        (Fill(groups=75, stored_bytes=0), 0.5),
+        (Fill(groups=0, stored_bytes=900), 0.8),
+        (Fill(groups=100, stored_bytes=0), 1.0),
+        (Fill(groups=300, stored_bytes=3000), 1.0),
+    ],
+)
+def test_a_queue_that_fills_up_slows_everybody(fill: Fill, pressure: float) -> None:
+    both = [environment(0), environment(1)]
+    status = status_of(0, both, counters({(0, 4): 4, (1, 4): 4}, fill=fill))
+    assert status.pressure == pytest.approx(pressure)
+    assert status.env_weight == pytest.approx(max(0.01, 0.5 * (1 - pressure)))
+
+
+def test_a_full_queue_does_not_slow_whom_the_next_batch_waits_for() -> None:
+    both = [environment(0), environment(1, minimum=0.5)]
+    state = counters({(0, 4): 100}, fill=Fill(groups=100, stored_bytes=0))
+    assert status_of(0, both, state).pressure == 1.0
+    waited_for = status_of(1, both, state)
+    assert (waited_for.pressure, waited_for.env_weight) == (0.0, 0.5)

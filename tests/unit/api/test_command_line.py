@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-HEAVY = ("fastapi", "starlette", "uvicorn", "redis")
+HEAVY = ("fastapi", "starlette", "uvicorn", "uvloop", "redis", "prometheus_client")
 REPORT_HEAVY_MODULES = f"""
 import sys
 sys.argv[0] = "run-api"
@@ -27,6 +28,7 @@ finally:
         ("--redis-url", "http://x", 2, "--redis-url"),
         ("--redis-url", "redis://x:port", 2, "--redis-url"),
         ("--run-id", "a{b}", 2, "--run-id"),
+        ("--token", "", 2, "--token"),
     ],
 )
 def test_answers_before_anything_heavy(
@@ -54,3 +56,21 @@ def test_module_is_the_command() -> None:
         check=True,
     )
     assert ended.stdout.startswith("usage: run-api")
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "status"),
+    [(["--help"], "hunter2", 0), ([], "hunter 2", 2), ([], "hunter2\n", 2)],
+)
+def test_a_token_is_never_shown(words: list[str], token: str, status: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "grpo_api", *words],
+        env={**os.environ, "RUN_API_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    assert ended.returncode == status
+    assert "--token" in ended.stdout + ended.stderr
+    assert "hunter" not in ended.stdout + ended.stderr

@@ -6,8 +6,8 @@ import gzip
 
 import pytest
 
-from grpo_api.bodies import Inflater
 from grpo_api.errors import Refused
+from grpo_api.inflate import Inflater
 
 TWO_MEMBERS = gzip.compress(b"hello ") + gzip.compress(b"world")
 

@@ -10,9 +10,12 @@ import pytest
 from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
 from grpo_api.batching import plan_batch
 from grpo_api.bundles import Bundle, StoredGroup
+from grpo_api.limits import Fill, Limits
 from grpo_api.servable import can_be_served, partners
 from grpo_core.wire import EnvironmentRegistration
 
+NOTHING = Fill(groups=0, stored_bytes=0)
+UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
 """The tightest bound an environment may set: it pauses as soon as it sees one batch."""
@@ -30,11 +33,11 @@ class SimulatedRun:
     def view(self) -> RunView:
         queued = Counter(bundle.kind for bundle in self.queue)
         largest = max((kind.sequences for kind in queued), default=1)
-        return RunView(self.environments, RunCounters(0, self.batch_size, queued, largest))
+        return RunView(self.environments, RunCounters(0, self.batch_size, queued, largest, NOTHING))
 
     def may_send(self, own: Environment) -> bool:
         """As Atropos environments and ours pause."""
-        queue_size = environment_status(own, self.view()).queue_size
+        queue_size = environment_status(own, self.view(), UNLIMITED).queue_size
         size = own.registration.group_size
         return queue_size * size < BATCHES_OFF_POLICY * self.batch_size
 

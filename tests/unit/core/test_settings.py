@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
 from grpo_core.settings import CommandSettings, load_settings
@@ -17,6 +17,7 @@ class Example(CommandSettings):
     batch_size: int = Field(2, ge=1)
     run_id: str = "default"
     env: Section = Section()
+    token: SecretStr | None = Field(None, min_length=3)
     passed_on: CliUnknownArgs
 
 
@@ -56,3 +57,12 @@ def test_a_mistake_names_the_option_and_ends_with_status_2(
         load("--batch-size", "0")
     assert stop.value.code == 2
     assert "example: --batch-size: " in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_secret_does_not_show_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--batch-size", "0", "--token", "xy")
+    told = capsys.readouterr().err
+    assert "example: --token: " in told
+    assert "(got '0')" in told
+    assert "xy" not in told

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from grpo_api.demand import Demand, Share, demand
 from grpo_api.exact_sums import Kind
+from grpo_api.limits import Fill, Limits
 from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
 
 MIN_ENV_WEIGHT = 0.01
@@ -43,6 +44,7 @@ class RunCounters:
     batch_size: int
     queued: Mapping[Kind, int]
     max_group_size: int
+    fill: Fill
 
     def sequences_by_env(self) -> dict[int | None, int]:
         sequences: dict[int | None, int] = {}
@@ -67,19 +69,21 @@ class RunView:
         return demand(self.counters.batch_size, shares, self.counters.queued)
 
 
-def environment_status(own: Environment, run: RunView) -> EnvironmentStatus:
+def environment_status(own: Environment, run: RunView, limits: Limits) -> EnvironmentStatus:
     """Answer of `/status-env` for `own`, which is one of `run.environments`.
 
     Sizes are in groups of the asking environment. What other environments hold beyond their
     minimum counts as queued for everybody, rounded up to whole packs of the largest group, except
-    where `_must_go_on` says that it must not slow this environment down.
+    where `is_waited_for` says that it must not slow this environment down. The fuller the queue,
+    the smaller the weight: Atropos environments send so many fewer requests.
     """
     counters, connected = run.counters, run.connected()
     minimums = {e.env_id: e.registration.min_batch_allocation or 0.0 for e in connected}
     own_sequences = counters.sequences_by_env().get(own.env_id, 0)
     queued_sequences = own_sequences + _beyond_minimums(own.env_id, minimums, counters)
-    if queued_sequences >= counters.batch_size and _must_go_on(own, run):
-        queued_sequences = own_sequences
+    pressure = counters.fill.pressure(limits)
+    if (queued_sequences >= counters.batch_size or pressure) and is_waited_for(own.share, run):
+        queued_sequences, pressure = own_sequences, 0.0
     group_size = own.registration.group_size
     return EnvironmentStatus(
         current_step=counters.current_step,
@@ -87,17 +91,19 @@ def environment_status(own: Environment, run: RunView) -> EnvironmentStatus:
         unallocated_fraction=1.0 - min(1.0, math.fsum(minimums.values())),
         self_queue_size=own_sequences // group_size,
         max_group_size=counters.max_group_size,
-        env_weight=_weight(own, connected),
+        env_weight=max(MIN_ENV_WEIGHT, _weight(own, connected) * (1.0 - pressure)),
+        pressure=pressure,
     )
 
 
-def _must_go_on(own: Environment, run: RunView) -> bool:
-    """Whether the next batch may be waiting for data of this environment.
+def is_waited_for(sender: Share | None, run: RunView) -> bool:
+    """Whether the next batch may be waiting for data of this sender (None: nobody who registered).
 
-    An environment pauses once `queue_size` shows a batch or more. Where nothing exact can be formed
-    from what is queued, and everybody pauses, the run would stand still for ever. So those whose
-    minimum is missing are told of their own data only; and where their minimums are not what is
-    missing, everybody is. Own data still paces: with a batch's worth from everybody there is one.
+    An environment pauses once `queue_size` shows a batch or more, and submissions wait for a full
+    queue. Where nothing exact can be formed from what is queued, and everybody pauses or waits, the
+    run would stand still for ever. So those whose minimum is missing go on; and where minimums are
+    not what is missing, everybody does. Own data still paces: with a batch's worth from everybody
+    there is one.
     """
     queued, needed = run.counters.queued, run.demand()
     if needed.is_met_by(queued):
@@ -105,7 +111,7 @@ def _must_go_on(own: Environment, run: RunView) -> bool:
     unmet = needed.unmet(queued)
     with_minimums = {kind: needed.batch_size // kind.sequences for kind in unmet}
     if unmet and needed.is_met_by({**queued, **with_minimums}):
-        return own.share.kind in unmet
+        return sender is not None and sender.kind in unmet
     return True
 
 

@@ -4,79 +4,83 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI
 
-from grpo_api.bodies import BodyMiddleware
+from grpo_api.bearer_token import BearerTokenMiddleware
 from grpo_api.compression import CompressionMiddleware
+from grpo_api.decoder import SubmissionDecoder
 from grpo_api.dependencies import Services, bind_services
 from grpo_api.dispatch import BatchDispatcher
-from grpo_api.errors import Refused, StoreUnavailable
-from grpo_api.intake import Intake
+from grpo_api.error_answers import answer_errors
+from grpo_api.intake import Intake, Patience
+from grpo_api.lifetime import Lifetime
+from grpo_api.limits import Limits
+from grpo_api.metrics import Metrics
+from grpo_api.request_log import RequestLogMiddleware
+from grpo_api.request_metrics import RequestMetricsMiddleware
+from grpo_api.route_templates import RouteTemplates
 from grpo_api.routes import environments, groups, server, trainer
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 
-_RETRY_AFTER_S = 1
-_MAX_PROBLEMS = 20
-_MAX_MESSAGE_CHARS = 2000
-_MAX_LOCATION_CHARS = 100
+_HELD_BODIES = 4
+"""Of the largest size: what submissions may hold while they wait for a full queue."""
 
 
-def create_app(store: RunStore, settings: RunApiSettings) -> FastAPI:
-    """Build the application on `store`, which is closed when the application shuts down."""
+def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) -> FastAPI:
+    """Build the application on `store`, which is closed when the application shuts down.
+
+    Whoever runs it sets `lifetime.closing` as soon as it is told to stop.
+    """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
+        services.decoder.close()
         await store.close()
 
     app = FastAPI(
         title="run-api", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
+    limits = limits_of(settings)
     services = Services(
         store=store,
-        dispatcher=BatchDispatcher(store),
-        intake=Intake(store, patience_s=settings.redis_deadline_s),
+        lifetime=lifetime,
+        metrics=Metrics(),
+        dispatcher=BatchDispatcher(store, lifetime),
+        decoder=SubmissionDecoder(settings.max_body_bytes),
+        intake=Intake(store, limits, _patience(settings), lifetime),
+        limits=limits,
     )
     bind_services(app, services)
     for routes in (server, trainer, environments, groups):
         app.include_router(routes.router)
-    app.add_middleware(BodyMiddleware, max_body_bytes=settings.max_body_bytes)
+    # the one added last is the outermost
     app.add_middleware(CompressionMiddleware)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(StoreUnavailable, _unavailable)
+    if settings.token is not None:
+        app.add_middleware(BearerTokenMiddleware, token=settings.token.get_secret_value())
+    app.add_middleware(
+        RequestMetricsMiddleware,
+        metrics=services.metrics,
+        templates=RouteTemplates(app.routes),
+    )
+    app.add_middleware(RequestLogMiddleware, lifetime=lifetime)
+    answer_errors(app)
     return app
 
 
-async def _invalid(_request: Request, error: Exception) -> JSONResponse:
-    """422 without the offending input: a NaN in it could not be written as JSON."""
-    assert isinstance(error, RequestValidationError)
-    problems = [_problem(problem) for problem in error.errors()[:_MAX_PROBLEMS]]
-    return JSONResponse({"detail": problems}, status_code=422)
+def limits_of(settings: RunApiSettings) -> Limits:
+    return Limits(
+        queued_groups=settings.max_queued_groups,
+        queued_bytes=settings.max_queued_bytes,
+        leased_bytes=settings.max_leased_bytes,
+    )
 
 
-def _problem(problem: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "loc": [
-            part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
-            for part in problem["loc"]
-        ],
-        "msg": problem["msg"][:_MAX_MESSAGE_CHARS],
-        "type": problem["type"],
-    }
-
-
-async def _refused(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refused)
-    return JSONResponse({"detail": error.detail}, status_code=error.status)
-
-
-async def _unavailable(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(
-        {"detail": str(error)}, status_code=503, headers={"Retry-After": str(_RETRY_AFTER_S)}
+def _patience(settings: RunApiSettings) -> Patience:
+    return Patience(
+        placing_s=settings.redis_deadline_s,
+        full_s=settings.full_queue_wait_s,
+        held_bytes=_HELD_BODIES * settings.max_body_bytes,
     )

@@ -28,6 +28,8 @@ class Bundle:
     """Grows with the order of queueing: the id of the group that completed the bundle."""
     env_id: int | None
     groups: tuple[StoredGroup, ...]
+    queued_ms: int = 0
+    """Redis' time of queueing; 0 before."""
 
     @property
     def sequences(self) -> int:

@@ -1,4 +1,7 @@
-"""How handlers reach what the application was built with: one record, one typed dependency."""
+"""How handlers reach what the application was built with: one record, one typed dependency.
+
+All are coroutines: FastAPI hands a plain function to a thread, which costs more than it does.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,67 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 
+from grpo_api.decoder import SubmissionDecoder
 from grpo_api.dispatch import BatchDispatcher
 from grpo_api.intake import Intake
+from grpo_api.lifetime import Lifetime
+from grpo_api.limits import Limits
+from grpo_api.metrics import Metrics
 from grpo_api.store import RunStore
 
 
 @dataclass(frozen=True)
 class Services:
     store: RunStore
+    lifetime: Lifetime
+    metrics: Metrics
     dispatcher: BatchDispatcher
+    decoder: SubmissionDecoder
     intake: Intake
+    limits: Limits
 
 
 def bind_services(app: FastAPI, services: Services) -> None:
     app.state.services = services
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
 
-def _store(services: Annotated[Services, Depends(_services)]) -> RunStore:
+async def _store(services: Annotated[Services, Depends(_services)]) -> RunStore:
     return services.store
 
 
-def _dispatcher(services: Annotated[Services, Depends(_services)]) -> BatchDispatcher:
+async def _lifetime(services: Annotated[Services, Depends(_services)]) -> Lifetime:
+    return services.lifetime
+
+
+async def _metrics(services: Annotated[Services, Depends(_services)]) -> Metrics:
+    return services.metrics
+
+
+async def _dispatcher(services: Annotated[Services, Depends(_services)]) -> BatchDispatcher:
     return services.dispatcher
 
 
-def _intake(services: Annotated[Services, Depends(_services)]) -> Intake:
+async def _decoder(services: Annotated[Services, Depends(_services)]) -> SubmissionDecoder:
+    return services.decoder
+
+
+async def _limits(services: Annotated[Services, Depends(_services)]) -> Limits:
+    return services.limits
+
+
+async def _intake(services: Annotated[Services, Depends(_services)]) -> Intake:
     return services.intake
 
 
 Store = Annotated[RunStore, Depends(_store)]
+ServerLifetime = Annotated[Lifetime, Depends(_lifetime)]
+ServerMetrics = Annotated[Metrics, Depends(_metrics)]
 Dispatcher = Annotated[BatchDispatcher, Depends(_dispatcher)]
 GroupIntake = Annotated[Intake, Depends(_intake)]
+Decoder = Annotated[SubmissionDecoder, Depends(_decoder)]
+RunLimits = Annotated[Limits, Depends(_limits)]

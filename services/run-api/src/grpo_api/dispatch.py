@@ -1,72 +1,106 @@
-"""Hands batches to the trainer: plan on metadata, commit in Redis, plan again if it moved.
-
-Every poll carries an id of its own. A batch remembers the poll that it was handed to, and a poll
-with another id acknowledges it.
-"""
+"""Hands batches to the trainer: plan on metadata, commit in Redis, plan again if it moved."""
 
 from __future__ import annotations
 
-import uuid
+import time
 
 import structlog
+from starlette.concurrency import run_in_threadpool
 
 from grpo_api.batching import plan_batch
-from grpo_api.errors import StoreUnavailable
-from grpo_api.records import LeasedBatch, LeaseLost, OpenPoll
+from grpo_api.lifetime import Lifetime
+from grpo_api.records import DueBatch, OpenPoll, PlanLost
 from grpo_api.store import RunStore
 
 _MAX_PLANS = 8
+_LOOK_S = 0.05
+_PLAN_AT_LEAST_EVERY_S = 1.0
+"""Environments that fall silent change what a batch needs, without anything arriving."""
+_PLANNED_IN_A_THREAD = 4096
+"""Sequences. Smaller batches are planned within milliseconds."""
+
 _log = structlog.get_logger()
 
 
 class BatchDispatcher:
     """What `GET /batch` does."""
 
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunStore, lifetime: Lifetime) -> None:
         self._store = store
-        self._unanswered_poll: str | None = None
+        self._lifetime = lifetime
 
-    async def next_batch(self) -> LeasedBatch | None:
-        """Acknowledge the batch handed out before and lease the next one.
+    async def by_lease(self, trainer_id: int, after: int, wait_s: float) -> DueBatch | None:
+        """The batch that follows `after` among those not acknowledged, formed where there is none.
 
-        None where no batch is complete; that answer acknowledges too, since a trainer polls
-        again only once it has received the batch before.
+        None where no batch was complete within `wait_s`. Changes nothing that has been leased: the
+        same call gives the same batch.
 
         Raises:
-            TrainerNotRegistered
-            StoreUnavailable: a batch that the failed poll may have leased is kept for the next.
+            TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
         """
-        poll = self._unanswered_poll or uuid.uuid4().hex
-        self._unanswered_poll = None
-        try:
-            batch = await self._deliver(poll)
-        except StoreUnavailable:
-            # Redis may have leased a batch to this poll before the answer was lost. The trainer
-            # never saw it, so its next poll goes by the same id instead of acknowledging it.
-            self._unanswered_poll = poll
-            raise
-        if batch is not None:
-            _log.info(
-                "batch delivered",
-                step=batch.step,
-                groups=len(batch.payloads),
-                sequences=batch.sequences,
-                again=batch.again,
-            )
-        return batch
+        return await self._wait(trainer_id, after, wait_s)
 
-    async def _deliver(self, poll: str) -> LeasedBatch | None:
-        opened = await self._store.batches.open_poll(poll)
-        if isinstance(opened, LeasedBatch):
-            return opened
+    async def by_plain_poll(self, wait_s: float) -> DueBatch | None:
+        """The same for a trainer that cannot acknowledge: asking again says that it holds what it
+        was sent, so that is let go of. What it was not sent whole it gets again.
+
+        Raises:
+            TrainerNotRegistered, BatchesByLease, StoreUnavailable
+        """
+        await self._store.batches.acknowledge(None)
+        return await self._wait(None, 0, wait_s)
+
+    async def _wait(self, trainer_id: int | None, after: int, wait_s: float) -> DueBatch | None:
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            arrivals = await self._store.batches.arrivals() if wait_s else 0
+            due = await self._next(trainer_id, after)
+            if due is not None:
+                _log_delivery(due)
+                return due
+            if not await self._something_changes(arrivals, give_up_at):
+                return None
+
+    async def _something_changes(self, arrivals: int, give_up_at: float) -> bool:
+        """Wait for a reason to plan again; False once it is time to answer."""
+        plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
+        while time.monotonic() < give_up_at:
+            if await self._lifetime.closes_within(_LOOK_S):
+                return False
+            if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
+                return True
+        return False
+
+    async def _next(self, trainer_id: int | None, after: int) -> DueBatch | None:
         for _ in range(_MAX_PLANS):
+            opened = await self._store.batches.open_poll(trainer_id, after)
+            if isinstance(opened, DueBatch):
+                return opened
             outcome = await self._plan_and_lease(opened)
-            if outcome is not LeaseLost.MOVED:
-                return outcome if isinstance(outcome, LeasedBatch) else None
+            if outcome is PlanLost.SUPERSEDED and trainer_id is None:
+                return None  # what is there now is for the trainer that has registered since
+            if not isinstance(outcome, PlanLost):
+                return outcome
         return None
 
-    async def _plan_and_lease(self, opened: OpenPoll) -> LeasedBatch | LeaseLost | None:
+    async def _plan_and_lease(self, opened: OpenPoll) -> DueBatch | PlanLost | None:
         run = await self._store.environments.view()
         queue = await self._store.batches.candidates(opened.batch_size)
-        bundles = plan_batch(queue, run.demand())
+        if opened.batch_size < _PLANNED_IN_A_THREAD:
+            bundles = plan_batch(queue, run.demand())
+        else:
+            bundles = await run_in_threadpool(lambda: plan_batch(queue, run.demand()))
         return None if bundles is None else await self._store.batches.lease(opened, bundles)
+
+
+def _log_delivery(due: DueBatch) -> None:
+    lease = due.lease
+    _log.info(
+        "batch handed out",
+        batch_id=lease.batch_id,
+        step=lease.step,
+        groups=len(lease.group_ids),
+        sequences=lease.sequences,
+        age_s=round(lease.age_at_lease_s, 3),
+        again=due.again,
+    )

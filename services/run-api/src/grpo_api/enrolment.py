@@ -34,8 +34,12 @@ async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSize
     run = await store.environments.view()
     group_size_of = {e.env_id: e.registration.group_size for e in run.connected()}
     reasons = batch_size_conflicts(batch_size, group_size_of, run.counters.queued)
-    if differs.batch_is_leased:
-        reasons.insert(0, f"a batch of {differs.current} sequences is not acknowledged yet")
+    if differs.unacknowledged:
+        reasons.insert(
+            0,
+            f"batches of {differs.current} sequences that are not acknowledged yet: "
+            f"{differs.unacknowledged}",
+        )
     if reasons:
         raise Refused(
             409,

@@ -4,6 +4,12 @@ GrpoError
 ├── Refused               4xx: it conflicts with the run's state, or can never be served
 ├── GroupRefused          the same, of one group of a submission
 ├── TrainerNotRegistered  a poll for a batch before any registration
+├── TrainerSuperseded     409: another trainer has registered since
+├── BatchesByLease        409: a poll that acknowledges, while the run's trainer takes leases
+├── BatchUnknown          404 or 409: no batch of the run has this id
+├── LeasesFull            409: unacknowledged batches hold all that they may
+├── BatchGone             a batch was let go of, or the run reset, while it was being sent
+├── QueueFull             503: the queue stayed full for as long as a submission may wait
 └── StoreUnavailable      503: Redis did not answer in time; the same request may succeed later
 """
 
@@ -44,6 +50,54 @@ class GroupRefused(GrpoError):
 
 class TrainerNotRegistered(GrpoError):
     """There is no run to hand batches out for."""
+
+    def __init__(self) -> None:
+        super().__init__("Trainer not registered. Call /register first.")
+
+
+class TrainerSuperseded(GrpoError):
+    def __init__(self) -> None:
+        super().__init__(
+            "another trainer has registered for this run, and its batches are that trainer's now; "
+            "stop one of the two, or give them run ids of their own"
+        )
+
+
+class BatchesByLease(GrpoError):
+    def __init__(self) -> None:
+        super().__init__(
+            "the run's trainer takes batches by lease, and this poll would take one away from it; "
+            "POST /register first, or ask with ?trainer=<uuid>&after=<batch id>"
+        )
+
+
+class BatchUnknown(GrpoError):
+    def __init__(self, batch_id: int, last: int) -> None:
+        super().__init__(
+            f"no batch {batch_id} was ever handed out in this run: the last one is {last}; was the "
+            "run reset, or does the id come from another run?"
+        )
+
+
+class LeasesFull(GrpoError):
+    def __init__(self, stored_bytes: int, limit: int) -> None:
+        super().__init__(
+            f"batches that are not acknowledged hold {stored_bytes} bytes, and --max-leased-bytes "
+            f"is {limit}; save the trainer's state and POST /batch/<id>/ack"
+        )
+
+
+class BatchGone(GrpoError):
+    def __init__(self, batch_id: int) -> None:
+        super().__init__(f"batch {batch_id} was acknowledged, or the run reset, while it was sent")
+
+
+class QueueFull(GrpoError):
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(
+            f"the queue has been full for {waited_s:.0f} s; the trainer does not keep up or is "
+            "gone. Nothing was queued: send the same groups again later"
+        )
 
 
 class StoreUnavailable(GrpoError):

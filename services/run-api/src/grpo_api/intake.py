@@ -1,81 +1,141 @@
-"""Takes scored groups in: place on metadata, commit in Redis, place again if it moved."""
+"""Takes scored groups in: at once where they need no planning, else placed on metadata.
+
+A full queue makes senders wait in line. Whoever the next batch waits for need not: a queue that is
+full of everybody else's data would never drain.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
+from grpo_api.allocation import is_waited_for
 from grpo_api.bundles import StoredGroup
-from grpo_api.errors import GroupRefused, StoreUnavailable
+from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
+from grpo_api.lifetime import Lifetime
+from grpo_api.limits import Limits
 from grpo_api.payloads import PackedGroup
 from grpo_api.placement import Arrival, IntakeState, Placement, place
+from grpo_api.records import NotPlaced, Outcomes, Receipt
 from grpo_api.servable import partners
 from grpo_api.store import RunStore
+from grpo_api.waiting_line import WaitingLine
 
 _MAX_PLACEMENTS = 32
+_ASK_EVERY_S = 1.0
+_UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
 _log = structlog.get_logger()
 
 
-class Intake:
-    """What `POST /scored_data` does.
+@dataclass(frozen=True)
+class Submission:
+    """Groups that are taken together or not at all."""
 
-    Args:
-        patience_s: how long a submission waits for others that met the same trouble before it.
+    groups: Sequence[PackedGroup]
+    receipt: Receipt
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(len(group.payload) for group in self.groups)
+
+    def env_ids(self) -> list[int]:
+        return sorted({group.env_id for group in self.groups if group.env_id is not None})
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Attributes:
+    placing_s: how long a submission waits for others that met the same trouble before it.
+    full_s: how long it waits for a full queue.
+    held_bytes: that submissions may hold while they wait for a full queue, all of them together.
     """
 
-    def __init__(self, store: RunStore, patience_s: float) -> None:
-        self._store = store
-        self._patience_s = patience_s
-        self._turns = asyncio.Lock()
+    placing_s: float
+    full_s: float
+    held_bytes: int
 
-    async def submit(self, groups: Sequence[PackedGroup]) -> list[int | None]:
+
+class Intake:
+    """What `POST /scored_data` does."""
+
+    def __init__(
+        self, store: RunStore, limits: Limits, patience: Patience, lifetime: Lifetime
+    ) -> None:
+        self._store = store
+        self._limits = limits
+        self._patience = patience
+        self._turns = asyncio.Lock()
+        self._line = WaitingLine(lifetime, patience.held_bytes)
+
+    async def submit(self, submission: Submission) -> Outcomes:
         """Take all groups, or none of them.
 
         Returns:
             For each group the sequences that its environment has buffered after it, or None where
-            it was queued as it came.
+            it was queued as it came. A submission that was taken before is answered as it was then.
         Raises:
             GroupRefused: the first group that cannot be taken.
-            Refused: 409, no trainer has registered.
+            Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
+            QueueFull: it stayed full for as long as a submission may wait.
             StoreUnavailable: Redis is away, or the run changes faster than it is read.
         """
-        if not groups:
+        if not submission.groups:
             return []
-        placement = await self._try(groups)
-        return (placement or await self._try_in_turn(groups)).buffered_sequences
+        outcome: Outcomes | NotPlaced = NotPlaced.FULL
+        if self._line.is_empty:
+            outcome = await self._take(submission, self._limits)
+        if isinstance(outcome, NotPlaced):
+            outcome = await self._wait_in_line(submission)
+        return outcome
 
-    async def _try_in_turn(self, groups: Sequence[PackedGroup]) -> Placement:
+    async def _take(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
+        """Never `MOVED` and never `PLAN`."""
+        outcome = await self._store.groups.queue_whole(
+            submission.groups, submission.receipt, limits
+        )
+        if outcome is NotPlaced.PLAN:
+            outcome = await self._place(submission, limits)
+        if outcome is NotPlaced.MOVED:
+            outcome = await self._place_in_turn(submission, limits)
+        return outcome
+
+    async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """Parts of one environment meet in its buffer: sent side by side and placed side by side,
         all but one of them would start over each time."""
-        async with self._turn():
+        async with _turn(self._turns, self._patience.placing_s):
             for _ in range(_MAX_PLACEMENTS):
-                placement = await self._try(groups)
-                if placement is not None:
-                    return placement
+                outcome = await self._place(submission, limits)
+                if outcome is not NotPlaced.MOVED:
+                    return outcome
         raise StoreUnavailable(
             f"the run changed {_MAX_PLACEMENTS} times while groups were placed; send them again"
         )
 
-    async def _try(self, groups: Sequence[PackedGroup]) -> Placement | None:
-        """None where the run moved between reading and committing."""
-        env_ids = sorted({group.env_id for group in groups if group.env_id is not None})
-        opened = await self._store.groups.open_intake(env_ids, len(groups))
+    async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
+        """`MOVED` where the run changed between reading and committing."""
+        groups = submission.groups
+        opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
         arrivals = [
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload)))
             for id_, group in enumerate(groups, start=opened.first_id)
         ]
+        placement = await self._decide(arrivals, opened.state)
+        return await self._store.groups.commit(
+            opened, placement, [group.payload for group in groups], submission.receipt, limits
+        )
+
+    async def _decide(self, arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
         try:
-            placement = place(arrivals, await self._with_partners(opened.state, arrivals))
+            return place(arrivals, await self._with_partners(state, arrivals))
         except GroupRefused as error:
-            env_id = groups[error.index].env_id
+            env_id = arrivals[error.index].env_id
             _log.warning("group refused", env_id=env_id, index=error.index, reason=str(error))
             raise
-        payloads = [group.payload for group in groups]
-        return placement if await self._store.groups.commit(opened, placement, payloads) else None
 
     async def _with_partners(self, state: IntakeState, arrivals: Sequence[Arrival]) -> IntakeState:
         """Sizes that divide the batch, the usual case, need no look at who else is there."""
@@ -86,16 +146,47 @@ class Intake:
         others = partners(state.batch_size, sizes, run.counters.queued)
         return replace(state, partners=others)
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._turns.acquire()
-        except TimeoutError as error:
-            raise StoreUnavailable(
-                f"groups that arrived earlier were not placed within {self._patience_s:g} s"
-            ) from error
-        try:
-            yield
-        finally:
-            self._turns.release()
+    async def _wait_in_line(self, submission: Submission) -> Outcomes:
+        began = ask_at = time.monotonic()
+        with self._line.place(submission.stored_bytes) as ticket:
+            while time.monotonic() - began <= self._patience.full_s:
+                if ticket.is_first:
+                    outcome = await self._take(submission, self._limits)
+                    if not isinstance(outcome, NotPlaced):
+                        return outcome
+                if time.monotonic() >= ask_at:
+                    if await self._is_waited_for(submission):
+                        return await self._let_in(submission)
+                    ask_at = time.monotonic() + _ASK_EVERY_S
+                await ticket.wait()
+        raise QueueFull(time.monotonic() - began)
+
+    async def _is_waited_for(self, submission: Submission) -> bool:
+        """Whether the next batch may need exactly this data."""
+        run = await self._store.environments.view()
+        shares = {own.env_id: own.share for own in run.connected()}
+        senders = {
+            shares.get(group.env_id) if group.env_id is not None else None
+            for group in submission.groups
+        }
+        return any(is_waited_for(sender, run) for sender in senders)
+
+    async def _let_in(self, submission: Submission) -> Outcomes:
+        outcome = await self._take(submission, _UNLIMITED)
+        assert not isinstance(outcome, NotPlaced)
+        return outcome
+
+
+@asynccontextmanager
+async def _turn(turns: asyncio.Lock, patience_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(patience_s):
+            await turns.acquire()
+    except TimeoutError as error:
+        raise StoreUnavailable(
+            f"groups that arrived earlier were not placed within {patience_s:g} s"
+        ) from error
+    try:
+        yield
+    finally:
+        turns.release()

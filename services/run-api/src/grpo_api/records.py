@@ -10,12 +10,27 @@ from grpo_core.wire import Registration
 
 
 @dataclass(frozen=True)
-class LeasedBatch:
-    """A batch handed out. `again`: it was handed out before, and its step is counted."""
+class Lease:
+    """A batch that was handed out and is not acknowledged.
 
+    Attributes:
+        age_at_lease_s: how long its oldest group had been queued when the batch was formed.
+        group_ids: in the order that they are served in.
+    """
+
+    batch_id: int
     step: int
     sequences: int
-    payloads: list[bytes]
+    age_at_lease_s: float
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DueBatch:
+    """A batch to be handed out to a trainer. `again`: it was formed by a poll before."""
+
+    trainer_id: bytes
+    lease: Lease
     again: bool
 
 
@@ -23,16 +38,50 @@ class LeasedBatch:
 class OpenPoll:
     """A poll that waits for a plan, under the trainer and the batch size it began with."""
 
-    poll: str
     trainer_id: bytes
     batch_size: int
+    batch_id: int
 
 
-class LeaseLost(Enum):
+@dataclass(frozen=True)
+class Acknowledged:
+    """`batch_id`: of the last batch acknowledged so far; `released` by this call."""
+
+    batch_id: int
+    released: int
+
+
+class PlanLost(Enum):
     """Why a plan could not be committed."""
 
     MOVED = "moved"
     SUPERSEDED = "superseded"
+
+
+class NotPlaced(Enum):
+    """Why a submission was not taken, this time."""
+
+    MOVED = "moved"
+    FULL = "full"
+    PLAN = "plan"
+
+
+Outcomes = list[int | None]
+"""Of each group of a submission: the sequences that its environment has buffered after it, or None
+where it was queued as it came."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Tells a submission that is repeated from a new one.
+
+    Attributes:
+        key: the sender's own name for it, or None where only run-api itself may repeat it.
+        fingerprint: of what was sent.
+    """
+
+    key: str | None
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +106,7 @@ class BatchSizeDiffers:
     """The run goes by another batch size; `fingerprint` names the state this was found in."""
 
     current: int
-    batch_is_leased: bool
+    unacknowledged: int
     fingerprint: bytes
 
 

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import structlog
-import uvicorn
+import uvloop
 
 from grpo_api.app import create_app
+from grpo_api.http_server import HttpServer
+from grpo_api.lifetime import Lifetime
+from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
 from grpo_api.settings import RunApiSettings
+from grpo_api.stdlib_logs import forward_library_logs
 from grpo_api.store import RunStore
 from grpo_core.logs import configure_logging
 
-_SHUTDOWN_GRACE_S = 10
-
 
 def serve(settings: RunApiSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/health` says whether it is."""
+    """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/readyz` says whether it is."""
     configure_logging("run-api", settings.log_level)
-    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
-    store = RunStore(link, settings.environment_timeout_s)
+    forward_library_logs()
     structlog.get_logger().info(
-        "listening", host=settings.host, port=settings.port, run_id=settings.run_id
+        "starting", run_id=settings.run_id, token_needed=settings.token is not None
     )
-    uvicorn.run(
-        create_app(store, settings),
-        host=settings.host,
-        port=settings.port,
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: RunApiSettings) -> None:
+    lifetime = Lifetime()
+    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
+    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    server = HttpServer(
+        create_app(store, settings, lifetime), lifetime, settings.host, settings.port
     )
+    reporting = asyncio.create_task(report_persistence(link, lifetime))
+    await server.serve()
+    reporting.cancel()

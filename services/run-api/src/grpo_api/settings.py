@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from grpo_core.redis_names import DEFAULT_RUN_ID
 from grpo_core.settings import CommandSettings
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
+_TOKEN = re.compile(r"[!-~]+")
 
 
 class RunApiSettings(CommandSettings):
@@ -39,6 +41,29 @@ class RunApiSettings(CommandSettings):
         ge=1024,
         description="largest request body in bytes, as sent and after decompression",
     )
+    max_queued_groups: int = Field(
+        100_000,
+        ge=1,
+        description="groups in the queue from which on submissions wait; environments are slowed "
+        "from half of it on",
+    )
+    max_queued_bytes: int = Field(
+        4 * 1024**3,
+        ge=1024,
+        description="the same in stored (compressed) bytes, buffered parts included",
+    )
+    max_leased_bytes: int = Field(
+        4 * 1024**3,
+        ge=1024,
+        description="stored bytes of batches that were handed out and are not acknowledged, from "
+        "which on a trainer has to acknowledge before it gets another",
+    )
+    full_queue_wait_s: float = Field(
+        20.0,
+        ge=0.0,
+        le=60.0,
+        description="seconds a submission waits for a full queue before it is answered 503",
+    )
     redis_deadline_s: float = Field(
         10.0,
         gt=0.0,
@@ -52,6 +77,11 @@ class RunApiSettings(CommandSettings):
         description="seconds without a poll of /status-env after which an environment loses its "
         "weight and its minimum allocation, until it polls again",
     )
+    token: SecretStr | None = Field(
+        None,
+        description="what clients must send as Authorization: Bearer <token>; none: anybody who "
+        "reaches the port may send. Better set as RUN_API_TOKEN: a command line is no secret",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="least severe event to log"
     )
@@ -63,4 +93,14 @@ class RunApiSettings(CommandSettings):
         _ = parts.port  # raises ValueError where it is no number
         if parts.scheme not in _REDIS_SCHEMES:
             raise ValueError(f"not a Redis URL; its scheme is one of {', '.join(_REDIS_SCHEMES)}")
+        return value
+
+    @field_validator("token")
+    @classmethod
+    def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not _TOKEN.fullmatch(value.get_secret_value()):
+            raise ValueError(
+                "a token is visible ASCII characters, without spaces or line ends, and not empty; "
+                "leave it unset to take requests without one"
+            )
         return value

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from grpo_api.allocation import RunView, environment_status
 from grpo_api.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
-from grpo_api.dependencies import Store
+from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
 from grpo_api.records import RegisteredEnvironment
 from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
@@ -80,11 +80,13 @@ async def disconnect_environment(environment: EnvironmentIdBody, store: Store) -
 
 
 @router.get("/status-env")
-async def status_of_environment(environment: EnvironmentIdBody, store: Store) -> EnvironmentStatus:
+async def status_of_environment(
+    environment: EnvironmentIdBody, store: Store, limits: RunLimits
+) -> EnvironmentStatus:
     run = await store.environments.poll(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
-            return environment_status(own, run)
+            return environment_status(own, run, limits)
     raise Refused(404, _unknown(environment.env_id))
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import structlog
-from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+import asyncio
+from typing import Annotated
 
-from grpo_api.dependencies import Store
+import structlog
+from fastapi import APIRouter, Header
+from fastapi.responses import PlainTextResponse, Response
+
+from grpo_api.dependencies import ServerLifetime, ServerMetrics, Store
+from grpo_api.errors import StoreUnavailable
+from grpo_api.lifetime import ShuttingDown
+from grpo_api.run_facts import RunFacts
+from grpo_api.store import RunStore
 from grpo_core.wire import ServerStatus
+
+_SCRAPE_DEADLINE_S = 1.0
 
 router = APIRouter()
 _log = structlog.get_logger()
@@ -23,6 +32,38 @@ async def health(store: Store) -> dict[str, str]:
     """200 only where Redis answers, else 503."""
     await store.ping()
     return {"status": "ok"}
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """200 while this process serves, whatever Redis does: restarting it would not help Redis."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(store: Store, lifetime: ServerLifetime) -> dict[str, str]:
+    """200 where a request sent here now would be served: Redis answers, and this process stays."""
+    if lifetime.closing.is_set():
+        raise ShuttingDown
+    await store.ping()
+    return {"status": "ok"}
+
+
+@router.get("/metrics")
+async def metrics(
+    store: Store, metrics: ServerMetrics, accept: Annotated[str, Header()] = ""
+) -> Response:
+    """For Prometheus. Answers while Redis is away too, and says that it is."""
+    exposition = metrics.exposition(await _facts(store), accept)
+    return Response(exposition.body, headers={"content-type": exposition.content_type})
+
+
+async def _facts(store: RunStore) -> RunFacts | None:
+    try:
+        async with asyncio.timeout(_SCRAPE_DEADLINE_S):
+            return await store.facts.read()
+    except (StoreUnavailable, TimeoutError):
+        return None
 
 
 @router.get("/status")

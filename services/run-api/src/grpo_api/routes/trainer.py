@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Response
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Header, Path, Query
+from fastapi.responses import StreamingResponse
 
+from grpo_api.batch_answer import batch_pieces, begun, gzipped
 from grpo_api.bodies import RegistrationBody
+from grpo_api.compression import accepts_gzip
 from grpo_api.dependencies import Dispatcher, Store
 from grpo_api.enrolment import enrol_trainer
-from grpo_api.errors import TrainerNotRegistered
-from grpo_api.payloads import batch_json
+from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
+from grpo_api.records import DueBatch
+from grpo_api.store import RunStore
 from grpo_core.wire import TrainerInfo
 
 _NOTHING_REGISTERED = -1
+_MAX_WAIT_S = 60.0
+_MAX_BATCH_ID = 2**53 - 1
 
 router = APIRouter()
 _log = structlog.get_logger()
 
+TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register answered")]
+After = Annotated[
+    int, Query(ge=0, le=_MAX_BATCH_ID, description="id of the last batch that the trainer holds")
+]
+WaitS = Annotated[
+    float,
+    Query(ge=0.0, le=_MAX_WAIT_S, description="seconds to wait for a batch to be complete"),
+]
+BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
+
 
 @router.post("/register")
 async def register(registration: RegistrationBody, store: Store) -> dict[str, int]:
-    """Register a trainer; a batch it has not acknowledged is handed out again."""
+    """Register a trainer; batches that are not acknowledged are handed out again."""
     registered = await enrol_trainer(store, registration)
     _log.info(
         "registered",
@@ -35,20 +51,69 @@ async def register(registration: RegistrationBody, store: Store) -> dict[str, in
 
 
 @router.get("/batch")
-async def batch(dispatcher: Dispatcher) -> Any:
-    """Hand out the next batch, or `{"batch": null}`. Either acknowledges the batch before."""
+async def batch(
+    dispatcher: Dispatcher,
+    store: Store,
+    trainer: TrainerId | None = None,
+    after: After = 0,
+    wait_s: WaitS = 0.0,
+    accept_encoding: Annotated[str, Header()] = "",
+) -> Any:
+    """Hand out the next batch, or `{"batch": null}`.
+
+    With `trainer` it is leased: the batch that follows `after`, the same one however often this is
+    asked, until it is acknowledged by POST /batch/{id}/ack. Without, asking acknowledges what was
+    sent before.
+    """
     try:
-        leased = await dispatcher.next_batch()
-    except TrainerNotRegistered:
-        return {
-            "status": "error",
-            "message": "Trainer not registered. Call /register first.",
-            "batch": [],
-        }
-    if leased is None:
+        if trainer is None:
+            due = await dispatcher.by_plain_poll(wait_s)
+        else:
+            due = await dispatcher.by_lease(trainer, after, wait_s)
+    except TrainerNotRegistered as error:
+        return {"status": "error", "message": str(error), "batch": []}
+    if due is None:
         return {"batch": None}
-    body = await run_in_threadpool(batch_json, leased.payloads)
-    return Response(body, media_type="application/json")
+    return await _answer(store, due, trainer is None, accepts_gzip(accept_encoding))
+
+
+async def _answer(
+    store: RunStore, due: DueBatch, is_plain: bool, compressed: bool
+) -> StreamingResponse:
+    head = b"" if is_plain else f'"batch_id":{due.lease.batch_id},'.encode()
+    pieces = await begun(batch_pieces(store.batches, due, head))
+    encoded = gzipped(pieces) if compressed else pieces
+    headers = {"vary": "Accept-Encoding"} | ({"content-encoding": "gzip"} if compressed else {})
+    body = _noting_delivery(encoded, store, due) if is_plain else encoded
+    return StreamingResponse(body, media_type="application/json", headers=headers)
+
+
+async def _noting_delivery(
+    pieces: AsyncIterator[bytes], store: RunStore, due: DueBatch
+) -> AsyncIterator[bytes]:
+    async for piece in pieces:
+        yield piece
+    await store.batches.mark_delivered(due)
+
+
+@router.post("/batch/{batch_id}/ack")
+async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> dict[str, Any]:
+    """Every batch up to this one is durable with the trainer and never handed out again."""
+    try:
+        acknowledged = await store.batches.acknowledge(trainer, batch_id)
+    except BatchUnknown as error:
+        raise Refused(404, str(error)) from error
+    except TrainerNotRegistered as error:
+        raise Refused(409, str(error)) from error
+    if acknowledged.released:
+        _log.info(
+            "batches acknowledged", through=acknowledged.batch_id, released=acknowledged.released
+        )
+    return {
+        "status": "success",
+        "acknowledged": acknowledged.batch_id,
+        "released": acknowledged.released,
+    }
 
 
 @router.get("/info")

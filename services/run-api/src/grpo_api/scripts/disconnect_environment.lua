@@ -1,10 +1,11 @@
 -- Take an environment off the list of those that are here, and drop its parts.
 --
 -- KEYS  1 environments (hash)  2 connected (set)  3 buffers (hash)  4 payloads (hash)
+--       5 totals (hash)
 -- ARGV  1 env_id
 -- Returns nil where no such environment has registered, else how many parts were dropped
 
-local environments, connected, buffers, payloads = unpack(KEYS)
+local environments, connected, buffers, payloads, totals = unpack(KEYS)
 local env_id = ARGV[1]
 
 if redis.call('HEXISTS', environments, env_id) == 0 then
@@ -12,8 +13,11 @@ if redis.call('HEXISTS', environments, env_id) == 0 then
 end
 redis.call('SREM', connected, env_id)
 local dropped = 0
-for id in string.gmatch(redis.call('HGET', buffers, env_id) or '', '(%d+):%d+:%d+') do
+local parts = redis.call('HGET', buffers, env_id) or ''
+for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
   dropped = dropped + redis.call('HDEL', payloads, id)
+  redis.call('HINCRBY', totals, 'buffered_parts', -1)
+  redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
 end
 redis.call('HDEL', buffers, env_id)
 return dropped

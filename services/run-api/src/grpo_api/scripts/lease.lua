@@ -1,16 +1,16 @@
 -- Lease the planned bundles as one batch and count the step, if the plan still holds.
 --
--- KEYS  1 trainer (hash)  2 lease (hash)         3 payloads (hash)
+-- KEYS  1 trainer (hash)  2 leases (hash)        3 totals (hash)
 --       4 queue (zset)    5 queued_kinds (hash)  6 queued_sizes (hash)
--- ARGV  1 poll id  2 trainer id at planning  3 sequences in the batch, then entries of the queue
--- Returns {'superseded'}   a trainer registered, or the run was reset, since the poll began
---         {'moved'}        another poll leased a batch or took one of the bundles: plan again
---         {'leased', step, sequences, payload, ...}
+-- ARGV  1 trainer id at planning  2 batch id  3 sequences in the batch, then entries of the queue
+-- Returns {'superseded'}     a trainer registered, or the run was reset, since the poll began
+--         {'moved'}          one of the bundles is not in the queue any more: plan again
+--         {'leased', lease}  by this call, or by one before it with the same batch id
 --
--- Repeating a call whose answer was lost leases the same batch.
+-- Repeating a call whose answer was lost leases nothing more.
 
-local trainer, lease, payloads, queue, kinds, sizes = unpack(KEYS)
-local poll, trainer_id, sequences = ARGV[1], ARGV[2], ARGV[3]
+local trainer, leases, totals, queue, kinds, sizes = unpack(KEYS)
+local trainer_id, batch_id, sequences = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
 local function decrease(counters, field)
   if redis.call('HINCRBY', counters, field, -1) == 0 then
@@ -21,38 +21,42 @@ end
 if redis.call('HGET', trainer, 'id') ~= trainer_id then
   return {'superseded'}
 end
-local handed_to = redis.call('HGET', lease, 'poll')
-if handed_to and handed_to ~= poll then
+local leased = redis.call('HGET', leases, batch_id)
+if leased then
+  return {'leased', leased}
+end
+if tonumber(redis.call('HGET', trainer, 'last_batch') or 0) ~= batch_id - 1 then
   return {'moved'}
 end
-
-if not handed_to then
-  for i = 4, #ARGV do
-    if not redis.call('ZSCORE', queue, ARGV[i]) then
-      return {'moved'}
-    end
+for i = 4, #ARGV do
+  if not redis.call('ZSCORE', queue, ARGV[i]) then
+    return {'moved'}
   end
-  local ids = {}
-  for i = 4, #ARGV do
-    local kind, groups = string.match(ARGV[i], '^(%S+ %d+) %d+ (%S+)$')
-    redis.call('ZREM', queue, ARGV[i])
-    decrease(kinds, kind)
-    for id, size in string.gmatch(groups, '(%d+):(%d+):%d+') do
-      decrease(sizes, size)
-      table.insert(ids, id)
-    end
-  end
-  redis.call(
-    'HSET', lease,
-    'poll', poll,
-    'groups', table.concat(ids, ' '),
-    'sequences', sequences,
-    'step', redis.call('HINCRBY', trainer, 'step', 1)
-  )
 end
 
-local reply = {'leased', tonumber(redis.call('HGET', lease, 'step')), tonumber(sequences)}
-for id in string.gmatch(redis.call('HGET', lease, 'groups'), '%d+') do
-  table.insert(reply, redis.call('HGET', payloads, id))
+local groups, bytes, oldest = {}, 0, nil
+for i = 4, #ARGV do
+  local kind, members, queued_ms = string.match(ARGV[i], '^(%S+ %d+) %d+ (%S+) (%d+)$')
+  redis.call('ZREM', queue, ARGV[i])
+  decrease(kinds, kind)
+  for size, stored in string.gmatch(members, '%d+:(%d+):(%d+)') do
+    decrease(sizes, size)
+    redis.call('HINCRBY', totals, 'queued_groups', -1)
+    bytes = bytes + tonumber(stored)
+  end
+  table.insert(groups, members)
+  if not oldest or tonumber(queued_ms) < tonumber(oldest) then
+    oldest = queued_ms
+  end
 end
-return reply
+redis.call('HINCRBY', totals, 'queued_sequences', -tonumber(sequences))
+redis.call('HINCRBY', totals, 'queued_bytes', -bytes)
+redis.call('HINCRBY', totals, 'leased_bytes', bytes)
+
+local step = redis.call('HINCRBY', trainer, 'step', 1)
+local time = redis.call('TIME')
+local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+local lease = table.concat({step, sequences, now_ms, oldest, table.concat(groups, ',')}, ' ')
+redis.call('HSET', leases, batch_id, lease)
+redis.call('HSET', trainer, 'last_batch', batch_id)
+return {'leased', lease}

@@ -1,46 +1,53 @@
--- Begin a poll for a batch: hand out again what was not received, or acknowledge what was.
+-- Begin a poll for a batch: hand out again what the trainer does not hold yet, or ask for a plan.
 --
--- KEYS  1 trainer (hash)  2 lease (hash)  3 payloads (hash)  4 latest (hash)
--- ARGV  1 poll id
+-- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)
+-- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
+--       2 id of the last batch that it holds; a plain poll: '', it holds what was delivered
+--       3 most bytes that unacknowledged batches may hold
 -- Returns {'unregistered'}
---         {'leased', step, sequences, payload, ...}   the same batch, not counted again
---         {'open', trainer id, batch_size}            nothing is leased: plan the next batch
---
--- The lease names the poll it was handed to; '' stands for none, after a trainer registered again.
+--         {'superseded'}                     another trainer has registered
+--         {'by lease'}                       a plain poll, while the run's trainer takes leases
+--         {'unknown', last batch}            no batch has the id of ARGV 2
+--         {'full', bytes}                    nothing new before batches are acknowledged
+--         {'leased', trainer id, batch id, lease}      the next batch that is not acknowledged
+--         {'open', trainer id, batch_size, batch id}   nothing more is leased: plan this one
 
-local trainer, lease, payloads, latest = unpack(KEYS)
-local poll = ARGV[1]
+local trainer, leases, totals = unpack(KEYS)
+local asking, after, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+local function number(key, field)
+  return tonumber(redis.call('HGET', key, field) or 0)
+end
 
 local batch_size = redis.call('HGET', trainer, 'batch_size')
 if not batch_size then
   return {'unregistered'}
 end
+local current = redis.call('HGET', trainer, 'id')
+if asking ~= '' then
+  if asking ~= current then
+    return {'superseded'}
+  end
+  redis.call('HSET', trainer, 'takes_leases', '1')
+elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
+  return {'by lease'}
+else
+  after = number(trainer, 'delivered')
+end
 redis.call('HSET', trainer, 'started', '1')
 
-local handed_to = redis.call('HGET', lease, 'poll')
-if handed_to then
-  local groups = redis.call('HGET', lease, 'groups')
-  if handed_to == '' or handed_to == poll then
-    redis.call('HSET', lease, 'poll', poll)
-    local reply = {
-      'leased',
-      tonumber(redis.call('HGET', lease, 'step')),
-      tonumber(redis.call('HGET', lease, 'sequences')),
-    }
-    for id in string.gmatch(groups, '%d+') do
-      table.insert(reply, redis.call('HGET', payloads, id))
-    end
-    return reply
-  end
-  local latest_id = redis.call('HGET', latest, 'id')
-  for id in string.gmatch(groups, '%d+') do
-    if id == latest_id then
-      -- /latest_example still shows it; the next submission deletes it
-      redis.call('HSET', latest, 'acknowledged', '1')
-    else
-      redis.call('HDEL', payloads, id)
-    end
-  end
-  redis.call('DEL', lease)
+local last = number(trainer, 'last_batch')
+after = tonumber(after)
+if after > last then
+  return {'unknown', last}
 end
-return {'open', redis.call('HGET', trainer, 'id'), tonumber(batch_size)}
+local next_id = math.max(after, number(trainer, 'acknowledged')) + 1
+if next_id <= last then
+  redis.call('HINCRBY', trainer, 'redeliveries', 1)
+  return {'leased', current, next_id, redis.call('HGET', leases, next_id)}
+end
+local leased_bytes = number(totals, 'leased_bytes')
+if leased_bytes >= max_bytes then
+  return {'full', leased_bytes}
+end
+return {'open', current, tonumber(batch_size), next_id}

@@ -1,7 +1,8 @@
 -- Register an environment once the trainer has started.
 --
 -- KEYS  1 trainer (hash)  2 environments (hash)  3 environment_names (hash)
---       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 receipt (string)
+--       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 group_sizes (hash)
+--       8 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 -- Returns {'wait'}                    no trainer has registered and polled yet
 --         {'too large', batch_size}   no batch can ever hold a group of this environment
@@ -9,7 +10,8 @@
 --
 -- The receipt makes a repeated call (its answer was lost) return the same environment.
 
-local trainer, environments, names, counts, connected, seen, receipt = unpack(KEYS)
+local trainer, environments, names, counts, connected, seen, group_sizes, receipt =
+  unpack(KEYS)
 local registration, desired_name, group_size, receipt_s = unpack(ARGV)
 
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
@@ -30,6 +32,7 @@ if not env_id then
   local time = redis.call('TIME')
   redis.call('HSET', environments, env_id, registration)
   redis.call('HSET', names, env_id, desired_name .. '_' .. ordinal)
+  redis.call('HSET', group_sizes, env_id, group_size)
   redis.call('SADD', connected, env_id)
   redis.call('HSET', seen, env_id, string.format('%d%03d', time[1], math.floor(time[2] / 1000)))
   redis.call('SET', receipt, env_id, 'EX', receipt_s)

@@ -1,48 +1,84 @@
 -- Carry out the placement of a submission: store its groups, queue bundles, change buffers.
 --
 -- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
---       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 receipt (string)
--- ARGV  1 seconds to keep the receipt  2 trainer id at planning
---       3 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
---       4 id of the first payload, then payloads, numbered upwards
--- Returns 'placed'
---         'moved'   another trainer, or a buffer that is not as it was before: place again
---
--- The receipt makes a repeated call (its answer was lost) queue nothing twice.
+--       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
+--       9 resets (string)      10 receipt (string)
+-- ARGV  1 seconds to keep the receipt  2 receipt  3 trainer id at planning
+--       4 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
+--       5 most queued groups  6 most stored bytes, queued and buffered
+--       7 id of the first payload, then payloads, numbered upwards
+-- Returns {'placed'}
+--         {'repeated', receipt}  a call before this one was carried out under the same receipt
+--         {'full'}               the queue has reached a limit
+--         {'moved'}              another trainer, or a buffer not as it was before: place again
 
-local trainer, buffers, queue, payloads, kinds, sizes, latest, receipt = unpack(KEYS)
-local receipt_s, trainer_id, first_id = ARGV[1], ARGV[2], tonumber(ARGV[4])
-local plan = cjson.decode(ARGV[3])
+local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, receipt =
+  unpack(KEYS)
+local plan = cjson.decode(ARGV[4])
+local first_id, first_payload = tonumber(ARGV[7]), 8
 
-if redis.call('EXISTS', receipt) == 1 then
-  return 'placed'
+local function number(field)
+  return tonumber(redis.call('HGET', totals, field) or 0)
 end
-if redis.call('HGET', trainer, 'id') ~= trainer_id then
-  return 'moved'
-end
-for _, buffer in ipairs(plan.buffers) do
-  if (redis.call('HGET', buffers, buffer[1]) or '') ~= buffer[2] then
-    return 'moved'
+
+local function count(field, by)
+  if by ~= 0 then
+    redis.call('HINCRBY', totals, field, by)
   end
 end
 
-for i = 5, #ARGV do
-  redis.call('HSET', payloads, first_id + i - 5, ARGV[i])
+-- a receipt counts for the run that it was written in, not for what follows a reset
+local run = redis.call('GET', resets) or '0'
+local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
+if of_run == run then
+  return {'repeated', answer}
+end
+if redis.call('HGET', trainer, 'id') ~= ARGV[3] then
+  return {'moved'}
 end
 for _, buffer in ipairs(plan.buffers) do
+  if (redis.call('HGET', buffers, buffer[1]) or '') ~= buffer[2] then
+    return {'moved'}
+  end
+end
+if number('queued_groups') >= tonumber(ARGV[5])
+    or number('queued_bytes') + number('buffered_bytes') >= tonumber(ARGV[6]) then
+  return {'full'}
+end
+
+for i = first_payload, #ARGV do
+  redis.call('HSET', payloads, first_id + i - first_payload, ARGV[i])
+end
+
+local function count_buffered(groups, sign)
+  for stored in string.gmatch(groups, '%d+:%d+:(%d+)') do
+    count('buffered_parts', sign)
+    count('buffered_bytes', sign * tonumber(stored))
+  end
+end
+
+for _, buffer in ipairs(plan.buffers) do
+  count_buffered(buffer[2], -1)
+  count_buffered(buffer[3], 1)
   if buffer[3] == '' then
     redis.call('HDEL', buffers, buffer[1])
   else
     redis.call('HSET', buffers, buffer[1], buffer[3])
   end
 end
+
+local time = redis.call('TIME')
+local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 local last_queued
 for _, entry in ipairs(plan.bundles) do
   local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
-  redis.call('ZADD', queue, 0, entry)
+  redis.call('ZADD', queue, 0, entry .. ' ' .. now_ms)
   redis.call('HINCRBY', kinds, kind, 1)
-  for id, sequences in string.gmatch(groups, '(%d+):(%d+):%d+') do
+  for id, sequences, stored in string.gmatch(groups, '(%d+):(%d+):(%d+)') do
     redis.call('HINCRBY', sizes, sequences, 1)
+    count('queued_groups', 1)
+    count('queued_sequences', tonumber(sequences))
+    count('queued_bytes', tonumber(stored))
     last_queued = id
   end
 end
@@ -54,5 +90,5 @@ if last_queued then
   end
   redis.call('HSET', latest, 'id', last_queued)
 end
-redis.call('SET', receipt, '1', 'EX', receipt_s)
-return 'placed'
+redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
+return {'placed'}

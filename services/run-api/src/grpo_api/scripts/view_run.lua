@@ -1,14 +1,15 @@
 -- Everyone who registered, and the queue in numbers, at one moment.
 --
 -- KEYS  1 trainer (hash)    2 environments (hash)  3 environment_names (hash)  4 connected (set)
---       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)
+--       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)       8 totals (hash)
 -- ARGV  1 env_id that is polling, or ''
--- Returns {time (ms), {step, batch_size}, environments, names, connected, seen, kinds, sizes}:
---         hashes as field, value, ..., of sizes the fields only
+-- Returns {time (ms), {step, batch_size}, environments, names, connected, seen, kinds, sizes,
+--         {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ..., of sizes the
+--         fields only
 --
 -- The time is Redis' own: replicas of run-api need not agree on theirs.
 
-local trainer, environments, names, connected, seen, kinds, sizes = unpack(KEYS)
+local trainer, environments, names, connected, seen, kinds, sizes, totals = unpack(KEYS)
 
 local time = redis.call('TIME')
 local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
@@ -24,4 +25,5 @@ return {
   redis.call('HGETALL', seen),
   redis.call('HGETALL', kinds),
   redis.call('HKEYS', sizes),
+  redis.call('HMGET', totals, 'queued_groups', 'queued_bytes', 'buffered_bytes'),
 }

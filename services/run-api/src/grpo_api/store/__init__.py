@@ -8,6 +8,7 @@ from __future__ import annotations
 from grpo_api.redis_link import RedisLink
 from grpo_api.store.batches import BatchStore
 from grpo_api.store.environments import EnvironmentStore
+from grpo_api.store.facts import FactStore
 from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, keys
 from grpo_api.store.trainer import TrainerStore
@@ -18,14 +19,18 @@ class RunStore:
 
     Args:
         environment_timeout_s: after so long without a poll an environment counts as gone.
+        max_leased_bytes: that batches may hold before some of them are acknowledged.
     """
 
-    def __init__(self, link: RedisLink, environment_timeout_s: float) -> None:
+    def __init__(
+        self, link: RedisLink, environment_timeout_s: float, max_leased_bytes: int
+    ) -> None:
         self._link = link
         self.trainer = TrainerStore(link)
         self.environments = EnvironmentStore(link, environment_timeout_s)
         self.groups = GroupStore(link)
-        self.batches = BatchStore(link)
+        self.facts = FactStore(link, environment_timeout_s)
+        self.batches = BatchStore(link, max_leased_bytes)
 
     async def close(self) -> None:
         await self._link.close()
@@ -34,4 +39,5 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        await self._link.call("UNLINK", *keys(self._link, *STATE_KEYS))
+        (resets,) = keys(self._link, "resets")
+        await self._link.transaction(("INCR", resets), ("UNLINK", *keys(self._link, *STATE_KEYS)))

@@ -1,55 +1,123 @@
-"""Batches: polled for, planned from the queue, leased to the trainer."""
+"""Batches: polled for, planned from the queue, leased to the trainer, acknowledged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from grpo_api.bundles import Bundle
-from grpo_api.errors import TrainerNotRegistered
-from grpo_api.records import LeasedBatch, LeaseLost, OpenPoll
+from grpo_api.errors import (
+    BatchesByLease,
+    BatchUnknown,
+    LeasesFull,
+    TrainerNotRegistered,
+    TrainerSuperseded,
+)
+from grpo_api.records import Acknowledged, DueBatch, OpenPoll, PlanLost
 from grpo_api.redis_link import RedisLink
-from grpo_api.store.keys import keys, parse_bundle, write_bundle
+from grpo_api.store.keys import keys, parse_lease, parse_queued, write_queued
+
+_PLAIN = ""
+"""In place of a trainer id: the poll of a trainer that cannot acknowledge."""
 
 
 class BatchStore:
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisLink, max_leased_bytes: int) -> None:
         self._link = link
+        self._max_leased_bytes = max_leased_bytes
 
-    async def open_poll(self, poll: str) -> LeasedBatch | OpenPoll:
-        """Hand out again the batch that nobody received, or acknowledge the one before.
+    async def open_poll(self, trainer_id: int | None, after: int = 0) -> DueBatch | OpenPoll:
+        """Hand out again what the trainer does not hold, or begin to plan the next batch.
 
+        Args:
+            trainer_id: None for a trainer that cannot acknowledge. It holds what was delivered.
+            after: id of the last batch that the trainer holds; of no meaning without `trainer_id`.
         Raises:
-            TrainerNotRegistered
+            TrainerNotRegistered, TrainerSuperseded, BatchesByLease
+            BatchUnknown: no batch has the id `after`.
+            LeasesFull: nothing new is handed out before batches are acknowledged.
         """
         outcome, *rest = await self._link.script(
-            "open_poll", keys(self._link, "trainer", "lease", "payloads", "latest"), poll
+            "open_poll",
+            keys(self._link, "trainer", "leases", "totals"),
+            *_asking(trainer_id, after),
+            self._max_leased_bytes,
         )
-        if outcome == b"unregistered":
-            raise TrainerNotRegistered
+        _refuse(outcome, after, rest)
+        if outcome == b"full":
+            raise LeasesFull(stored_bytes=rest[0], limit=self._max_leased_bytes)
         if outcome == b"leased":
-            return LeasedBatch(step=rest[0], sequences=rest[1], payloads=rest[2:], again=True)
-        return OpenPoll(poll=poll, trainer_id=rest[0], batch_size=rest[1])
+            trainer, batch_id, lease = rest
+            return DueBatch(trainer, parse_lease(batch_id, lease), again=True)
+        return OpenPoll(*rest)
 
     async def candidates(self, batch_size: int) -> list[Bundle]:
         """The oldest bundles, as many of each kind as a batch could hold, oldest first."""
         entries = await self._link.script(
             "batch_candidates", keys(self._link, "queue", "queued_kinds"), batch_size
         )
-        return sorted((parse_bundle(entry) for entry in entries), key=lambda bundle: bundle.id)
+        return sorted((parse_queued(entry) for entry in entries), key=lambda bundle: bundle.id)
 
-    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> LeasedBatch | LeaseLost:
+    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> DueBatch | PlanLost:
         """Take the bundles off the queue as one batch and count the step, all or nothing."""
         outcome, *rest = await self._link.script(
             "lease",
             keys(
                 self._link,
-                *("trainer", "lease", "payloads", "queue", "queued_kinds", "queued_sizes"),
+                *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
             ),
-            poll.poll,
             poll.trainer_id,
+            poll.batch_id,
             poll.batch_size,
-            *(write_bundle(bundle) for bundle in bundles),
+            *(write_queued(bundle) for bundle in bundles),
         )
         if outcome != b"leased":
-            return LeaseLost(outcome.decode())
-        return LeasedBatch(step=rest[0], sequences=rest[1], payloads=rest[2:], again=False)
+            return PlanLost(outcome.decode())
+        return DueBatch(poll.trainer_id, parse_lease(poll.batch_id, rest[0]), again=False)
+
+    async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
+        """Let go of every batch up to `batch_id`, or of what was delivered without `trainer_id`.
+
+        Raises:
+            TrainerNotRegistered, TrainerSuperseded, BatchesByLease
+            BatchUnknown: no batch has the id `batch_id`.
+        """
+        outcome, *rest = await self._link.script(
+            "acknowledge",
+            keys(self._link, "trainer", "leases", "totals", "payloads", "latest"),
+            *_asking(trainer_id, batch_id),
+        )
+        _refuse(outcome, batch_id, rest)
+        return Acknowledged(*rest)
+
+    async def mark_delivered(self, due: DueBatch) -> None:
+        """A trainer that cannot acknowledge was sent all of it: its next poll lets go of it."""
+        await self._link.script(
+            "mark_delivered", keys(self._link, "trainer"), due.trainer_id, due.lease.batch_id
+        )
+
+    async def payloads(self, group_ids: Sequence[int]) -> list[bytes | None]:
+        """Stored groups, in this order; None for one that is not there any more."""
+        (payloads,) = keys(self._link, "payloads")
+        found: list[bytes | None] = await self._link.call("HMGET", payloads, *group_ids)
+        return found
+
+    async def arrivals(self) -> int:
+        """A number that grows with every submission: where it stands still, nothing came."""
+        (last_id,) = keys(self._link, "last_group_id")
+        return int(await self._link.call("GET", last_id) or 0)
+
+
+def _asking(trainer_id: int | None, batch_id: int) -> tuple[str, str]:
+    """Trainer ids are stored as 32 hexadecimal digits: Lua's numbers do not hold 128 bits."""
+    return (_PLAIN, "") if trainer_id is None else (f"{trainer_id:032x}", str(batch_id))
+
+
+def _refuse(outcome: bytes, batch_id: int, rest: Sequence[int]) -> None:
+    if outcome == b"unregistered":
+        raise TrainerNotRegistered
+    if outcome == b"superseded":
+        raise TrainerSuperseded
+    if outcome == b"by lease":
+        raise BatchesByLease
+    if outcome == b"unknown":
+        raise BatchUnknown(batch_id, last=rest[0])

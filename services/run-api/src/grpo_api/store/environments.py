@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from grpo_api.allocation import Environment, RunCounters, RunView
 from grpo_api.errors import unprocessable
+from grpo_api.limits import Fill
 from grpo_api.records import RegisteredEnvironment
 from grpo_api.redis_link import RedisLink
 from grpo_api.servable import why_unservable
-from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt
+from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
 from grpo_core.wire import EnvironmentRegistration, Registration
 
 _NOBODY = ""
@@ -32,7 +33,7 @@ class EnvironmentStore:
             keys(
                 self._link,
                 *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", receipt()),
+                *("seen", "group_sizes", receipt_key()),
             ),
             registration.model_dump_json(),
             registration.desired_name,
@@ -56,7 +57,7 @@ class EnvironmentStore:
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            keys(self._link, "environments", "connected", "buffers", "payloads"),
+            keys(self._link, "environments", "connected", "buffers", "payloads", "totals"),
             env_id,
         )
         return dropped
@@ -75,7 +76,7 @@ class EnvironmentStore:
             keys(
                 self._link,
                 *("trainer", "environments", "environment_names", "connected", "seen"),
-                *("queued_kinds", "queued_sizes"),
+                *("queued_kinds", "queued_sizes", "totals"),
             ),
             polling,
         )
@@ -85,6 +86,7 @@ class EnvironmentStore:
             batch_size=int(facts.trainer[1] or 0),
             queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
             max_group_size=max(map(int, facts.sizes), default=1),
+            fill=_fill(*facts.totals),
         )
         return RunView(self._environments(facts), counters)
 
@@ -119,6 +121,11 @@ class _Facts:
     seen: Sequence[bytes]
     kinds: Sequence[bytes]
     sizes: Sequence[bytes]
+    totals: Sequence[bytes | None]
+
+
+def _fill(groups: bytes | None, queued: bytes | None, buffered: bytes | None) -> Fill:
+    return Fill(groups=int(groups or 0), stored_bytes=int(queued or 0) + int(buffered or 0))
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:

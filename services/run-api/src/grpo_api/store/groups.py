@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_api.errors import Refused
+from grpo_api.limits import Limits
+from grpo_api.payloads import PackedGroup
 from grpo_api.placement import IntakeState, Placement
-from grpo_api.records import OpenIntake
+from grpo_api.records import NotPlaced, OpenIntake, Outcomes, Receipt
 from grpo_api.redis_link import RedisLink
-from grpo_api.store.keys import RECEIPT_S, keys, parse_groups, receipt, write_bundle, write_groups
+from grpo_api.store.keys import (
+    RECEIPT_S,
+    env_field,
+    keys,
+    parse_groups,
+    receipt_key,
+    write_bundle,
+    write_groups,
+)
 from grpo_core.wire import EnvironmentRegistration
 
 
@@ -35,7 +45,7 @@ class GroupStore:
             commands += [("HMGET", environments, *env_ids), ("HMGET", buffers, *env_ids)]
         (trainer_id, batch_size), last, *by_env = await self._link.transaction(*commands)
         if batch_size is None:
-            raise Refused(409, "no trainer has registered; POST /register comes before any data")
+            raise _no_trainer()
         registrations, buffered = by_env or ([], [])
         state = IntakeState(
             batch_size=int(batch_size),
@@ -52,10 +62,49 @@ class GroupStore:
         )
         return OpenIntake(trainer_id, first_id=last - groups + 1, state=state)
 
+    async def queue_whole(
+        self, groups: Sequence[PackedGroup], receipt: Receipt, limits: Limits
+    ) -> Outcomes | NotPlaced:
+        """Queue groups that need no planning; `PLAN` where one of them does. All or nothing.
+
+        Raises:
+            Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
+        """
+        outcomes: Outcomes = [None] * len(groups)
+        outcome, *rest = await self._link.script(
+            "submit_whole",
+            keys(
+                self._link,
+                *("trainer", "group_sizes", "queue", "payloads", "queued_kinds", "queued_sizes"),
+                *("latest", "totals", "last_group_id", "resets", receipt_key(receipt.key)),
+            ),
+            RECEIPT_S,
+            _written(receipt, outcomes),
+            limits.queued_groups,
+            limits.queued_bytes,
+            *(
+                field
+                for group in groups
+                for field in (env_field(group.env_id), group.sequences, group.payload)
+            ),
+        )
+        if outcome == b"unregistered":
+            raise _no_trainer()
+        return _outcome(outcome, rest, receipt, outcomes)
+
     async def commit(
-        self, intake: OpenIntake, placement: Placement, payloads: Sequence[bytes]
-    ) -> bool:
-        """Carry out the placement, all or nothing; False where what it was decided on has moved."""
+        self,
+        intake: OpenIntake,
+        placement: Placement,
+        payloads: Sequence[bytes],
+        receipt: Receipt,
+        limits: Limits,
+    ) -> Outcomes | NotPlaced:
+        """Carry out the placement, all or nothing; `MOVED` where what it was decided on has.
+
+        Raises:
+            Refused: 422, the receipt belongs to other groups.
+        """
         before = intake.state.buffers
         plan = {
             "buffers": [
@@ -64,20 +113,24 @@ class GroupStore:
             ],
             "bundles": [write_bundle(bundle) for bundle in placement.bundles],
         }
-        outcome = await self._link.script(
+        outcomes = placement.buffered_sequences
+        outcome, *rest = await self._link.script(
             "submit",
             keys(
                 self._link,
-                *("trainer", "buffers", "queue", "payloads"),
-                *("queued_kinds", "queued_sizes", "latest", receipt()),
+                *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
+                *("latest", "totals", "resets", receipt_key(receipt.key)),
             ),
             RECEIPT_S,
+            _written(receipt, outcomes),
             intake.trainer_id,
             json.dumps(plan),
+            limits.queued_groups,
+            limits.queued_bytes,
             intake.first_id,
             *payloads,
         )
-        return bool(outcome == b"placed")
+        return _outcome(outcome, rest, receipt, outcomes)
 
     async def latest_payload(self) -> bytes | None:
         """The last group queued, whether or not it has been served since."""
@@ -85,3 +138,33 @@ class GroupStore:
             "latest_payload", keys(self._link, "latest", "payloads")
         )
         return payload
+
+
+def _no_trainer() -> Refused:
+    return Refused(409, "no trainer has registered; POST /register comes before any data")
+
+
+def _written(receipt: Receipt, outcomes: Outcomes) -> str:
+    return f"{receipt.fingerprint} {json.dumps(outcomes)}"
+
+
+def _outcome(
+    outcome: bytes, rest: Sequence[bytes], receipt: Receipt, outcomes: Outcomes
+) -> Outcomes | NotPlaced:
+    if outcome == b"placed":
+        return outcomes
+    if outcome == b"repeated":
+        return _as_before(rest[0].decode(), receipt)
+    return NotPlaced(outcome.decode())
+
+
+def _as_before(written: str, receipt: Receipt) -> Outcomes:
+    fingerprint, outcomes = written.split(" ", 1)
+    if fingerprint != receipt.fingerprint:
+        raise Refused(
+            422,
+            f"Idempotency-Key {receipt.key!r} was used for other groups within the last "
+            f"{RECEIPT_S} s; make a new one for every submission that is not a repeat",
+        )
+    answered: Outcomes = json.loads(outcomes)
+    return answered

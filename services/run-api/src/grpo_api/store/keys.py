@@ -1,23 +1,31 @@
 """The keys of a run, and how metadata is written in them.
 
-    trainer            hash   registration (JSON), batch_size, id, step, started
+    trainer            hash   registration (JSON), batch_size, id, step, started, layout;
+                              last_batch, acknowledged, delivered (batch ids), redeliveries;
+                              takes_leases where the trainer asked by lease
     environments       hash   env_id → registration (JSON)
     environment_names  hash   env_id → name
+    group_sizes        hash   env_id → registered group size
     name_counts        hash   desired name → environments that asked for it
     connected          set    env_ids that have not left
     seen               hash   env_id → Redis' time of its last poll (ms)
     buffers            hash   env_id → parts that wait, oldest first: groups, as below
-    queue              zset   bundles, all scored 0, so that they sort by kind and then by age
-    payloads           hash   group id → compressed JSON: buffered, queued and leased groups
+    queue              zset   queued bundles, all scored 0: they sort by kind and then by age
+    payloads           hash   group id → stored group: buffered, queued and leased ones
     queued_kinds       hash   "env_id sequences" → bundles in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
-    lease              hash   poll, groups (ids), sequences, step: the batch handed out last
+    totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
+                              buffered_bytes, leased_bytes
+    leases             hash   batch id → lease: batches handed out and not acknowledged
     latest             hash   id of the last queued group; acknowledged: its batch is done
     last_group_id      string
+    resets             string how often the run was reset, which is what outlives a reset
     receipt:<id>       string answers to calls that must not happen twice, short-lived
 
-    A group reads   "id:sequences:stored_bytes"
-    A bundle reads  "env_id sequences id groups", the id in 16 digits, groups joined by ","
+    A group reads          "id:sequences:stored_bytes"
+    A bundle reads         "env_id sequences id groups", the id in 16 digits, groups joined by ","
+    A queued bundle reads  the same and " queued_ms", Redis' time
+    A lease reads          "step sequences leased_ms oldest_ms groups"
 
 An env_id is "-" where the data came without one. The sort order of the queue gives the oldest
 bundles of each kind by range, which is all that planning reads.
@@ -25,20 +33,25 @@ bundles of each kind by range, which is all that planning reads.
 
 from __future__ import annotations
 
-import uuid
+import hashlib
+import os
 
 from grpo_api.bundles import Bundle, StoredGroup
 from grpo_api.exact_sums import Kind
+from grpo_api.records import Lease
 from grpo_api.redis_link import RedisLink
 
 NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
-"""Longer than any request keeps trying to reach Redis."""
+"""Longer than any request keeps trying to reach Redis, and than clients keep repeating theirs."""
+
+LAYOUT = "2"
+"""Changes whenever what is described above does: stored runs of another layout are not touched."""
 
 STATE_KEYS = (
-    *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
-    *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
-    "last_group_id",
+    *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
+    *("seen", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "totals", "leases"),
+    *("latest", "last_group_id"),
 )
 
 
@@ -46,8 +59,11 @@ def keys(link: RedisLink, *names: str) -> list[str]:
     return [link.prefix + name for name in names]
 
 
-def receipt() -> str:
-    return f"receipt:{uuid.uuid4().hex}"
+def receipt_key(key: str | None = None) -> str:
+    """Where the answer to one call is kept: the caller's own key, or one that nobody else has."""
+    if key is None:
+        return f"receipt:{os.urandom(16).hex()}"
+    return f"receipt:key:{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
 
 
 def env_field(env_id: int | None) -> str:
@@ -77,6 +93,21 @@ def write_bundle(bundle: Bundle) -> str:
     return f"{kind} {bundle.id:016d} {write_groups(bundle.groups)}"
 
 
-def parse_bundle(entry: bytes) -> Bundle:
-    env_id, _, bundle_id, groups = entry.decode().split()
-    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups))
+def write_queued(bundle: Bundle) -> str:
+    return f"{write_bundle(bundle)} {bundle.queued_ms}"
+
+
+def parse_queued(entry: bytes) -> Bundle:
+    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
+    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))
+
+
+def parse_lease(batch_id: int, written: bytes) -> Lease:
+    step, sequences, leased_ms, oldest_ms, groups = written.decode().split()
+    return Lease(
+        batch_id=batch_id,
+        step=int(step),
+        sequences=int(sequences),
+        age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
+        group_ids=tuple(group.id for group in parse_groups(groups)),
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 
+from grpo_api.errors import Refused
 from grpo_api.records import BatchSizeDiffers, Registered
 from grpo_api.redis_link import RedisLink
-from grpo_api.store.keys import keys
+from grpo_api.store.keys import LAYOUT, keys
 from grpo_core.wire import Registration, ServerStatus
 
 
@@ -22,21 +23,30 @@ class TrainerStore:
         Args:
             approved: fingerprint of a state that the new size was found to suit. Where the run is
                 in that state still, the size is changed.
+        Raises:
+            Refused: 409, the run was stored by a version that writes it differently.
         """
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register",
-            keys(self._link, "trainer", "connected", "lease", "queued_kinds"),
+            keys(self._link, "trainer", "connected", "queued_kinds"),
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
             trainer_id.hex,
             approved,
+            LAYOUT,
         )
         if outcome == b"registered":
             return Registered(trainer_id.int, int(rest[0]))
-        current, leased, fingerprint = rest
-        return BatchSizeDiffers(current, bool(leased), fingerprint)
+        if outcome == b"layout":
+            raise Refused(
+                409,
+                f"this run was stored in layout {rest[0].decode() or '1'} by another version, this "
+                f"one reads and writes layout {LAYOUT}; finish the run with that version, use "
+                "another run id, or forget the run with GET /reset_data",
+            )
+        return BatchSizeDiffers(*rest)
 
     async def registration(self) -> Registration | None:
         (trainer,) = keys(self._link, "trainer")
@@ -44,6 +54,8 @@ class TrainerStore:
         return Registration.model_validate_json(found) if found else None
 
     async def status(self) -> ServerStatus:
-        trainer, sizes = keys(self._link, "trainer", "queued_sizes")
-        step, groups = await self._link.transaction(("HGET", trainer, "step"), ("HVALS", sizes))
-        return ServerStatus(current_step=int(step or 0), queue_size=sum(map(int, groups)))
+        trainer, totals = keys(self._link, "trainer", "totals")
+        step, groups = await self._link.transaction(
+            ("HGET", trainer, "step"), ("HGET", totals, "queued_groups")
+        )
+        return ServerStatus(current_step=int(step or 0), queue_size=int(groups or 0))

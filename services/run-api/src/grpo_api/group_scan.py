@@ -1,0 +1,172 @@
+"""Recognises the usual scored group without making a Python object of each of its numbers.
+
+This accepts or abstains, it never refuses: what it does not recognise goes through `ScoredGroup`,
+which coerces what may be coerced and says what is wrong with the rest. So a group is accepted here
+only where `ScoredGroup` would accept it and read the same from it.
+
+Numbers are looked at as flat arrays, beside the lengths of their rows. Flattening hides arrays
+inside of rows ([[1], [2]] for [1, 2]), so brackets are counted as well: as many as rows and fields
+and free-form values account for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import simdjson
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from grpo_core.wire import MASKED, MAX_TOKEN_ID, FreeFormFields, ScoredGroup
+
+FIELDS = frozenset(ScoredGroup.model_fields)
+_REQUIRED = frozenset({"tokens", "masks", "scores"})
+_FREE_FORM = tuple(FreeFormFields.model_fields)
+_NUMBERS = ("advantages", "ref_logprobs", "inference_logprobs")
+_RARE = ("distill_token_ids", "distill_logprobs")
+_ESCAPE = b"\\"
+_ESCAPED_BRACKET = b"\\u005"
+_INTEGER, _FLOAT = "i", "d"
+_NOT_ONE_OF_OURS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
+
+_KEPT_BYTES = 1024 * 1024
+_PARSER = simdjson.Parser()
+"""Used again for texts of a usual size: its memory, some ten times theirs, is then in place."""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What planning needs of a group, and which of its fields the sender left out."""
+
+    env_id: int | None
+    sequences: int
+    absent: tuple[str, ...]
+
+
+class _Unusual(Exception):
+    """Not recognised. Raised and caught in this module."""
+
+
+def scan_group(text: bytes) -> GroupFacts | None:
+    """None where the JSON is not that of a usual group; it may be a valid one all the same."""
+    if text[:1] != b"{" or text[-1:] != b"}":
+        return None
+    if _ESCAPE in text and _ESCAPED_BRACKET in text:  # looking for one byte is ten times as fast
+        return None
+    try:
+        return _scan(text)
+    except (_Unusual, *_NOT_ONE_OF_OURS):
+        return None
+
+
+def _scan(text: bytes) -> GroupFacts:
+    document = _parse(text)
+    names = list(document.keys())
+    _expect(len(set(names)) == len(names) and FIELDS.issuperset(names))
+    _expect(_REQUIRED.issubset(names))
+    given = {name: document[name] for name in names}
+    lengths = _integer_rows(given["tokens"], least=0)
+    _expect(lengths.size > 0 and bool(lengths.all()))
+    _expect(np.array_equal(_integer_rows(given["masks"], least=MASKED), lengths))
+    arrays = 2 + 2 * len(lengths) + _scores(given["scores"], len(lengths))
+    for name in _NUMBERS:
+        arrays += _optional_rows(given.get(name), lengths, aligned=name == "inference_logprobs")
+    for name in _RARE:
+        arrays += _expect_empty(given.get(name))
+    arrays += _free_form(given, len(lengths))
+    _expect(text.count(b"[") == arrays)
+    return GroupFacts(
+        env_id=_env_id(given.get("env_id")),
+        sequences=len(lengths),
+        absent=tuple(name for name in ScoredGroup.model_fields if name not in given),
+    )
+
+
+def _parse(text: bytes) -> Any:
+    if len(text) > _KEPT_BYTES:
+        return simdjson.Parser().parse(text)
+    try:
+        return _PARSER.parse(text)
+    except RuntimeError:  # a value that it handed out is still held, by a traceback for example
+        return simdjson.Parser().parse(text)
+
+
+def _integer_rows(rows: Any, least: int) -> NDArray[np.int64]:
+    """Lengths of the rows [S] of integers between `least` and the largest token id."""
+    _expect(isinstance(rows, simdjson.Array))
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64)
+    values = np.frombuffer(rows.as_buffer(of_type=_INTEGER), dtype=np.int64)
+    _expect(values.size == lengths.sum())
+    _expect(not values.size or bool(values.min() >= least and values.max() <= MAX_TOKEN_ID))
+    return lengths
+
+
+def _scores(scores: Any, sequences: int) -> int:
+    _expect(isinstance(scores, simdjson.Array))
+    values = scores.as_list()
+    _expect(len(values) == sequences and all(type(value) is float for value in values))
+    return 1
+
+
+def _optional_rows(rows: Any, lengths: NDArray[np.int64], aligned: bool) -> int:
+    """Brackets of rows [S] of numbers, each of which holds a float.
+
+    A row of integers alone ([0, 1]) is sent on as written, and readers would take it for another
+    type than the floats that the record promises.
+    """
+    if rows is None or not len(rows):
+        return _expect_empty(rows)
+    _expect(isinstance(rows, simdjson.Array))
+    own = np.fromiter((len(row) for row in rows), dtype=np.int64)
+    values = np.frombuffer(rows.as_buffer(of_type=_FLOAT), dtype=np.float64)
+    _expect(own.size == lengths.size and bool(own.all()) and values.size == own.sum())
+    _expect(not aligned or np.array_equal(own, lengths))
+    starts = np.concatenate(([0], np.cumsum(own)[:-1]))
+    fractional = np.logical_or.reduceat(values != np.floor(values), starts)
+    _expect(bool(fractional.all()) and bool(np.isfinite(values).all()))
+    return 1 + len(own)
+
+
+def _free_form(given: dict[str, Any], sequences: int) -> int:
+    """Brackets of the free-form fields, which the record itself has found to be valid."""
+    texts: dict[str, bytes] = {}
+    for name in _FREE_FORM:
+        value = given.get(name)
+        if isinstance(value, simdjson.Array | simdjson.Object):
+            texts[name] = cast(bytes, value.mini)
+        else:
+            _expect(value is None)
+    if not texts:
+        return 0
+    fields = FreeFormFields.model_validate_json(_object(texts))
+    for per_sequence in (fields.messages, fields.overrides):
+        _expect(not per_sequence or len(per_sequence) == sequences)
+    return sum(text.count(b"[") for text in texts.values())
+
+
+def _object(texts: dict[str, bytes]) -> bytes:
+    return b"{" + b",".join(b'"%s":%s' % (n.encode(), text) for n, text in texts.items()) + b"}"
+
+
+def _expect_empty(value: Any) -> int:
+    """Brackets of a field that is null or an empty list."""
+    if value is None:
+        return 0
+    _expect(isinstance(value, simdjson.Array) and len(value) == 0)
+    return 1
+
+
+def _env_id(value: Any) -> int | None:
+    if value is None:
+        return None
+    _expect(type(value) is int and 0 <= value <= MAX_TOKEN_ID)
+    env_id: int = value
+    return env_id
+
+
+def _expect(holds: bool | np.bool_ | Sequence[Any]) -> None:
+    if not holds:
+        raise _Unusual

@@ -1,0 +1,56 @@
+-- Let go of every batch up to one: they are durable with the trainer and never handed out again.
+--
+-- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 payloads (hash)  5 latest (hash)
+-- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
+--       2 id of the last durable batch; a plain poll: '', everything that was delivered
+-- Returns {'unregistered'}
+--         {'superseded'}                  another trainer has registered
+--         {'by lease'}                    a plain poll, while the run's trainer takes leases
+--         {'unknown', last batch}         no batch has this id
+--         {'acknowledged', batch id, batches let go by this call}
+
+local trainer, leases, totals, payloads, latest = unpack(KEYS)
+local asking, through = ARGV[1], ARGV[2]
+
+local function number(key, field)
+  return tonumber(redis.call('HGET', key, field) or 0)
+end
+
+if redis.call('HEXISTS', trainer, 'batch_size') == 0 then
+  return {'unregistered'}
+end
+if asking ~= '' then
+  if asking ~= redis.call('HGET', trainer, 'id') then
+    return {'superseded'}
+  end
+elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
+  return {'by lease'}
+else
+  through = number(trainer, 'delivered')
+end
+
+local last, acknowledged = number(trainer, 'last_batch'), number(trainer, 'acknowledged')
+through = tonumber(through)
+if through > last then
+  return {'unknown', last}
+end
+local latest_id = redis.call('HGET', latest, 'id')
+local bytes = 0
+for batch_id = acknowledged + 1, through do
+  for id, stored in string.gmatch(redis.call('HGET', leases, batch_id), '(%d+):%d+:(%d+)') do
+    bytes = bytes + tonumber(stored)
+    if id == latest_id then
+      -- /latest_example still shows it; the next submission deletes it
+      redis.call('HSET', latest, 'acknowledged', '1')
+    else
+      redis.call('HDEL', payloads, id)
+    end
+  end
+  redis.call('HDEL', leases, batch_id)
+end
+local now = math.max(acknowledged, through)
+if now > acknowledged then
+  redis.call('HSET', trainer, 'acknowledged', now)
+  redis.call('HINCRBY', totals, 'leased_bytes', -bytes)
+end
+return {'acknowledged', now, now - acknowledged}

@@ -1,0 +1,51 @@
+-- The run in numbers.
+--
+-- KEYS  1 trainer (hash)  2 totals (hash)  3 leases (hash)  4 connected (set)  5 seen (hash)
+--       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)
+-- ARGV  1 milliseconds without a poll after which an environment counts as gone
+-- Returns {step, last_batch, acknowledged, redeliveries,
+--          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
+--          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
+--          environments alive, environments registered}: all numbers
+
+local trainer, totals, leases, connected, seen, environments, queue, kinds = unpack(KEYS)
+local timeout_ms = tonumber(ARGV[1])
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local facts = {}
+local function add(key, ...)
+  for _, value in ipairs(redis.call('HMGET', key, ...)) do
+    table.insert(facts, tonumber(value or 0))
+  end
+end
+add(trainer, 'step', 'last_batch', 'acknowledged', 'redeliveries')
+add(
+  totals,
+  'queued_groups', 'queued_sequences', 'queued_bytes', 'buffered_parts', 'buffered_bytes',
+  'leased_bytes'
+)
+
+local oldest_lease = redis.call('HGET', leases, facts[3] + 1)
+local leased_ms = oldest_lease and string.match(oldest_lease, '^%d+ %d+ (%d+)')
+table.insert(facts, leased_ms and now_ms - leased_ms or 0)
+
+local oldest_ms = now_ms
+for _, kind in ipairs(redis.call('HKEYS', kinds)) do
+  local first, last = '[' .. kind .. ' ', '[' .. kind .. ' \255'
+  local entry = redis.call('ZRANGEBYLEX', queue, first, last, 'LIMIT', 0, 1)[1]
+  if entry then
+    oldest_ms = math.min(oldest_ms, tonumber(string.match(entry, '(%d+)$')))
+  end
+end
+table.insert(facts, now_ms - oldest_ms)
+
+local alive = 0
+for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
+  if now_ms - tonumber(redis.call('HGET', seen, env_id)) <= timeout_ms then
+    alive = alive + 1
+  end
+end
+table.insert(facts, alive)
+table.insert(facts, redis.call('HLEN', environments))
+return facts

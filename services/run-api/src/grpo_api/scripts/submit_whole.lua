@@ -1,0 +1,65 @@
+-- Queue groups that need no planning: each as large as its environment registered (or from nobody
+-- who registered), of a size that fills a batch by itself. The usual case, in one call.
+--
+-- KEYS  1 trainer (hash)       2 group_sizes (hash)   3 queue (zset)   4 payloads (hash)
+--       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
+--       9 last_group_id (string)  10 resets (string)     11 receipt (string)
+-- ARGV  1 seconds to keep the receipt  2 receipt  3 most queued groups
+--       4 most stored bytes, queued and buffered, then for each group: env_id or '-', sequences, payload
+-- Returns {'placed'}
+--         {'repeated', receipt}  a call before this one was carried out under the same receipt
+--         {'unregistered'}
+--         {'full'}               the queue has reached a limit
+--         {'plan'}               one of them needs planning: nothing was changed
+
+local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, receipt =
+  unpack(KEYS)
+local first = 5
+
+-- a receipt counts for the run that it was written in, not for what follows a reset
+local run = redis.call('GET', resets) or '0'
+local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
+if of_run == run then
+  return {'repeated', answer}
+end
+local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size') or 0)
+if batch_size == 0 then
+  return {'unregistered'}
+end
+for i = first, #ARGV, 3 do
+  local registered = ARGV[i] ~= '-' and redis.call('HGET', group_sizes, ARGV[i])
+  if (registered and registered ~= ARGV[i + 1]) or batch_size % tonumber(ARGV[i + 1]) ~= 0 then
+    return {'plan'}
+  end
+end
+local held = redis.call('HMGET', totals, 'queued_groups', 'queued_bytes', 'buffered_bytes')
+if tonumber(held[1] or 0) >= tonumber(ARGV[3])
+    or tonumber(held[2] or 0) + tonumber(held[3] or 0) >= tonumber(ARGV[4]) then
+  return {'full'}
+end
+
+local time = redis.call('TIME')
+local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+local id, groups, sequences, bytes = nil, 0, 0, 0
+for i = first, #ARGV, 3 do
+  local env_id, size, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  id = redis.call('INCR', last_id)
+  redis.call('HSET', payloads, id, payload)
+  local kind = env_id .. ' ' .. size
+  local entry = string.format('%s %016d %d:%s:%d %s', kind, id, id, size, #payload, now_ms)
+  redis.call('ZADD', queue, 0, entry)
+  redis.call('HINCRBY', kinds, kind, 1)
+  redis.call('HINCRBY', sizes, size, 1)
+  groups, sequences, bytes = groups + 1, sequences + tonumber(size), bytes + #payload
+end
+redis.call('HINCRBY', totals, 'queued_groups', groups)
+redis.call('HINCRBY', totals, 'queued_sequences', sequences)
+redis.call('HINCRBY', totals, 'queued_bytes', bytes)
+-- the payload of the group that was the latest outlived its batch for /latest_example only
+if redis.call('HGET', latest, 'acknowledged') then
+  redis.call('HDEL', payloads, redis.call('HGET', latest, 'id'))
+  redis.call('HDEL', latest, 'acknowledged')
+end
+redis.call('HSET', latest, 'id', id)
+redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
+return {'placed'}

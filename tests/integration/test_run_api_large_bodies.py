@@ -1,0 +1,163 @@
+"""Large submissions are decoded beside the server: nobody else waits for them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import group, next_batch, start, status
+
+MAX_BODY_BYTES = 24 * 1024 * 1024
+TOKENS = 100_000
+"""In each of two sequences: more than a megabyte of JSON, decoded beside the server."""
+
+
+@pytest.fixture(scope="module")
+def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
+    started = start_run_api(
+        redis_url,
+        tmp_path_factory.mktemp("large"),
+        run_id="large",
+        further={"--max-body-bytes": MAX_BODY_BYTES},
+    )
+    yield started
+    started.process.stop()
+
+
+@pytest.fixture
+def large(api: RunningApi) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=api.url, timeout=60.0) as client:
+        client.get("/reset_data").raise_for_status()
+        start(client)
+        yield client
+
+
+def large_group(**changes: Any) -> dict[str, Any]:
+    row = [1234] * TOKENS
+    return group(1, tokens=[row, row], masks=[row, row], **changes)
+
+
+def post(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
+    encoded = gzip.compress(json.dumps(body).encode(), compresslevel=1)
+    return http.post(path, content=encoded, headers={"content-encoding": "gzip"})
+
+
+def worker_of(api: RunningApi) -> psutil.Process:
+    (worker,) = [
+        child
+        for child in psutil.Process(api.process.pid).children(recursive=True)
+        if "spawn_main" in " ".join(child.cmdline())
+    ]
+    return worker
+
+
+def test_large_groups_and_lists_are_taken_like_others(large: httpx.Client) -> None:
+    assert post(large, large_group()).json() == {"status": "received"}
+    assert post(large, [group(2), large_group()], "/scored_data_list").json() == {
+        "status": "received",
+        "groups_processed": 2,
+    }
+    assert status(large) == (0, 3)
+    (first, second) = large.get("/batch").json()["batch"]
+    assert first["tokens"] == large_group()["tokens"]
+    assert second["tokens"] == group(2)["tokens"]
+    assert set(first) == set(second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scores": [1.0]}, "scores: 1 entries for 2 sequences"),
+        ({"env_id": -1}, "greater than or equal to 0"),
+        ({"ref_logprobs": [[float("nan")]] * 2}, "finite number"),
+    ],
+)
+def test_large_groups_are_refused_like_others(
+    large: httpx.Client, changes: dict[str, Any], said: str
+) -> None:
+    refused = post(large, large_group(**changes))
+    assert refused.status_code == 422
+    assert said in str(refused.json()["detail"])
+    assert status(large) == (0, 0)
+
+
+def test_bodies_in_several_members_are_one(large: httpx.Client) -> None:
+    text = json.dumps(group(5)).encode()
+    body = b"".join(gzip.compress(text[at : at + 20]) for at in range(0, len(text), 20)) + b"\0\0"
+    answer = large.post("/scored_data", content=body, headers={"content-encoding": "gzip"})
+    assert answer.json() == {"status": "received"}
+    post(large, group(6)).raise_for_status()
+    assert next_batch(large) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("body", "status_code"),
+    [
+        (gzip.compress(b" " * (MAX_BODY_BYTES + 1)), 413),
+        (gzip.compress(b"{}") * 1001, 400),
+        (gzip.compress(b" " * (MAX_BODY_BYTES // 2))[:-1], 400),
+        (gzip.compress(json.dumps(group(1)).encode()) + b"x", 400),
+    ],
+    ids=["bomb", "too many members", "cut short", "garbage behind"],
+)
+def test_what_is_wrong_with_large_gzip_is_said(
+    large: httpx.Client, body: bytes, status_code: int
+) -> None:
+    answer = large.post("/scored_data", content=body, headers={"content-encoding": "gzip"})
+    assert answer.status_code == status_code
+    assert status(large) == (0, 0)
+
+
+def test_others_do_not_wait_while_a_large_submission_is_decoded(
+    api: RunningApi, large: httpx.Client
+) -> None:
+    post(large, large_group()).raise_for_status()
+    worker = worker_of(api)
+    worker.suspend()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            decoding = pool.submit(post, large, large_group())
+            for marker in range(20):
+                httpx.post(f"{api.url}/scored_data", json=group(marker)).raise_for_status()
+            assert not decoding.done()
+            worker.resume()
+            assert decoding.result().json() == {"status": "received"}
+    finally:
+        worker.resume()
+    assert status(large) == (0, 22)
+
+
+def test_a_worker_that_dies_is_a_503_and_the_next_takes_its_place(
+    api: RunningApi, large: httpx.Client
+) -> None:
+    post(large, large_group()).raise_for_status()
+    first = worker_of(api)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait(timeout=10)
+    answer = post(large, large_group())
+    assert answer.status_code in (200, 503)
+    if answer.status_code == 503:
+        assert "Retry-After" in answer.headers
+        post(large, large_group()).raise_for_status()
+    assert worker_of(api).pid != first.pid
+    assert status(large) == (0, 2)
+
+
+def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: Path) -> None:
+    api = start_run_api(redis_url, tmp_path, run_id="large-killed")
+    with httpx.Client(base_url=api.url, timeout=60.0) as client:
+        client.post("/scored_data", content=b" " * 2_000_000)
+    worker = worker_of(api)
+    api.process.kill()
+    worker.wait(timeout=10)

@@ -1,0 +1,164 @@
+"""A queue that fills up: environments are slowed, then submissions wait, then they are refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.fixtures.run_api import start_run_api
+from tests.integration.run_api_calls import (
+    group,
+    next_batch,
+    register,
+    register_environment,
+    send,
+    start,
+    status,
+    submit,
+    told,
+)
+
+FULL = 4
+WAIT_S = 1.0
+LEASED_BYTES = 1024
+
+
+@pytest.fixture(scope="module")
+def limited_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    api = start_run_api(
+        redis_url,
+        tmp_path_factory.mktemp("limited"),
+        run_id="limited",
+        further={
+            "--max-queued-groups": FULL,
+            "--full-queue-wait-s": WAIT_S,
+            "--max-leased-bytes": LEASED_BYTES,
+        },
+    )
+    yield api.url
+    api.process.stop()
+
+
+@pytest.fixture
+def limited(limited_url: str) -> Iterator[httpx.Client]:
+    """A run with batches of two groups, whose queue takes four."""
+    with httpx.Client(base_url=limited_url, timeout=30.0) as client:
+        client.get("/reset_data").raise_for_status()
+        start(client)
+        yield client
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def post(url: httpx.URL, marker: int, **changes: int) -> httpx.Response:
+    return httpx.post(f"{url}/scored_data", json=group(marker, **changes), timeout=30.0)
+
+
+def test_environments_are_told_before_anything_is_held(limited: httpx.Client) -> None:
+    register_environment(limited)
+    pressures = [told(limited, 0)["pressure"]]
+    for marker in range(FULL):
+        send(limited, marker, env_id=0)
+        pressures.append(told(limited, 0)["pressure"])
+    assert pressures == [0.0, 0.0, 0.0, 0.5, 1.0]
+    assert told(limited, 0)["env_weight"] == 0.01
+
+
+def test_a_submission_waits_until_there_is_room(
+    limited: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    submit(limited, *range(FULL))
+    held = pool.submit(post, limited.base_url, 9)
+    time.sleep(0.3)
+    assert not held.done()
+    assert status(limited) == (0, FULL)
+    assert next_batch(limited) == [0, 1]
+    assert held.result().json() == {"status": "received"}
+    assert status(limited) == (1, FULL - 1)
+
+
+def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
+    limited: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    submit(limited, *range(FULL))
+    began = time.monotonic()
+    held = [pool.submit(post, limited.base_url, marker) for marker in (8, 9)]
+    answers = [future.result() for future in held]
+    assert WAIT_S <= time.monotonic() - began < WAIT_S + 3.0
+    for answer in answers:
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert "queue has been full" in answer.json()["detail"]
+    assert status(limited) == (0, FULL)
+
+
+def test_those_who_waited_longest_come_first(
+    limited: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    submit(limited, *range(FULL))
+    held: list[Future[httpx.Response]] = []
+    for marker in (10, 11, 12, 13):
+        held.append(pool.submit(post, limited.base_url, marker))
+        time.sleep(0.1)
+    assert [next_batch(limited), next_batch(limited)] == [[0, 1], [2, 3]]
+    assert all(future.result().status_code == 200 for future in held)
+    assert [next_batch(limited), next_batch(limited)] == [[10, 11], [12, 13]]
+
+
+def test_whom_the_next_batch_waits_for_need_not_wait(limited: httpx.Client) -> None:
+    """Else a queue full of the others' data would never drain."""
+    register_environment(limited)
+    register_environment(limited, min_batch_allocation=0.5)
+    submit(limited, *range(FULL), env_id=0)
+    assert next_batch(limited) is None
+    assert told(limited, 1)["pressure"] == 0.0
+    began = time.monotonic()
+    submit(limited, 9, env_id=1)
+    assert time.monotonic() - began < WAIT_S / 2
+    assert next_batch(limited) == [0, 9]
+
+
+def test_a_limit_below_one_batch_does_not_stop_the_run(limited: httpx.Client) -> None:
+    limited.get("/reset_data").raise_for_status()
+    start(limited, batch_size=4 * FULL)
+    submit(limited, *range(2 * FULL))
+    assert next_batch(limited) == list(range(2 * FULL))
+
+
+def test_a_held_submission_under_a_key_is_queued_once(
+    limited: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    submit(limited, *range(FULL))
+    key = {"Idempotency-Key": "held"}
+    url = f"{limited.base_url}/scored_data"
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=group(9), headers=key, timeout=0.2)
+    repeated = pool.submit(httpx.post, url, json=group(9), headers=key, timeout=30.0)
+    assert next_batch(limited) == [0, 1]
+    assert repeated.result().json() == {"status": "received"}
+    time.sleep(2 * WAIT_S)
+    assert status(limited) == (1, FULL - 1)
+
+
+def test_leases_that_hold_too_much_have_to_be_acknowledged(limited: httpx.Client) -> None:
+    trainer = register(limited).json()["uuid"]
+    asked: dict[str, int] = {"trainer": trainer, "after": 0}
+    while True:
+        submit(limited, 0, 1)
+        answer = limited.get("/batch", params=asked)
+        if answer.status_code != 200:
+            break
+        asked["after"] = answer.json()["batch_id"]
+        assert asked["after"] < 20
+    assert answer.status_code == 409
+    assert answer.json()["detail"][0]["type"] == "leases_full"
+    limited.post(f"/batch/{asked['after']}/ack", params={"trainer": trainer}).raise_for_status()
+    assert limited.get("/batch", params=asked).json()["batch_id"] == asked["after"] + 1

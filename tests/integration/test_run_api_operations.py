@@ -1,0 +1,245 @@
+"""Probes, request ids, the log and the token, on a run-api that asks for one."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import redis
+from starlette.routing import Route
+
+from grpo_api.app import create_app
+from grpo_api.lifetime import Lifetime
+from grpo_api.redis_link import RedisLink
+from grpo_api.settings import RunApiSettings
+from grpo_api.store import RunStore
+from grpo_core.redis_names import run_prefix
+from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.redis_server import bundled_redis, start_redis
+from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
+from tests.integration.run_api_calls import REGISTRATION, register
+
+TOKEN = "correct-horse-battery-staple"
+OPEN = ("/health", "/healthz", "/readyz")
+LOG_DEADLINE_S = 5.0
+RUN_ID = "operations"
+
+
+@pytest.fixture(scope="module")
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ManagedProcess]]:
+    """A Redis that these tests may stop: its URL and its process."""
+    port = free_port()
+    process = start_redis(port, tmp_path_factory.mktemp("redis"), bundled_redis())
+    yield f"redis://127.0.0.1:{port}/0", process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def api(
+    own_redis: tuple[str, ManagedProcess], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningApi]:
+    running = start_run_api(
+        own_redis[0],
+        tmp_path_factory.mktemp("run-api"),
+        run_id=RUN_ID,
+        environment={"RUN_API_TOKEN": TOKEN, "RUN_API_LOG_LEVEL": "DEBUG"},
+    )
+    yield running
+    running.process.stop()
+
+
+@pytest.fixture(scope="module")
+def stranger(api: RunningApi) -> Iterator[httpx.Client]:
+    """A client without the token."""
+    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def _client(api: RunningApi) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=api.url, timeout=30.0, headers=headers) as known:
+        yield known
+
+
+@pytest.fixture
+def client(_client: httpx.Client) -> httpx.Client:
+    """A client with the token, of a run that knows of no trainer yet."""
+    _client.get("/reset_data").raise_for_status()
+    return _client
+
+
+@pytest.fixture
+def paused_redis(own_redis: tuple[str, ManagedProcess]) -> Iterator[ManagedProcess]:
+    """A Redis that takes connections and answers nothing."""
+    _, process = own_redis
+    process.signal(signal.SIGSTOP)
+    yield process
+    process.signal(signal.SIGCONT)
+
+
+def log_lines(api: RunningApi, request_id: str, event: str) -> list[str]:
+    """Log lines of a request, once there are any: those about its end follow its answer."""
+    lines: list[str] = []
+
+    def found() -> bool:
+        log = api.process.log_path.read_text().splitlines()
+        lines[:] = [x for x in log if f"request_id={request_id}" in x and event in x]
+        return bool(lines)
+
+    api.process.wait_until(found, LOG_DEADLINE_S)
+    return lines
+
+
+def test_probes_and_metrics_while_redis_hangs(
+    api: RunningApi, client: httpx.Client, paused_redis: ManagedProcess
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        headers = {"X-Request-Id": "slow-1"}
+        waiting = pool.submit(lambda: client.get("/status", headers=headers))
+        started = time.monotonic()
+        assert client.get("/healthz").json() == {"status": "ok"}
+        assert time.monotonic() - started < 0.5
+
+        ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
+        assert ready.status_code == 503
+        assert ready.json()["detail"].startswith("Redis did not answer within 1 s")
+        assert int(ready.headers["retry-after"]) >= 1
+
+        scraped = client.get("/metrics")
+        assert scraped.status_code == 200
+        assert "run_api_redis_up 0.0" in scraped.text
+        assert "run_api_step" not in scraped.text
+        assert time.monotonic() - started < 4.0
+
+        paused_redis.signal(signal.SIGCONT)
+        assert waiting.result().status_code == 200
+    assert client.get("/readyz").json() == {"status": "ok"}
+    assert "run_api_redis_up 1.0" in client.get("/metrics").text
+    assert "[warning" in log_lines(api, "away-1", "request failed")[0]
+    assert "[warning" in log_lines(api, "slow-1", "request slow")[0]
+
+
+ANSWERS = [
+    ("GET", "/status", b"", 200),
+    ("GET", "/nowhere", b"", 404),
+    ("DELETE", "/status", b"", 405),
+    ("POST", "/register", b"{}", 422),
+    ("POST", "/scored_data_list", b" " * (MAX_BODY_BYTES + 1), 413),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"), ANSWERS, ids=[str(a[-1]) for a in ANSWERS]
+)
+def test_every_answer_names_its_request(
+    client: httpx.Client, method: str, path: str, body: bytes, status: int
+) -> None:
+    mine = client.request(method, path, content=body, headers={"X-Request-Id": f"id-{status}"})
+    assert mine.status_code == status
+    assert mine.headers.get_list("x-request-id") == [f"id-{status}"]
+    ids = {client.request(method, path, content=body).headers["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2
+    assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids)
+
+
+def test_what_a_request_logs_carries_its_id(api: RunningApi, client: httpx.Client) -> None:
+    client.post("/register", json=REGISTRATION, headers={"X-Request-Id": "trainer-7"})
+    assert log_lines(api, "trainer-7", "batch_size=4")
+    (line,) = log_lines(api, "trainer-7", "path=/register")
+    assert "[debug" in line
+    assert "status=200" in line
+
+
+def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
+    api: RunningApi, client: httpx.Client, own_redis: tuple[str, ManagedProcess]
+) -> None:
+    with redis.Redis.from_url(own_redis[0]) as connection:
+        connection.set(f"{run_prefix(RUN_ID)}trainer", "not a hash")
+        answer = client.get("/info", headers={"X-Request-Id": "defect-1"})
+        connection.delete(f"{run_prefix(RUN_ID)}trainer")
+    assert answer.status_code == 500
+    assert answer.json()["request_id"] == answer.headers["x-request-id"] == "defect-1"
+    (line,) = log_lines(api, "defect-1", "Exception in ASGI application")
+    assert "[error" in line
+    _, _, after = api.process.log_path.read_text().partition(line)
+    assert after.lstrip().startswith("Traceback")
+    assert "WRONGTYPE" in after
+    assert "[warning" in log_lines(api, "defect-1", "request failed")[0]
+    assert client.get("/info").status_code == 200
+
+
+def test_a_sender_that_leaves_is_no_defect(api: RunningApi, client: httpx.Client) -> None:
+    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=5.0)
+    leaving.putrequest("POST", "/scored_data")
+    for name, value in (("Authorization", f"Bearer {TOKEN}"), ("X-Request-Id", "gone-1")):
+        leaving.putheader(name, value)
+    leaving.putheader("Content-Length", "100")
+    leaving.endheaders(b"half of it")
+    client.get("/healthz").raise_for_status()
+    leaving.close()
+    (line,) = log_lines(api, "gone-1", "path=/scored_data")
+    assert "[debug" in line
+    assert "status=499" in line
+    counted = 'method="POST",route="/scored_data",status="499"'
+    assert f"run_api_requests_total{{{counted}}} 1.0" in client.get("/metrics").text
+
+
+def routes() -> list[tuple[str, str]]:
+    """Method and path of every route of the application."""
+    settings = RunApiSettings()
+    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
+    app = create_app(
+        RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes),
+        settings,
+        Lifetime(),
+    )
+    return [
+        (method, re.sub(r"{\w+}", "1", route.path))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    ]
+
+
+def test_without_the_token_every_route_but_probes_is_401(stranger: httpx.Client) -> None:
+    statuses = {
+        (method, path): stranger.request(method, path).status_code for method, path in routes()
+    }
+    assert len(statuses) > 15
+    let_in = {path for (_, path), status in statuses.items() if status != 401}
+    assert let_in == set(OPEN)
+    assert {statuses["GET", path] for path in OPEN} == {200}
+
+
+def test_what_is_401_says_what_is_missing_and_changes_nothing(
+    stranger: httpx.Client, client: httpx.Client
+) -> None:
+    refused = register(stranger)
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert "Authorization: Bearer" in refused.json()["detail"]
+    assert client.get("/info").json()["batch_size"] == -1
+    assert stranger.get("/status", headers={"Authorization": "Bearer x"}).status_code == 401
+
+
+def test_401_comes_before_the_body(api: RunningApi) -> None:
+    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=5.0)
+    connection.putrequest("POST", "/scored_data")
+    connection.putheader("Content-Length", str(10**9))
+    connection.endheaders()
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_the_token_is_in_no_log(api: RunningApi, client: httpx.Client) -> None:
+    client.get("/status")
+    log = api.process.log_path.read_text()
+    assert "token_needed=True" in log
+    assert TOKEN not in log

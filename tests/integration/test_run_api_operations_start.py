@@ -1,0 +1,84 @@
+"""What run-api says at its start about how Redis keeps the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from grpo_api.lifetime import Lifetime
+from grpo_api.persistence import report_persistence
+from grpo_api.redis_link import RedisLink
+from grpo_local.processes import free_port
+
+DEADLINE_S = 5.0
+
+
+@pytest.fixture
+def admin(redis_url: str) -> Iterator[redis.Redis]:
+    """A connection to the session's Redis, which is as before when the test ends."""
+    with redis.Redis.from_url(redis_url) as connection:
+        yield connection
+        connection.config_set("appendonly", "yes")
+        connection.config_set("appendfsync", "everysec")
+        connection.acl_deluser("managed")
+
+
+@asynccontextmanager
+async def link_to(url: str, deadline_s: float = 5.0) -> AsyncIterator[RedisLink]:
+    link = RedisLink(url, "start", deadline_s)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+async def report(url: str) -> list[Any]:
+    async with asyncio.timeout(DEADLINE_S), link_to(url) as link:
+        with capture_logs() as logs:
+            await report_persistence(link, Lifetime())
+    return list(logs)
+
+
+@pytest.mark.parametrize("appendfsync", ["always", "everysec", "no"])
+async def test_how_often_redis_writes_is_told(
+    redis_url: str, admin: redis.Redis, appendfsync: str
+) -> None:
+    admin.config_set("appendfsync", appendfsync)
+    (line,) = await report(redis_url)
+    assert (line["log_level"], line["appendfsync"]) == ("info", appendfsync)
+
+
+async def test_a_redis_that_forgets_is_warned_of(redis_url: str, admin: redis.Redis) -> None:
+    admin.config_set("appendonly", "no")
+    (line,) = await report(redis_url)
+    assert line["log_level"] == "warning"
+    assert "--appendonly yes" in line["event"]
+
+
+async def test_a_redis_that_does_not_tell_is_not_spoken_of(
+    redis_url: str, admin: redis.Redis
+) -> None:
+    admin.acl_setuser(
+        "managed", enabled=True, nopass=True, keys="*", categories=["+@all"], commands=["-config"]
+    )
+    assert await report(redis_url.replace("//", "//managed:x@")) == []
+    assert any(str(entry["object"]).startswith("config") for entry in admin.acl_log())
+
+
+async def test_a_redis_that_is_not_there_yet_is_waited_for_until_the_server_stops() -> None:
+    lifetime = Lifetime()
+    async with link_to(f"redis://127.0.0.1:{free_port()}/0", deadline_s=0.2) as link:
+        with capture_logs() as logs:
+            reporting = asyncio.create_task(report_persistence(link, lifetime))
+            await asyncio.wait([reporting], timeout=0.5)
+            assert not reporting.done()
+            lifetime.closing.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await reporting
+    assert logs == []

@@ -1,0 +1,137 @@
+"""A run-api that is told to stop finishes what it has begun, and holds nobody."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from grpo_api.app import create_app
+from grpo_api.lifetime import Lifetime
+from grpo_api.redis_link import RedisLink
+from grpo_api.settings import RunApiSettings
+from grpo_api.store import RunStore
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import group, start
+
+LARGE = "x" * 2 * 1024 * 1024
+"""Makes a group one that is not decoded in the server's own process."""
+SOON_S = 3.0
+"""Far below the 10 s that requests under way are given, and any wait that is asked for here."""
+
+
+@pytest.fixture
+def api(redis_url: str, tmp_path: Path) -> Iterator[RunningApi]:
+    running = start_run_api(redis_url, tmp_path, run_id=tmp_path.name)
+    yield running
+    running.process.kill()
+
+
+def connect(api: RunningApi) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
+
+
+class HalfSent:
+    """A submission of which the server has the headers and half of the body."""
+
+    def __init__(self, api: RunningApi, **changes: Any) -> None:
+        body = json.dumps(group(1, **changes)).encode()
+        self._rest = body[len(body) // 2 :]
+        self._connection = connect(api)
+        self._connection.putrequest("POST", "/scored_data")
+        self._connection.putheader("Content-Length", str(len(body)))
+        self._connection.endheaders(body[: len(body) // 2])
+
+    def finish(self) -> http.client.HTTPResponse:
+        self._connection.send(self._rest)
+        return self._connection.getresponse()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def is_stopping(api: RunningApi) -> bool:
+    return "stopping" in api.process.log_path.read_text()
+
+
+def refuses_connections(api: RunningApi) -> bool:
+    address = httpx.URL(api.url)
+    with socket.socket() as probe:
+        return probe.connect_ex((address.host, address.port or 0)) != 0
+
+
+def test_what_is_under_way_is_answered_and_what_is_held_is_let_go(api: RunningApi) -> None:
+    with httpx.Client(base_url=api.url) as client:
+        start(client)
+    submission, poll = HalfSent(api), connect(api)
+    poll.request("GET", "/batch?wait_s=30")
+    # on a connection made later: its answer says that both of them have arrived
+    httpx.get(f"{api.url}/healthz").raise_for_status()
+    began = time.monotonic()
+    api.process.signal(signal.SIGTERM)
+    api.process.wait_until(lambda: refuses_connections(api), SOON_S)
+
+    held = poll.getresponse()
+    assert (held.status, json.load(held)) == (200, {"batch": None})
+    poll.close()
+    time.sleep(0.5)  # a slow sender: uvicorn takes 0.1 s to count who is left
+    answer = submission.finish()
+    assert (answer.status, json.load(answer)) == (200, {"status": "received"})
+    assert answer.headers["connection"] == "close"
+    submission.close()
+    assert api.process.wait(SOON_S) == 0
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_second_signal_ends_it_at_once(api: RunningApi) -> None:
+    with httpx.Client(base_url=api.url) as client:
+        start(client)
+    submission = HalfSent(api)
+    api.process.signal(signal.SIGINT)
+    api.process.wait_until(lambda: is_stopping(api) and refuses_connections(api), SOON_S)
+    assert api.process.exit_code is None
+    api.process.signal(signal.SIGTERM)
+    assert api.process.wait(SOON_S) == -signal.SIGTERM
+    submission.close()
+
+
+def test_ctrl_c_in_a_terminal_spares_a_large_submission_that_is_under_way(api: RunningApi) -> None:
+    """It reaches every process of the group, the one that decodes large submissions too."""
+    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+        start(client)
+        client.post("/scored_data", json=group(1, images=LARGE)).raise_for_status()
+    submission = HalfSent(api, images=LARGE)
+    httpx.get(f"{api.url}/healthz").raise_for_status()
+    os.killpg(api.process.pid, signal.SIGINT)
+    api.process.wait_until(lambda: refuses_connections(api), SOON_S)
+    answer = submission.finish()
+    assert (answer.status, json.load(answer)) == (200, {"status": "received"})
+    submission.close()
+    assert api.process.wait(SOON_S) == 0
+
+
+async def test_a_server_that_stops_is_alive_and_not_ready(redis_url: str) -> None:
+    settings = RunApiSettings(redis_url=redis_url, run_id="stopping")
+    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
+    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    lifetime = Lifetime()
+    transport = httpx.ASGITransport(create_app(store, settings, lifetime))
+    async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as client:
+        assert (await client.get("/readyz")).status_code == 200
+        lifetime.closing.set()
+        answer = await client.get("/readyz")
+        assert (await client.get("/healthz")).status_code == 200
+    await store.close()
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["detail"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["connection"] == "close"

@@ -1,0 +1,144 @@
+"""Four run-api processes on one Redis behave as one, under load."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import httpx
+import pytest
+
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import group, register, register_environment, status
+
+REPLICAS = 4
+ENVIRONMENTS = 8
+GROUP_SIZE = 4
+BATCH_SIZE = 16
+GROUPS_EACH = 60
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RunningApi]]:
+    started: list[RunningApi] = []
+    try:
+        for index in range(REPLICAS):
+            directory = tmp_path_factory.mktemp(f"replica-{index}")
+            started.append(start_run_api(redis_url, directory, run_id="replicas"))
+        yield started
+    finally:
+        for replica in started:
+            replica.process.stop()
+
+
+@pytest.fixture
+def clients(replicas: list[RunningApi]) -> Iterator[list[httpx.Client]]:
+    opened = [httpx.Client(base_url=replica.url, timeout=60.0) for replica in replicas]
+    opened[0].get("/reset_data").raise_for_status()
+    yield opened
+    for client in opened:
+        client.close()
+
+
+class Sender:
+    """An environment that sends whole groups, parts of groups and lists, each to any replica, and
+    each of them twice now and then, under one key."""
+
+    def __init__(self, env_id: int, clients: list[httpx.Client]) -> None:
+        self._env_id = env_id
+        self._clients = clients
+        self._random = random.Random(env_id)
+        self._markers = count(env_id * 10_000)
+        self.sent: list[int] = []
+
+    def run(self) -> None:
+        for number in range(GROUPS_EACH):
+            kind = self._random.random()
+            if kind < 0.6:
+                self._send("/scored_data", self._group(GROUP_SIZE), number)
+            elif kind < 0.8:
+                self._send("/scored_data_list", [self._group(GROUP_SIZE) for _ in range(2)], number)
+            else:
+                for size in (1, GROUP_SIZE - 1):
+                    self._send("/scored_data", self._group(size), f"{number}-{size}")
+
+    def _group(self, size: int) -> dict[str, object]:
+        marker = next(self._markers)
+        self.sent.append(marker)
+        return group(marker, size=size, env_id=self._env_id)
+
+    def _send(self, path: str, body: object, name: object) -> None:
+        headers = {"Idempotency-Key": f"{self._env_id}/{name}"}
+        for _ in range(self._random.choice([1, 1, 2])):
+            client = self._random.choice(self._clients)
+            client.post(path, json=body, headers=headers).raise_for_status()
+
+
+def test_every_group_is_handed_out_once(clients: list[httpx.Client]) -> None:
+    trainer = register(clients[0], batch_size=BATCH_SIZE).json()["uuid"]
+    clients[1].get("/batch", params={"trainer": trainer})
+    env_ids = [
+        register_environment(clients[i % REPLICAS], group_size=GROUP_SIZE)["env_id"]
+        for i in range(ENVIRONMENTS)
+    ]
+    assert env_ids == list(range(ENVIRONMENTS))
+    senders = [Sender(env_id, clients) for env_id in env_ids]
+    with ThreadPoolExecutor(ENVIRONMENTS) as pool:
+        sending = [pool.submit(sender.run) for sender in senders]
+        trained = _train(clients, trainer, until=lambda: all(done.done() for done in sending))
+        for done in sending:
+            done.result()
+    sent = Counter(marker for sender in senders for marker in sender.sent)
+    left = status(clients[0])[1]
+    assert set(sent.values()) == {1}
+    assert not trained - sent
+    assert sum(trained.values()) == len(trained) == len(sent) - left
+    assert left < BATCH_SIZE
+
+
+def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool]) -> Counter[int]:
+    """Lease and acknowledge at any replica, asking for some batches twice.
+
+    Returns:
+        How often each group was handed out, repeats of a batch aside.
+    """
+    rng = random.Random(0)
+    trained: Counter[int] = Counter()
+    after = 0
+    while True:
+        was_done = until()
+        asked = {"trainer": trainer, "after": after, "wait_s": 0.0 if was_done else 0.5}
+        answer = rng.choice(clients).get("/batch", params=asked).raise_for_status()
+        found = answer.json()
+        if found["batch"] is None:
+            if was_done:
+                return trained
+            continue
+        if rng.random() < 0.2:
+            assert rng.choice(clients).get("/batch", params=asked).content == answer.content
+        after = found["batch_id"]
+        assert sum(len(item["tokens"]) for item in found["batch"]) == BATCH_SIZE
+        trained.update(item["tokens"][0][0] for item in found["batch"])
+        if rng.random() < 0.3:
+            acked = rng.choice(clients).post(f"/batch/{after}/ack", params={"trainer": trainer})
+            acked.raise_for_status()
+
+
+def test_polls_side_by_side_form_one_batch(clients: list[httpx.Client]) -> None:
+    trainer = register(clients[0]).json()["uuid"]
+    for marker in range(8):
+        clients[marker % REPLICAS].post("/scored_data", json=group(marker)).raise_for_status()
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(
+                lambda i: clients[i % REPLICAS].get("/batch", params={"trainer": trainer}).content,
+                range(32),
+            )
+        )
+    assert len(set(answers)) == 1
+    assert status(clients[0]) == (1, 6)

@@ -1,0 +1,77 @@
+"""What a scrape reads, for given facts. The numbers in Redis: `test_run_api_operations_metrics`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from grpo_api.metrics import Metrics
+from grpo_api.run_facts import RunFacts
+
+FACTS = RunFacts(**{field.name: 1000 + i for i, field in enumerate(fields(RunFacts))})
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def samples(facts: RunFacts | None, metrics: Metrics | None = None) -> dict[str, float]:
+    text = (metrics or Metrics()).exposition(facts, "").body.decode()
+    return {s.name: s.value for family in parse_text(text) for s in family.samples}
+
+
+def test_every_fact_is_one_metric() -> None:
+    shown = [value for value in samples(FACTS).values() if value in asdict(FACTS).values()]
+    assert sorted(shown) == sorted(asdict(FACTS).values())
+
+
+def test_what_only_grows_is_a_counter() -> None:
+    families = {f.name: f.type for f in parse_text(Metrics().exposition(FACTS, "").body.decode())}
+    counters = {name for name, type_ in families.items() if type_ == "counter"}
+    assert {n for n in counters if n.startswith("run_api_batches")} == {
+        "run_api_batches_delivered",
+        "run_api_batches_redelivered",
+        "run_api_batches_acknowledged",
+    }
+
+
+def test_without_redis_only_that_is_said_of_the_run() -> None:
+    told = samples(None)
+    assert told["run_api_redis_up"] == 0
+    assert "run_api_step" not in told
+    assert samples(FACTS)["run_api_redis_up"] == 1
+
+
+def test_applications_do_not_share_counters() -> None:
+    one, other = Metrics(), Metrics()
+    one.observe("GET", "/status", 200, seconds=0.003, body_bytes=0)
+    assert samples(None, one)["run_api_requests_total"] == 1
+    assert "run_api_requests_total" not in samples(None, other)
+
+
+def test_a_duration_lies_in_its_bucket() -> None:
+    metrics = Metrics()
+    metrics.observe("GET", "/status", 200, seconds=0.003, body_bytes=17)
+    text = metrics.exposition(None, "").body.decode()
+    within = {
+        float(sample.labels["le"]): sample.value
+        for family in parse_text(text)
+        for sample in family.samples
+        if sample.name == "run_api_request_duration_seconds_bucket"
+    }
+    assert (within[0.0025], within[0.005], within[60.0]) == (0, 1, 1)
+    assert samples(None, metrics)["run_api_request_body_bytes_total"] == 17
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain; version=0.0.4", "*/*", "nonsense"])
+def test_plain_text_unless_openmetrics_is_asked_for(accept: str) -> None:
+    assert Metrics().exposition(FACTS, accept).content_type.startswith("text/plain")
+
+
+def test_openmetrics_where_it_is_asked_for() -> None:
+    exposition = Metrics().exposition(FACTS, OPENMETRICS)
+    assert exposition.content_type.startswith("application/openmetrics-text")
+    families = parse_openmetrics(exposition.body.decode())  # type: ignore[no-untyped-call]
+    assert "run_api_step" in {family.name for family in families}
