@@ -17,6 +17,7 @@ from grpo_api.intake import Intake, Patience
 from grpo_api.lifetime import Lifetime
 from grpo_api.limits import Limits
 from grpo_api.metrics import Metrics
+from grpo_api.openapi import OPENAPI_PATH, describe, operation_name
 from grpo_api.request_log import RequestLogMiddleware
 from grpo_api.request_metrics import RequestMetricsMiddleware
 from grpo_api.route_templates import RouteTemplates
@@ -41,7 +42,13 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         await store.close()
 
     app = FastAPI(
-        title="run-api", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+        title="run-api",
+        lifespan=lifespan,
+        # the pages that FastAPI offers for people load their scripts from elsewhere
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=OPENAPI_PATH,
+        generate_unique_id_function=operation_name,
     )
     limits = limits_of(settings)
     services = Services(
@@ -67,6 +74,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     )
     app.add_middleware(RequestLogMiddleware, lifetime=lifetime)
     answer_errors(app)
+    describe(app, token_needed=settings.token is not None)
     return app
 
 

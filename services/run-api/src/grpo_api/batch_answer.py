@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from isal import isal_zlib
@@ -39,6 +40,8 @@ async def batch_pieces(store: BatchStore, due: DueBatch, head: bytes) -> AsyncIt
                 yield b","
             for piece in _cut(await _unpacked(payload)):
                 yield piece
+                # sending does not wait while the connection takes what is sent
+                await asyncio.sleep(0)
     yield b"]}"
 
 

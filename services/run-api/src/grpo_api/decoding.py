@@ -22,8 +22,11 @@ from grpo_core.wire import ScoredGroup
 INLINE_BYTES = 1024 * 1024
 """Content that is decoded at once: a millisecond or two as it usually comes, 20 at worst."""
 
+MAX_GROUPS = 1024
+"""In one list. They are queued in one step, during which Redis serves nobody else."""
+
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
-    Annotated[list[ScoredGroup], Field(fail_fast=True)]
+    Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
 
 

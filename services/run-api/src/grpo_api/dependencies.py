@@ -34,9 +34,13 @@ def bind_services(app: FastAPI, services: Services) -> None:
     app.state.services = services
 
 
-async def _services(request: Request) -> Services:
+def services_of(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
+
+
+async def _services(request: Request) -> Services:
+    return services_of(request)
 
 
 async def _store(services: Annotated[Services, Depends(_services)]) -> RunStore:

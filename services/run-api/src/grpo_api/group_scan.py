@@ -27,10 +27,14 @@ _REQUIRED = frozenset({"tokens", "masks", "scores"})
 _FREE_FORM = tuple(FreeFormFields.model_fields)
 _NUMBERS = ("advantages", "ref_logprobs", "inference_logprobs")
 _RARE = ("distill_token_ids", "distill_logprobs")
+_BRACKET = ord("[")
 _ESCAPE = b"\\"
 _ESCAPED_BRACKET = b"\\u005"
 _INTEGER, _FLOAT = "i", "d"
 _NOT_ONE_OF_OURS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
+
+_EXACT_INTEGERS = 2.0**53
+"""From here on an integer among floats, which is sent on as written, may be no float exactly."""
 
 _KEPT_BYTES = 1024 * 1024
 _PARSER = simdjson.Parser()
@@ -77,7 +81,9 @@ def _scan(text: bytes) -> GroupFacts:
     for name in _RARE:
         arrays += _expect_empty(given.get(name))
     arrays += _free_form(given, len(lengths))
-    _expect(text.count(b"[") == arrays)
+    # faster than bytes.count, which starts anew behind each
+    brackets = np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _BRACKET)
+    _expect(int(brackets) == arrays)
     return GroupFacts(
         env_id=_env_id(given.get("env_id")),
         sequences=len(lengths),
@@ -126,7 +132,7 @@ def _optional_rows(rows: Any, lengths: NDArray[np.int64], aligned: bool) -> int:
     _expect(not aligned or np.array_equal(own, lengths))
     starts = np.concatenate(([0], np.cumsum(own)[:-1]))
     fractional = np.logical_or.reduceat(values != np.floor(values), starts)
-    _expect(bool(fractional.all()) and bool(np.isfinite(values).all()))
+    _expect(bool(fractional.all()) and bool((np.abs(values) < _EXACT_INTEGERS).all()))
     return 1 + len(own)
 
 

@@ -12,6 +12,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from grpo_api.bounded_head import BoundedHeadProtocol
 from grpo_api.lifetime import Lifetime
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,7 +37,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 host=host,
                 port=port,
-                http="httptools",
+                http=BoundedHeadProtocol,
                 ws="none",
                 lifespan="on",
                 backlog=_BACKLOG,

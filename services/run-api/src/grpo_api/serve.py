@@ -7,6 +7,7 @@ import asyncio
 import structlog
 import uvloop
 
+from grpo_api.allocator import keep_freed_memory
 from grpo_api.app import create_app
 from grpo_api.http_server import HttpServer
 from grpo_api.lifetime import Lifetime
@@ -22,6 +23,7 @@ def serve(settings: RunApiSettings) -> None:
     """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/readyz` says whether it is."""
     configure_logging("run-api", settings.log_level)
     forward_library_logs()
+    keep_freed_memory()
     structlog.get_logger().info(
         "starting", run_id=settings.run_id, token_needed=settings.token is not None
     )

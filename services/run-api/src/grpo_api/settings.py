@@ -37,9 +37,9 @@ class RunApiSettings(CommandSettings):
         description="name of the run: runs with different names share one Redis (RUN_ID)",
     )
     max_body_bytes: int = Field(
-        64 * 1024 * 1024,
+        32 * 1024 * 1024,
         ge=1024,
-        description="largest request body in bytes, as sent and after decompression",
+        description="largest submission in bytes, as sent and after decompression",
     )
     max_queued_groups: int = Field(
         100_000,

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import structlog
 from fastapi import APIRouter
 
 from grpo_api.allocation import RunView, environment_status
+from grpo_api.answers import EnvironmentEnrolled, Failed, KnownEnvironment, Succeeded, Waiting
 from grpo_api.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
 from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
+from grpo_api.openapi import json_body, refusals
 from grpo_api.records import RegisteredEnvironment
-from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
+from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
 
 router = APIRouter()
+
+_REFUSALS = refusals(400, 413, 422, 503)
 _log = structlog.get_logger()
 
 
-@router.post("/register-env")
+@router.post("/register-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentRegistration))
 async def register_environment(
     registration: EnvironmentRegistrationBody, store: Store
-) -> dict[str, Any]:
+) -> EnvironmentEnrolled | Waiting:
     registered = await store.environments.register(registration)
     if registered is None:
         return {"status": "wait for trainer to start"}
@@ -70,8 +72,10 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         _log.warning("minimum allocations do not fit into one batch, scaled down", env_ids=scaled)
 
 
-@router.post("/disconnect-env")
-async def disconnect_environment(environment: EnvironmentIdBody, store: Store) -> dict[str, str]:
+@router.post("/disconnect-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentId))
+async def disconnect_environment(
+    environment: EnvironmentIdBody, store: Store
+) -> Succeeded | Failed:
     parts_dropped = await store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
@@ -79,7 +83,9 @@ async def disconnect_environment(environment: EnvironmentIdBody, store: Store) -
     return {"status": "success"}
 
 
-@router.get("/status-env")
+@router.get(
+    "/status-env", responses=_REFUSALS | refusals(404), openapi_extra=json_body(EnvironmentId)
+)
 async def status_of_environment(
     environment: EnvironmentIdBody, store: Store, limits: RunLimits
 ) -> EnvironmentStatus:
@@ -90,8 +96,8 @@ async def status_of_environment(
     raise Refused(404, _unknown(environment.env_id))
 
 
-@router.get("/environments")
-async def list_environments(store: Store) -> list[dict[str, Any]]:
+@router.get("/environments", responses=refusals(503))
+async def list_environments(store: Store) -> list[KnownEnvironment]:
     """For operators and runners: everyone who has registered, connected or not.
 
     `min_sequences` is what every batch holds of an environment at least, after scaling down.

@@ -2,79 +2,116 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import JSONResponse
 
+from grpo_api.answers import GroupBuffered, GroupReceived, GroupsReceived, NoExample, ServedGroup
 from grpo_api.bodies import read_body
+from grpo_api.decoder import SubmissionDecoder
 from grpo_api.decoding import Decode, Decoded, decode_group, decode_groups
-from grpo_api.dependencies import Decoder, GroupIntake, Store
-from grpo_api.errors import GroupRefused
+from grpo_api.dependencies import Decoder, GroupIntake, Store, services_of
+from grpo_api.errors import GroupRefused, Refused
 from grpo_api.intake import Submission
+from grpo_api.openapi import json_body, refusals
 from grpo_api.payloads import NO_EXAMPLE, unpack
 from grpo_api.records import Receipt
+from grpo_api.routes.direct import DirectRoute
+from grpo_core.wire import ScoredGroup
 
 router = APIRouter()
+
+_REFUSALS = refusals(400, 409, 413, 422, 503)
+
+_MAX_KEY_CHARS = 255
+_KEY_PATTERN = "^[!-~]+$"
+_is_key = re.compile(_KEY_PATTERN).fullmatch
 
 IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
-        max_length=255,
-        pattern=r"^[!-~]+$",
+        max_length=_MAX_KEY_CHARS,
+        pattern=_KEY_PATTERN,
         description="names this submission: repeated with the same key it is queued once",
     ),
 ]
 
 
-def _decoded_by(decode: Decode) -> Any:
-    async def decoded(request: Request, decoder: Decoder) -> Decoded:
-        return await decoder.decode(decode, await read_body(request, decoder.max_bytes))
+def checked_key(key: str | None) -> str | None:
+    """
+    Raises:
+        Refused: 422, it is no `IdempotencyKey`.
+    """
+    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
+        return key
+    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
+    raise Refused(
+        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
+    )
 
-    return Depends(decoded)
 
-
-@router.post("/scored_data")
-async def scored_data(
-    decoded: Annotated[Decoded, _decoded_by(decode_group)],
-    intake: GroupIntake,
-    idempotency_key: IdempotencyKey = None,
-) -> dict[str, Any]:
+async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """Take one group; 409 before a trainer has registered."""
+    services = services_of(request)
+    key = checked_key(request.headers.get("idempotency-key", idempotency_key))
+    decoded = await _decoded(request, services.decoder, decode_group)
     try:
-        (buffered,) = await intake.submit(_submission(decoded, idempotency_key))
+        (buffered,) = await services.intake.submit(_submission(decoded, key))
     except GroupRefused as error:
         raise error.at("tokens") from error
     if buffered is None:
-        return {"status": "received"}
-    return {"status": "buffered", "buffer_size": buffered}
+        return Response(b'{"status":"received"}', media_type="application/json")
+    return JSONResponse({"status": "buffered", "buffer_size": buffered})
 
 
-@router.post("/scored_data_list")
+router.add_api_route(
+    "/scored_data",
+    scored_data,
+    methods=["POST"],
+    response_model=GroupReceived | GroupBuffered,
+    responses=_REFUSALS,
+    openapi_extra=json_body(ScoredGroup),
+    route_class_override=DirectRoute,
+)
+
+
+@router.post(
+    "/scored_data_list", responses=_REFUSALS, openapi_extra=json_body(ScoredGroup, many=True)
+)
 async def scored_data_list(
-    decoded: Annotated[Decoded, _decoded_by(decode_groups)],
+    request: Request,
+    decoder: Decoder,
     intake: GroupIntake,
     idempotency_key: IdempotencyKey = None,
-) -> dict[str, Any]:
+) -> GroupsReceived:
     """Take all groups of the list, or none of them."""
+    decoded = await _decoded(request, decoder, decode_groups)
     try:
         outcomes = await intake.submit(_submission(decoded, idempotency_key))
     except GroupRefused as error:
         raise error.at(error.index, "tokens") from error
-    answer: dict[str, Any] = {"status": "received", "groups_processed": len(decoded.groups)}
+    answer: GroupsReceived = {"status": "received", "groups_processed": len(decoded.groups)}
     buffered = [sequences for sequences in outcomes if sequences is not None]
     if buffered:
-        answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        answer["buffered"] = len(buffered)
+        answer["last_buffer_size"] = buffered[-1]
     return answer
 
 
-@router.get("/latest_example")
+@router.get("/latest_example", responses={200: {"model": ServedGroup | NoExample}, **refusals(503)})
 async def latest_example(store: Store) -> Any:
     """The last queued group, also after it was served."""
     payload = await store.groups.latest_payload()
     if payload is None:
         return NO_EXAMPLE
     return Response(unpack(payload), media_type="application/json")
+
+
+async def _decoded(request: Request, decoder: SubmissionDecoder, decode: Decode) -> Decoded:
+    return await decoder.decode(decode, await read_body(request, decoder.max_bytes))
 
 
 def _submission(decoded: Decoded, key: str | None) -> Submission:

@@ -9,15 +9,25 @@ import structlog
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
+from grpo_api.answers import (
+    BatchesAcknowledged,
+    LeasedBatch,
+    NoBatch,
+    PolledBatch,
+    TrainerEnrolled,
+    TrainerMissing,
+    TrainerNames,
+)
 from grpo_api.batch_answer import batch_pieces, begun, gzipped
 from grpo_api.bodies import RegistrationBody
 from grpo_api.compression import accepts_gzip
 from grpo_api.dependencies import Dispatcher, Store
 from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
+from grpo_api.openapi import json_body, linked, refusals
 from grpo_api.records import DueBatch
 from grpo_api.store import RunStore
-from grpo_core.wire import TrainerInfo
+from grpo_core.wire import Registration, TrainerInfo
 
 _NOTHING_REGISTERED = -1
 _MAX_WAIT_S = 60.0
@@ -36,9 +46,33 @@ WaitS = Annotated[
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
 
+_UUID = "$response.body#/uuid"
+_ENROLLED: dict[int | str, dict[str, Any]] = {
+    200: {"links": {"batches": linked("batch", trainer=_UUID)}}
+}
+_HANDED_OUT: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": NoBatch | PolledBatch | LeasedBatch | TrainerMissing,
+        "links": {
+            "next": linked(
+                "batch", trainer="$request.query.trainer", after="$response.body#/batch_id"
+            ),
+            "acknowledgement": linked(
+                "acknowledge",
+                trainer="$request.query.trainer",
+                batch_id="$response.body#/batch_id",
+            ),
+        },
+    }
+}
 
-@router.post("/register")
-async def register(registration: RegistrationBody, store: Store) -> dict[str, int]:
+
+@router.post(
+    "/register",
+    responses=_ENROLLED | refusals(400, 409, 413, 422, 503),
+    openapi_extra=json_body(Registration),
+)
+async def register(registration: RegistrationBody, store: Store) -> TrainerEnrolled:
     """Register a trainer; batches that are not acknowledged are handed out again."""
     registered = await enrol_trainer(store, registration)
     _log.info(
@@ -50,14 +84,14 @@ async def register(registration: RegistrationBody, store: Store) -> dict[str, in
     return {"uuid": registered.trainer_id}
 
 
-@router.get("/batch")
+@router.get("/batch", responses=_HANDED_OUT | refusals(409, 422, 503))
 async def batch(
     dispatcher: Dispatcher,
     store: Store,
     trainer: TrainerId | None = None,
     after: After = 0,
     wait_s: WaitS = 0.0,
-    accept_encoding: Annotated[str, Header()] = "",
+    accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
     """Hand out the next batch, or `{"batch": null}`.
 
@@ -96,8 +130,8 @@ async def _noting_delivery(
     await store.batches.mark_delivered(due)
 
 
-@router.post("/batch/{batch_id}/ack")
-async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> dict[str, Any]:
+@router.post("/batch/{batch_id}/ack", responses=refusals(404, 409, 422, 503))
+async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> BatchesAcknowledged:
     """Every batch up to this one is durable with the trainer and never handed out again."""
     try:
         acknowledged = await store.batches.acknowledge(trainer, batch_id)
@@ -116,7 +150,7 @@ async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> di
     }
 
 
-@router.get("/info")
+@router.get("/info", responses=refusals(503))
 async def info(store: Store) -> TrainerInfo:
     registration = await store.trainer.registration()
     if registration is None:
@@ -124,8 +158,8 @@ async def info(store: Store) -> TrainerInfo:
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
 
 
-@router.get("/wandb_info")
-async def wandb_info(store: Store) -> dict[str, str | None]:
+@router.get("/wandb_info", responses=refusals(503))
+async def wandb_info(store: Store) -> TrainerNames:
     registration = await store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}

@@ -1,0 +1,137 @@
+"""The run-api benchmark runs, on our side alone and on tiny sizes; no timing is judged."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.run_api import SCENARIOS
+from benchmarks.run_api_bench.metrics import AtMost, Metric, OneIn, Spread, verdict
+from benchmarks.run_api_bench.process_tree import cpu_seconds
+from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.run_api_bench.scenario import Rig, Scenario
+from benchmarks.run_api_bench.settings import Sizes
+from benchmarks.run_api_bench.systems import RunningServer, System, start_run_api
+from benchmarks.run_api_bench.workload import Workload
+
+SIZES = Sizes(
+    distinct_groups=2,
+    depths=(0, 50),
+    submissions=8,
+    polls=10,
+    full_size_depth=None,
+    memory_groups=8,
+    idle_s=0.1,
+    large_body_bytes=1_000_000,
+    bomb_bytes=65 << 20,
+    large_batch_sequences=16,
+    long_list_groups=50,
+    minimum_depths=(20, 40),
+    deeper_minimum_depths=(80,),
+)
+METRICS = {
+    "submissions": 10,
+    "status-env": 12,
+    "first-batch": 6,
+    "memory": 1,
+    "stalls": 21,
+    "minimums": 4,
+}
+"""How many numbers each scenario has to give."""
+BURNT_S = 0.3
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class OneServer(System):
+    """Every scenario gets the same server: they all begin with a new run."""
+
+    server: RunningServer
+
+    @contextmanager
+    def running(self) -> Iterator[RunningServer]:
+        yield self.server
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with System("run-api", start_run_api).running() as server:
+        yield Rig(OneServer("run-api", start_run_api, server), SIZES, Workload(SIZES))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_every_scenario_measures_run_api(rig: Rig, scenario: Scenario) -> None:
+    readings = scenario.measure(rig)
+    assert len({reading.metric.name for reading in readings}) == METRICS[scenario.name]
+    assert all(math.isfinite(reading.value) for reading in readings)
+
+
+BURN = f"import time\nwhile time.process_time() < {BURNT_S}: pass\n"
+PARENT = f"""
+import subprocess, sys
+child = [sys.executable, "-c", {BURN!r} + "input()"]
+with subprocess.Popen(child, stdin=subprocess.PIPE) as living:
+    subprocess.run([sys.executable, "-c", {BURN!r}], check=True)
+    print("ended", flush=True)
+    input()
+    living.communicate(b"\\n")
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    """One child of it has ended, another lives; each takes 0.3 s of CPU time."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        yield process
+        process.communicate("\n", timeout=DEADLINE_S)
+
+
+def test_cpu_time_is_that_of_children_too(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ended\n"
+    give_up_at = time.monotonic() + DEADLINE_S
+    while (spent := cpu_seconds(parent.pid)) < 2 * BURNT_S:
+        assert time.monotonic() < give_up_at, f"{spent} s of {2 * BURNT_S} s"
+        time.sleep(0.05)
+
+
+def spread(median: float) -> Spread:
+    return Spread(median, 0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("goal", "ours", "theirs", "expected"),
+    [
+        (OneIn(4), 1.0, 4.0, True),
+        (OneIn(4), 1.01, 4.0, False),
+        (OneIn(4), 1.0, None, None),
+        (AtMost(50.0), 50.0, None, True),
+        (AtMost(50.0), 50.1, 1.0, False),
+        (None, 1.0, 1.0, None),
+    ],
+)
+def test_medians_are_held_against_the_goal(
+    goal: OneIn | AtMost | None, ours: float, theirs: float | None, expected: bool | None
+) -> None:
+    metric = Metric("a name", "ms", goal)
+    assert verdict(metric, spread(ours), spread(theirs) if theirs else None) is expected
+
+
+def test_results_replace_their_own_section_only(tmp_path: Path) -> None:
+    results = tmp_path / "RESULTS.md"
+    replace_section(results, "first", ["old", "### inside", "old too"])
+    replace_section(results, "second", ["kept"])
+    replace_section(results, "first", ["", "new", ""])
+    assert results.read_text() == ("# Results\n\n## first\n\nnew\n\n## second\n\nkept\n")
+    assert list(tmp_path.iterdir()) == [results]

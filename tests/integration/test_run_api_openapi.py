@@ -1,0 +1,176 @@
+"""run-api does what its OpenAPI document says, and only that: asked by schemathesis over HTTP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import register_environment, start, submit
+from tests.integration.stored_keys import stored_keys
+
+SETTINGS = Path(__file__).with_name("schemathesis.toml")
+DEADLINE_S = 240.0
+SETTLE_S = 10.0
+RUN_ID = "openapi"
+TOKEN = "correct-horse"
+SHORT_LIVED = ("receipt:", "last_group_id", "seen")
+"""Answers kept for repeats; ids that were reserved and not used; the time of the last poll."""
+WRONG = (
+    *("--mode", "negative", "--phases", "fuzzing"),
+    *("--include-path-regex", "^/(register|scored_data|disconnect-env|status-env|batch/)"),
+)
+"""What each route that takes something refuses."""
+GROWTH_BYTES = 64 * 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
+    running = start_run_api(
+        redis_url,
+        tmp_path_factory.mktemp("openapi"),
+        run_id=RUN_ID,
+        further={"--full-queue-wait-s": 0.1},
+    )
+    yield running
+    running.process.stop()
+
+
+@pytest.fixture
+def client(api: RunningApi) -> Iterator[httpx.Client]:
+    """Of a run with a trainer, an environment, one group in the queue and one in a buffer."""
+    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+        client.get("/reset_data").raise_for_status()
+        start(client)
+        env_id = register_environment(client)["env_id"]
+        submit(client, 1)
+        client.post(
+            "/scored_data",
+            json={"tokens": [[1]], "masks": [[1]], "scores": [0.0], "env_id": env_id},
+        ).raise_for_status()
+        yield client
+
+
+def ask(url: str, directory: Path, *options: str) -> str:
+    """The report of schemathesis, which found nothing wrong. The same requests each time."""
+    command = [str(Path(sys.executable).with_name("schemathesis"))]
+    command += ["--config-file", str(SETTINGS), "run", f"{url}/openapi.json", "--no-color"]
+    command += ["--generation-deterministic", "--exclude-path", "/reset_data", *options]
+    done = subprocess.run(  # in a directory of its own, where it may leave what it likes
+        command, cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def clients_of(server: psutil.Process, port: int) -> int:
+    return sum(
+        connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+        for connection in server.net_connections("tcp")
+    )
+
+
+def document(url: str, **headers: str) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/openapi.json", headers=headers).raise_for_status()
+    read: dict[str, Any] = answer.json()
+    return read
+
+
+def operations(read: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{method.upper()} {path}": operation
+        for path, methods in read["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+@pytest.mark.usefixtures("client")
+def test_every_answer_is_one_that_is_declared(api: RunningApi, tmp_path: Path) -> None:
+    report = ask(api.url, tmp_path, "--max-examples", "10")
+    assert "18 selected / 19 total" in report
+    log = api.process.log_path.read_text()
+    assert "Traceback" not in log
+    assert "request failed" not in log
+
+
+def test_refused_requests_leave_nothing_behind(
+    api: RunningApi, client: httpx.Client, redis_url: str, tmp_path: Path
+) -> None:
+    server, port = psutil.Process(api.process.pid), int(api.url.rpartition(":")[2])
+    ask(api.url, tmp_path, *WRONG, "--max-examples", "3")
+    before = stored_keys(redis_url, RUN_ID, SHORT_LIVED)
+    used, files = server.memory_info().rss, server.num_fds()
+    assert len(before) > 10
+    report = ask(api.url, tmp_path, *WRONG, "--max-examples", "50")
+    assert "7 selected" in report
+    assert stored_keys(redis_url, RUN_ID, SHORT_LIVED) == before
+    client.close()
+    api.process.wait_until(lambda: clients_of(server, port) == 0, SETTLE_S)
+    assert server.num_fds() <= files
+    assert server.memory_info().rss - used < GROWTH_BYTES
+
+
+def test_the_token_is_asked_for_wherever_it_is_declared(redis_url: str, tmp_path: Path) -> None:
+    running = start_run_api(
+        redis_url, tmp_path, run_id="openapi-token", environment={"RUN_API_TOKEN": TOKEN}
+    )
+    try:
+        assert httpx.get(f"{running.url}/openapi.json").status_code == 401
+        authorization = f"Bearer {TOKEN}"
+        declared = operations(document(running.url, Authorization=authorization))
+        is_open = {name for name, operation in declared.items() if "security" not in operation}
+        assert is_open == {"GET /health", "GET /healthz", "GET /readyz"}
+        asked = (
+            "--header",
+            f"Authorization: {authorization}",
+            "--phases",
+            "coverage",
+            "--mode",
+            "positive",
+        )
+        ask(running.url, tmp_path, *asked, "--checks", "ignored_auth,status_code_conformance")
+    finally:
+        running.process.stop()
+
+
+def test_where_there_is_no_token_none_is_declared(api: RunningApi) -> None:
+    read = document(api.url)
+    assert "securitySchemes" not in read["components"]
+    for operation in operations(read).values():
+        assert "401" not in operation["responses"]
+        assert "security" not in operation
+
+
+def test_every_answer_declares_its_headers(api: RunningApi) -> None:
+    for name, operation in operations(document(api.url)).items():
+        for status, answer in operation["responses"].items():
+            assert "X-Request-Id" in answer["headers"], (name, status)
+            assert ("Retry-After" in answer["headers"]) == (status == "503"), (name, status)
+        submits = name.startswith("POST /scored_data")
+        parameters = {parameter["name"] for parameter in operation.get("parameters", ())}
+        assert ("idempotency-key" in parameters) == submits
+
+
+def test_what_a_body_is_made_of_is_declared(api: RunningApi) -> None:
+    declared = operations(document(api.url))
+    bodies = {
+        name: operation["requestBody"]["content"]["application/json"]["schema"]
+        for name, operation in declared.items()
+        if "requestBody" in operation
+    }
+    group = {"$ref": "#/components/schemas/ScoredGroup"}
+    assert bodies == {
+        "POST /register": {"$ref": "#/components/schemas/Registration"},
+        "POST /register-env": {"$ref": "#/components/schemas/EnvironmentRegistration"},
+        "POST /disconnect-env": {"$ref": "#/components/schemas/EnvironmentId"},
+        "GET /status-env": {"$ref": "#/components/schemas/EnvironmentId"},
+        "POST /scored_data": group,
+        "POST /scored_data_list": {"type": "array", "items": group},
+    }
