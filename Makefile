@@ -23,6 +23,15 @@ SEED ?= 0
 MODEL ?=
 DEMO_FLAGS ?=
 
+# Options of `make soak`.
+SOAK_SECONDS ?= 1200
+SOAK_SEED ?= 0
+SOAK_APPENDFSYNC ?= always
+SOAK_DIRECTORY ?= $(CURDIR)/runs/soak-$(shell date +%Y%m%d-%H%M%S)
+
+# Options of `make bench-run-api`, for example --quick.
+BENCH_FLAGS ?=
+
 .PHONY: help
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -58,19 +67,28 @@ demo: install ## Train the tiny model on this machine: every service, one comman
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the five suites
-	@bash tests/run_suites.sh lint unit integration compat faults e2e
+test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites
+	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh lint unit integration compat faults soak e2e
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
-	@$(BIN)/ruff check $(PACKAGES) tests
-	@$(BIN)/ruff format --check $(PACKAGES) tests
-	@$(BIN)/mypy $(SOURCES)
+	@$(BIN)/ruff check $(PACKAGES) tests benchmarks
+	@$(BIN)/ruff format --check $(PACKAGES) tests benchmarks
+	@$(BIN)/mypy $(SOURCES) benchmarks
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
 .PHONY: unit integration compat faults e2e
 unit integration compat faults e2e: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
+
+.PHONY: soak
+soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
+	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \
+	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(BIN)/python -m pytest tests/soak -s $(PYTEST_FLAGS)
+
+.PHONY: bench-run-api
+bench-run-api: install ## Measure run-api beside atroposlib's API server, into benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
 .PHONY: clean
 clean: ## Remove .venv, caches and runs

@@ -35,8 +35,8 @@ class Upstream:
     wheel: Path
 
 
-def ensure_upstream(cache: Path | None = None) -> Upstream:
-    """Return the cached installation, making it on first use.
+def ensure_upstream(cache: Path | None = None, pins: Path = PINS) -> Upstream:
+    """Return the cached installation of `pins`, making it on first use.
 
     Safe to call from several processes at once: it is made beside its final place and renamed,
     and whoever comes second finds it there.
@@ -44,12 +44,12 @@ def ensure_upstream(cache: Path | None = None) -> Upstream:
     Raises:
         InstallFailed, NoPackageIndex: nothing was left behind.
     """
-    target = (cache or default_cache_directory()) / f"atroposlib-{_digest()}"
+    target = (cache or default_cache_directory()) / f"atroposlib-{_digest(pins)}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _install(staging)
+            _install(staging, pins)
             staging.rename(target)
         except OSError:
             if not target.exists():
@@ -63,18 +63,18 @@ def _at(directory: Path) -> Upstream:
     return Upstream(directory / "venv" / "bin" / "python", directory / "wheel")
 
 
-def _digest() -> str:
+def _digest(pins: Path) -> str:
     """Of everything that decides what is installed, and of the interpreter it is linked to."""
-    parts = (PINS.read_bytes(), sys.version.encode(), sys.base_prefix.encode())
+    parts = (pins.read_bytes(), sys.version.encode(), sys.base_prefix.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
-def _install(directory: Path) -> None:
+def _install(directory: Path, pins: Path) -> None:
     made = _at(directory)
     # Only `bin/python -m` is used later: scripts in bin/ would name the place before the rename.
     venv.create(directory / "venv", symlinks=True)
-    _pip("--python", str(made.python), "install", "--requirement", str(PINS))
-    (wheel,) = (line for line in PINS.read_text().splitlines() if line.startswith("atroposlib=="))
+    _pip("--python", str(made.python), "install", "--requirement", str(pins))
+    (wheel,) = (line for line in pins.read_text().splitlines() if line.startswith("atroposlib=="))
     _pip("install", "--target", str(made.wheel), wheel)
 
 

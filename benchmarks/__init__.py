@@ -1,0 +1,1 @@
+"""Benchmarks. Each is one command; its numbers are a section of RESULTS.md."""

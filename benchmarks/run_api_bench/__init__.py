@@ -1,0 +1,1 @@
+"""run-api beside the API server of atroposlib: load, measurements, report."""

@@ -1,0 +1,9 @@
+"""Errors that end the benchmark."""
+
+from __future__ import annotations
+
+from grpo_core.errors import GrpoError
+
+
+class BenchmarkFailed(GrpoError):
+    """A server did not do what is measured, so that a number would say nothing."""
