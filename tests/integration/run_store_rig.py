@@ -13,7 +13,7 @@ from grpo_api.intake import Intake, Patience, Submission
 from grpo_api.lifetime import Lifetime
 from grpo_api.limits import Limits
 from grpo_api.payloads import pack, unpack
-from grpo_api.records import Acknowledged, DueBatch, Outcomes, Receipt
+from grpo_api.records import Acknowledged, DueBatch, Outcomes, Receipt, SentGroups
 from grpo_api.redis_link import RedisLink
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
@@ -84,7 +84,9 @@ class Run:
         intake = self.intake_of_replica if replica else self.intake
         groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
         return [
-            await intake.submit(Submission([pack(one)], Receipt(key, one.model_dump_json())))
+            await intake.submit(
+                Submission(SentGroups([pack(one)]), Receipt(key, one.model_dump_json()))
+            )
             for one in groups
         ]
 
@@ -115,7 +117,7 @@ class Run:
     async def markers(self, due: DueBatch | None) -> list[int] | None:
         if due is None:
             return None
-        payloads = await self.store.batches.payloads(due.lease.group_ids)
+        payloads = [found async for found in self.store.payloads.load(due.lease.group_ids)]
         assert None not in payloads
         groups = [ScoredGroup.model_validate_json(unpack(found)) for found in payloads if found]
         return [parsed.tokens[0][0] for parsed in groups]
@@ -132,6 +134,11 @@ class Run:
     async def payloads(self) -> int:
         count: int = await self.link.call("HLEN", f"{self.link.prefix}payloads")
         return count
+
+    async def staged(self) -> list[bytes]:
+        """Keys of groups that are stored on their own."""
+        found: list[bytes] = await self.link.call("KEYS", f"{self.store.payloads.staged_prefix}*")
+        return found
 
     async def stored_bytes(self) -> int:
         payloads = await self.link.call("HVALS", f"{self.link.prefix}payloads")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,6 +18,7 @@ from grpo_api.errors import (
     TrainerSuperseded,
 )
 from grpo_api.limits import Limits
+from grpo_api.payloads import unpack
 from grpo_api.records import Acknowledged
 from tests.integration.run_store_rig import Run, open_run
 
@@ -331,3 +333,65 @@ async def test_totals_are_those_of_what_is_stored(run: Run) -> None:
     facts = await run.store.facts.read()
     assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
     assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)
+
+
+LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
+"""More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
+
+
+@pytest.mark.parametrize("size", [2, 1], ids=["whole", "parts"])
+async def test_large_groups_are_served_and_let_go_of_like_others(run: Run, size: int) -> None:
+    run.link.repeats_scripts = True
+    env_id = await run.start_environment(group_size=2)
+    await run.submit(1, 2, 3, 4, size=size, env_id=env_id, **LARGE)
+    assert (await run.payloads(), len(await run.staged())) == (0, 4)
+    assert await run.lease(after=0) == ([1, 2] if size == 2 else [1, 2, 3, 4])
+    await run.submit(5, size=2)
+    await run.acknowledge(1)
+    assert len(await run.staged()) == (2 if size == 2 else 0)
+
+
+async def test_large_latest_example_outlives_its_batch_until_the_next(run: Run) -> None:
+    await run.submit(1, 2, **LARGE)
+    await run.lease(after=0)
+    await run.acknowledge(1)
+    latest = await run.store.payloads.latest()
+    assert latest is not None
+    assert LARGE["images"].encode() in unpack(latest)
+    await run.submit(3)
+    assert await run.staged() == []
+
+
+async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) -> None:
+    env_id = await run.start_environment(group_size=2)
+    await run.submit(1, size=1, env_id=env_id, **LARGE)
+    await run.store.environments.disconnect(env_id)
+    assert await run.staged() == []
+    await run.submit(2, **LARGE)
+    await run.store.reset()
+    assert await run.staged() == []
+
+
+async def test_large_submission_under_one_key_leaves_nothing_for_ever(run: Run) -> None:
+    for _ in range(2):
+        await run.submit(1, key="k", **LARGE)
+    assert await run.status() == (0, 1)
+    lives_s = sorted([await run.link.call("TTL", key) for key in await run.staged()])
+    assert lives_s[0] == -1
+    assert 0 < lives_s[1] <= 600
+
+
+@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
+async def test_large_group_that_was_forgotten_before_it_was_queued_is_sent_again(
+    run: Run, script: str, size: int
+) -> None:
+    env_id = await run.start_environment(group_size=2)
+
+    async def it_is_forgotten() -> None:
+        await run.link.call("DEL", *await run.staged())
+
+    run.link.before[script] = it_is_forgotten
+    with pytest.raises(StoreUnavailable, match="send them again"):
+        await run.submit(1, size=size, env_id=env_id, **LARGE)
+    assert await run.status() == (0, 0)
+    await run.submit(1, size=size, env_id=env_id, **LARGE)

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from grpo_api.errors import BatchGone
 from grpo_api.payloads import unpack
 from grpo_api.records import DueBatch
-from grpo_api.store.batches import BatchStore
+from grpo_api.store.payloads import PayloadStore
 
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024
@@ -22,7 +22,7 @@ _LEVEL = 1
 _GZIP_WINDOW_BITS = 31
 
 
-async def batch_pieces(store: BatchStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
+async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
     """`{<head>"batch":[group, ...]}` in pieces. The groups are not parsed.
 
     Raises:
@@ -32,12 +32,14 @@ async def batch_pieces(store: BatchStore, due: DueBatch, head: bytes) -> AsyncIt
     yield b"{" + head + b'"batch":['
     group_ids = due.lease.group_ids
     for start in range(0, len(group_ids), _GROUPS_AT_A_TIME):
-        found = await store.payloads(group_ids[start : start + _GROUPS_AT_A_TIME])
-        for index, payload in enumerate(found, start):
+        payloads = store.load(group_ids[start : start + _GROUPS_AT_A_TIME])
+        is_first = start == 0
+        async for payload in payloads:
             if payload is None:
                 raise BatchGone(due.lease.batch_id)
-            if index:
+            if not is_first:
                 yield b","
+            is_first = False
             for piece in _cut(await _unpacked(payload)):
                 yield piece
                 # sending does not wait while the connection takes what is sent

@@ -19,15 +19,15 @@ from grpo_api.bundles import StoredGroup
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
 from grpo_api.lifetime import Lifetime
 from grpo_api.limits import Limits
-from grpo_api.payloads import PackedGroup
 from grpo_api.placement import Arrival, IntakeState, Placement, place
-from grpo_api.records import NotPlaced, Outcomes, Receipt
+from grpo_api.records import NotPlaced, Outcomes, Receipt, SentGroups
 from grpo_api.servable import partners
 from grpo_api.store import RunStore
 from grpo_api.waiting_line import WaitingLine
 
 _MAX_PLACEMENTS = 32
 _ASK_EVERY_S = 1.0
+_STAGED_FROM_BYTES = 1024 * 1024
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
 _log = structlog.get_logger()
 
@@ -36,15 +36,15 @@ _log = structlog.get_logger()
 class Submission:
     """Groups that are taken together or not at all."""
 
-    groups: Sequence[PackedGroup]
+    sent: SentGroups
     receipt: Receipt
 
     @property
     def stored_bytes(self) -> int:
-        return sum(len(group.payload) for group in self.groups)
+        return sum(len(group.payload) for group in self.sent.groups)
 
     def env_ids(self) -> list[int]:
-        return sorted({group.env_id for group in self.groups if group.env_id is not None})
+        return sorted({group.env_id for group in self.sent.groups if group.env_id is not None})
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Intake:
             QueueFull: it stayed full for as long as a submission may wait.
             StoreUnavailable: Redis is away, or the run changes faster than it is read.
         """
-        if not submission.groups:
+        if not submission.sent.groups:
             return []
+        submission = await self._staged(submission)
         outcome: Outcomes | NotPlaced = NotPlaced.FULL
         if self._line.is_empty:
             outcome = await self._take(submission, self._limits)
@@ -93,15 +94,25 @@ class Intake:
             outcome = await self._wait_in_line(submission)
         return outcome
 
-    async def _take(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """Never `MOVED` and never `PLAN`."""
-        outcome = await self._store.groups.queue_whole(
-            submission.groups, submission.receipt, limits
+    async def _staged(self, submission: Submission) -> Submission:
+        """What is large is stored ahead, so that queueing it keeps nobody else waiting."""
+        if submission.stored_bytes <= _STAGED_FROM_BYTES:
+            return submission
+        payloads = self._store.payloads
+        names = await payloads.stage([group.payload for group in submission.sent.groups])
+        return replace(
+            submission, sent=SentGroups(submission.sent.groups, payloads.staged_prefix, names)
         )
+
+    async def _take(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
+        """`FULL` is all that is left of why it may not be taken."""
+        outcome = await self._store.groups.queue_whole(submission.sent, submission.receipt, limits)
         if outcome is NotPlaced.PLAN:
             outcome = await self._place(submission, limits)
         if outcome is NotPlaced.MOVED:
             outcome = await self._place_in_turn(submission, limits)
+        if outcome is NotPlaced.UNSTAGED:
+            raise StoreUnavailable("storing the groups took too long; send them again")
         return outcome
 
     async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
@@ -118,7 +129,7 @@ class Intake:
 
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """`MOVED` where the run changed between reading and committing."""
-        groups = submission.groups
+        groups = submission.sent.groups
         opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
         arrivals = [
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload)))
@@ -126,7 +137,7 @@ class Intake:
         ]
         placement = await self._decide(arrivals, opened.state)
         return await self._store.groups.commit(
-            opened, placement, [group.payload for group in groups], submission.receipt, limits
+            opened, placement, submission.sent, submission.receipt, limits
         )
 
     async def _decide(self, arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
@@ -167,7 +178,7 @@ class Intake:
         shares = {own.env_id: own.share for own in run.connected()}
         senders = {
             shares.get(group.env_id) if group.env_id is not None else None
-            for group in submission.groups
+            for group in submission.sent.groups
         }
         return any(is_waited_for(sender, run) for sender in senders)
 

@@ -46,12 +46,13 @@ def _integer_text(least: int | None, most: int | None) -> str:
     if least is not None and least > 0:
         return f"^[1-9][0-9]{{0,{digits - 1}}}$"
     if least is not None and least < 0:
-        return f"^({least}|[0-9]{{1,{digits}}})$"
+        below = len(str(-least)) - 1
+        return f"^({least}{f'|-[0-9]{{1,{below}}}' if below else ''}|[0-9]{{1,{digits}}})$"
     return f"^[0-9]{{1,{digits}}}$"
 
 
 def _float_text(least: float | None, most: float | None) -> str:
     sign = "-?" if least is None or least < 0 else ""
     if most is not None and most < 10:
-        return f"^0{_FRACTION}$"
+        return f"^(0{_FRACTION}|{most:.0f})$"
     return f"^{sign}[0-9]{{1,{_MOST_DIGITS}}}{_FRACTION}$"

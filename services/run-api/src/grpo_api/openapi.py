@@ -112,7 +112,7 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
     for name in _FASTAPI_ERRORS:
         schemas.pop(name, None)
     document["components"]["headers"] = {"X-Request-Id": _REQUEST_ID}
-    schemas |= {model.__name__: _body_schema(model) for model in _BODIES}
+    schemas |= {model.__name__: body_schema(model) for model in _BODIES}
     _each_operation(document, _answer_as_we_do)
     if token_needed:
         document["components"]["securitySchemes"] = {
@@ -122,7 +122,7 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
     return document
 
 
-def _body_schema(model: type[BaseModel]) -> Json:
+def body_schema(model: type[BaseModel]) -> Json:
     schema = model.model_json_schema(schema_generator=LaxJsonSchema)
     if model is ScoredGroup:
         _add_what_validators_check(schema["properties"])

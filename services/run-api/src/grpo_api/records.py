@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from grpo_api.payloads import PackedGroup
 from grpo_api.placement import IntakeState
 from grpo_core.wire import Registration
 
@@ -64,6 +66,7 @@ class NotPlaced(Enum):
     MOVED = "moved"
     FULL = "full"
     PLAN = "plan"
+    UNSTAGED = "unstaged"
 
 
 Outcomes = list[int | None]
@@ -82,6 +85,25 @@ class Receipt:
 
     key: str | None
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class SentGroups:
+    """Groups that are taken together or not at all.
+
+    Attributes:
+        staged_prefix, staged: where their payloads were stored beforehand; '' and nothing where
+            they are stored with the groups.
+    """
+
+    groups: Sequence[PackedGroup]
+    staged_prefix: str = ""
+    staged: Sequence[str] = ()
+
+    def with_content(self) -> Iterator[tuple[PackedGroup, bytes | str]]:
+        """Each group and its payload, or the name that it was staged under."""
+        contents: Iterable[bytes | str] = self.staged or (group.payload for group in self.groups)
+        return zip(self.groups, contents, strict=True)
 
 
 @dataclass(frozen=True)

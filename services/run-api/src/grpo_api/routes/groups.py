@@ -17,7 +17,7 @@ from grpo_api.errors import GroupRefused, Refused
 from grpo_api.intake import Submission
 from grpo_api.openapi import json_body, refusals
 from grpo_api.payloads import NO_EXAMPLE, unpack
-from grpo_api.records import Receipt
+from grpo_api.records import Receipt, SentGroups
 from grpo_api.routes.direct import DirectRoute
 from grpo_core.wire import ScoredGroup
 
@@ -104,7 +104,7 @@ async def scored_data_list(
 @router.get("/latest_example", responses={200: {"model": ServedGroup | NoExample}, **refusals(503)})
 async def latest_example(store: Store) -> Any:
     """The last queued group, also after it was served."""
-    payload = await store.groups.latest_payload()
+    payload = await store.payloads.latest()
     if payload is None:
         return NO_EXAMPLE
     return Response(unpack(payload), media_type="application/json")
@@ -115,4 +115,4 @@ async def _decoded(request: Request, decoder: SubmissionDecoder, decode: Decode)
 
 
 def _submission(decoded: Decoded, key: str | None) -> Submission:
-    return Submission(decoded.groups, Receipt(key, decoded.fingerprint))
+    return Submission(SentGroups(decoded.groups), Receipt(key, decoded.fingerprint))

@@ -115,7 +115,7 @@ async def _answer(
     store: RunStore, due: DueBatch, is_plain: bool, compressed: bool
 ) -> StreamingResponse:
     head = b"" if is_plain else f'"batch_id":{due.lease.batch_id},'.encode()
-    pieces = await begun(batch_pieces(store.batches, due, head))
+    pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces
     headers = {"vary": "Accept-Encoding"} | ({"content-encoding": "gzip"} if compressed else {})
     body = _noting_delivery(encoded, store, due) if is_plain else encoded

@@ -1,6 +1,7 @@
 -- Let go of every batch up to one: they are durable with the trainer and never handed out again.
 --
 -- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 payloads (hash)  5 latest (hash)
+--       6 large (hash)
 -- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
 --       2 id of the last durable batch; a plain poll: '', everything that was delivered
 -- Returns {'unregistered'}
@@ -9,11 +10,20 @@
 --         {'unknown', last batch}         no batch has this id
 --         {'acknowledged', batch id, batches let go by this call}
 
-local trainer, leases, totals, payloads, latest = unpack(KEYS)
+local trainer, leases, totals, payloads, latest, large = unpack(KEYS)
 local asking, through = ARGV[1], ARGV[2]
 
 local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
+end
+
+local function drop(id)
+  local name = redis.call('HGET', large, id)
+  if name then
+    redis.call('UNLINK', name)
+    return redis.call('HDEL', large, id)
+  end
+  return redis.call('HDEL', payloads, id)
 end
 
 if redis.call('HEXISTS', trainer, 'batch_size') == 0 then
@@ -43,7 +53,7 @@ for batch_id = acknowledged + 1, through do
       -- /latest_example still shows it; the next submission deletes it
       redis.call('HSET', latest, 'acknowledged', '1')
     else
-      redis.call('HDEL', payloads, id)
+      drop(id)
     end
   end
   redis.call('HDEL', leases, batch_id)

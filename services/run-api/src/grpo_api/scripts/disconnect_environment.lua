@@ -1,12 +1,21 @@
 -- Take an environment off the list of those that are here, and drop its parts.
 --
 -- KEYS  1 environments (hash)  2 connected (set)  3 buffers (hash)  4 payloads (hash)
---       5 totals (hash)
+--       5 totals (hash)        6 large (hash)
 -- ARGV  1 env_id
 -- Returns nil where no such environment has registered, else how many parts were dropped
 
-local environments, connected, buffers, payloads, totals = unpack(KEYS)
+local environments, connected, buffers, payloads, totals, large = unpack(KEYS)
 local env_id = ARGV[1]
+
+local function drop(id)
+  local name = redis.call('HGET', large, id)
+  if name then
+    redis.call('UNLINK', name)
+    return redis.call('HDEL', large, id)
+  end
+  return redis.call('HDEL', payloads, id)
+end
 
 if redis.call('HEXISTS', environments, env_id) == 0 then
   return nil
@@ -15,7 +24,7 @@ redis.call('SREM', connected, env_id)
 local dropped = 0
 local parts = redis.call('HGET', buffers, env_id) or ''
 for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
-  dropped = dropped + redis.call('HDEL', payloads, id)
+  dropped = dropped + drop(id)
   redis.call('HINCRBY', totals, 'buffered_parts', -1)
   redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
 end

@@ -24,9 +24,13 @@ if not batch_size then
   return {'unregistered'}
 end
 local current = redis.call('HGET', trainer, 'id')
+local last = number(trainer, 'last_batch')
 if asking ~= '' then
   if asking ~= current then
     return {'superseded'}
+  end
+  if tonumber(after) > last then
+    return {'unknown', last}
   end
   redis.call('HSET', trainer, 'takes_leases', '1')
 elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
@@ -36,12 +40,7 @@ else
 end
 redis.call('HSET', trainer, 'started', '1')
 
-local last = number(trainer, 'last_batch')
-after = tonumber(after)
-if after > last then
-  return {'unknown', last}
-end
-local next_id = math.max(after, number(trainer, 'acknowledged')) + 1
+local next_id = math.max(tonumber(after), number(trainer, 'acknowledged')) + 1
 if next_id <= last then
   redis.call('HINCRBY', trainer, 'redeliveries', 1)
   return {'leased', current, next_id, redis.call('HGET', leases, next_id)}

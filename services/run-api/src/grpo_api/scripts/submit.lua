@@ -2,20 +2,23 @@
 --
 -- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
 --       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
---       9 resets (string)      10 receipt (string)
+--       9 resets (string)      10 large (hash)         11 receipt (string)
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 trainer id at planning
 --       4 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
 --       5 most queued groups  6 most stored bytes, queued and buffered
---       7 id of the first payload, then payloads, numbered upwards
+--       7 id of the first payload, those after it are numbered upwards
+--       8 prefix of staged payloads, '' for payloads here
+--       then for each group: stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  a call before this one was carried out under the same receipt
 --         {'full'}               the queue has reached a limit
+--         {'unstaged'}           a staged payload is not there any more
 --         {'moved'}              another trainer, or a buffer not as it was before: place again
 
-local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, receipt =
+local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, large, receipt =
   unpack(KEYS)
 local plan = cjson.decode(ARGV[4])
-local first_id, first_payload = tonumber(ARGV[7]), 8
+local first_id, staged, first = tonumber(ARGV[7]), ARGV[8], 9
 
 local function number(field)
   return tonumber(redis.call('HGET', totals, field) or 0)
@@ -46,8 +49,20 @@ if number('queued_groups') >= tonumber(ARGV[5])
   return {'full'}
 end
 
-for i = first_payload, #ARGV do
-  redis.call('HSET', payloads, first_id + i - first_payload, ARGV[i])
+for i = first, #ARGV, 2 do
+  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 1]) ~= tonumber(ARGV[i]) then
+    return {'unstaged'}
+  end
+end
+
+for i = first, #ARGV, 2 do
+  local id = first_id + (i - first) / 2
+  if staged == '' then
+    redis.call('HSET', payloads, id, ARGV[i + 1])
+  else
+    redis.call('PERSIST', staged .. ARGV[i + 1])
+    redis.call('HSET', large, id, staged .. ARGV[i + 1])
+  end
 end
 
 local function count_buffered(groups, sign)
@@ -65,6 +80,15 @@ for _, buffer in ipairs(plan.buffers) do
   else
     redis.call('HSET', buffers, buffer[1], buffer[3])
   end
+end
+
+local function drop(id)
+  local name = redis.call('HGET', large, id)
+  if name then
+    redis.call('UNLINK', name)
+    return redis.call('HDEL', large, id)
+  end
+  return redis.call('HDEL', payloads, id)
 end
 
 local time = redis.call('TIME')
@@ -85,7 +109,7 @@ end
 if last_queued then
   -- the payload of the group that was the latest outlived its batch for /latest_example only
   if redis.call('HGET', latest, 'acknowledged') then
-    redis.call('HDEL', payloads, redis.call('HGET', latest, 'id'))
+    drop(redis.call('HGET', latest, 'id'))
     redis.call('HDEL', latest, 'acknowledged')
   end
   redis.call('HSET', latest, 'id', last_queued)

@@ -3,18 +3,20 @@
 --
 -- KEYS  1 trainer (hash)       2 group_sizes (hash)   3 queue (zset)   4 payloads (hash)
 --       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
---       9 last_group_id (string)  10 resets (string)     11 receipt (string)
+--       9 last_group_id (string)  10 resets (string)     11 large (hash)   12 receipt (string)
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 most queued groups
---       4 most stored bytes, queued and buffered, then for each group: env_id or '-', sequences, payload
+--       4 most stored bytes, queued and buffered  5 prefix of staged payloads, '' for payloads here
+--       then for each group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  a call before this one was carried out under the same receipt
 --         {'unregistered'}
 --         {'full'}               the queue has reached a limit
 --         {'plan'}               one of them needs planning: nothing was changed
+--         {'unstaged'}           a staged payload is not there any more
 
-local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, receipt =
-  unpack(KEYS)
-local first = 5
+local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, large,
+  receipt = unpack(KEYS)
+local staged, first = ARGV[5], 6
 
 -- a receipt counts for the run that it was written in, not for what follows a reset
 local run = redis.call('GET', resets) or '0'
@@ -26,10 +28,13 @@ local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size') or 0)
 if batch_size == 0 then
   return {'unregistered'}
 end
-for i = first, #ARGV, 3 do
+for i = first, #ARGV, 4 do
   local registered = ARGV[i] ~= '-' and redis.call('HGET', group_sizes, ARGV[i])
   if (registered and registered ~= ARGV[i + 1]) or batch_size % tonumber(ARGV[i + 1]) ~= 0 then
     return {'plan'}
+  end
+  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 3]) ~= tonumber(ARGV[i + 2]) then
+    return {'unstaged'}
   end
 end
 local held = redis.call('HMGET', totals, 'queued_groups', 'queued_bytes', 'buffered_bytes')
@@ -38,26 +43,40 @@ if tonumber(held[1] or 0) >= tonumber(ARGV[3])
   return {'full'}
 end
 
+local function drop(id)
+  local name = redis.call('HGET', large, id)
+  if name then
+    redis.call('UNLINK', name)
+    return redis.call('HDEL', large, id)
+  end
+  return redis.call('HDEL', payloads, id)
+end
+
 local time = redis.call('TIME')
 local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 local id, groups, sequences, bytes = nil, 0, 0, 0
-for i = first, #ARGV, 3 do
-  local env_id, size, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+for i = first, #ARGV, 4 do
+  local env_id, size, stored = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   id = redis.call('INCR', last_id)
-  redis.call('HSET', payloads, id, payload)
+  if staged == '' then
+    redis.call('HSET', payloads, id, ARGV[i + 3])
+  else
+    redis.call('PERSIST', staged .. ARGV[i + 3])
+    redis.call('HSET', large, id, staged .. ARGV[i + 3])
+  end
   local kind = env_id .. ' ' .. size
-  local entry = string.format('%s %016d %d:%s:%d %s', kind, id, id, size, #payload, now_ms)
+  local entry = string.format('%s %016d %d:%s:%s %s', kind, id, id, size, stored, now_ms)
   redis.call('ZADD', queue, 0, entry)
   redis.call('HINCRBY', kinds, kind, 1)
   redis.call('HINCRBY', sizes, size, 1)
-  groups, sequences, bytes = groups + 1, sequences + tonumber(size), bytes + #payload
+  groups, sequences, bytes = groups + 1, sequences + tonumber(size), bytes + tonumber(stored)
 end
 redis.call('HINCRBY', totals, 'queued_groups', groups)
 redis.call('HINCRBY', totals, 'queued_sequences', sequences)
 redis.call('HINCRBY', totals, 'queued_bytes', bytes)
 -- the payload of the group that was the latest outlived its batch for /latest_example only
 if redis.call('HGET', latest, 'acknowledged') then
-  redis.call('HDEL', payloads, redis.call('HGET', latest, 'id'))
+  drop(redis.call('HGET', latest, 'id'))
   redis.call('HDEL', latest, 'acknowledged')
 end
 redis.call('HSET', latest, 'id', id)

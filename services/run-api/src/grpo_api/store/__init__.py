@@ -11,6 +11,7 @@ from grpo_api.store.environments import EnvironmentStore
 from grpo_api.store.facts import FactStore
 from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, keys
+from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.trainer import TrainerStore
 
 
@@ -28,6 +29,7 @@ class RunStore:
         self._link = link
         self.trainer = TrainerStore(link)
         self.environments = EnvironmentStore(link, environment_timeout_s)
+        self.payloads = PayloadStore(link)
         self.groups = GroupStore(link)
         self.facts = FactStore(link, environment_timeout_s)
         self.batches = BatchStore(link, max_leased_bytes)
@@ -39,5 +41,4 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        (resets,) = keys(self._link, "resets")
-        await self._link.transaction(("INCR", resets), ("UNLINK", *keys(self._link, *STATE_KEYS)))
+        await self._link.script("reset", keys(self._link, "resets", "large", *STATE_KEYS))

@@ -83,7 +83,7 @@ class BatchStore:
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
-            keys(self._link, "trainer", "leases", "totals", "payloads", "latest"),
+            keys(self._link, "trainer", "leases", "totals", "payloads", "latest", "large"),
             *_asking(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
@@ -94,12 +94,6 @@ class BatchStore:
         await self._link.script(
             "mark_delivered", keys(self._link, "trainer"), due.trainer_id, due.lease.batch_id
         )
-
-    async def payloads(self, group_ids: Sequence[int]) -> list[bytes | None]:
-        """Stored groups, in this order; None for one that is not there any more."""
-        (payloads,) = keys(self._link, "payloads")
-        found: list[bytes | None] = await self._link.call("HMGET", payloads, *group_ids)
-        return found
 
     async def arrivals(self) -> int:
         """A number that grows with every submission: where it stands still, nothing came."""

@@ -57,7 +57,7 @@ class EnvironmentStore:
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            keys(self._link, "environments", "connected", "buffers", "payloads", "totals"),
+            keys(self._link, "environments", "connected", "buffers", "payloads", "totals", "large"),
             env_id,
         )
         return dropped

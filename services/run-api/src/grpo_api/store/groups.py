@@ -8,9 +8,8 @@ from typing import Any
 
 from grpo_api.errors import Refused
 from grpo_api.limits import Limits
-from grpo_api.payloads import PackedGroup
 from grpo_api.placement import IntakeState, Placement
-from grpo_api.records import NotPlaced, OpenIntake, Outcomes, Receipt
+from grpo_api.records import NotPlaced, OpenIntake, Outcomes, Receipt, SentGroups
 from grpo_api.redis_link import RedisLink
 from grpo_api.store.keys import (
     RECEIPT_S,
@@ -63,29 +62,35 @@ class GroupStore:
         return OpenIntake(trainer_id, first_id=last - groups + 1, state=state)
 
     async def queue_whole(
-        self, groups: Sequence[PackedGroup], receipt: Receipt, limits: Limits
+        self, sent: SentGroups, receipt: Receipt, limits: Limits
     ) -> Outcomes | NotPlaced:
         """Queue groups that need no planning; `PLAN` where one of them does. All or nothing.
 
         Raises:
             Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
         """
-        outcomes: Outcomes = [None] * len(groups)
+        outcomes: Outcomes = [None] * len(sent.groups)
         outcome, *rest = await self._link.script(
             "submit_whole",
             keys(
                 self._link,
                 *("trainer", "group_sizes", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "last_group_id", "resets", receipt_key(receipt.key)),
+                *("latest", "totals", "last_group_id", "resets", "large", receipt_key(receipt.key)),
             ),
             RECEIPT_S,
             _written(receipt, outcomes),
             limits.queued_groups,
             limits.queued_bytes,
+            sent.staged_prefix,
             *(
                 field
-                for group in groups
-                for field in (env_field(group.env_id), group.sequences, group.payload)
+                for group, content in sent.with_content()
+                for field in (
+                    env_field(group.env_id),
+                    group.sequences,
+                    len(group.payload),
+                    content,
+                )
             ),
         )
         if outcome == b"unregistered":
@@ -96,7 +101,7 @@ class GroupStore:
         self,
         intake: OpenIntake,
         placement: Placement,
-        payloads: Sequence[bytes],
+        sent: SentGroups,
         receipt: Receipt,
         limits: Limits,
     ) -> Outcomes | NotPlaced:
@@ -119,7 +124,7 @@ class GroupStore:
             keys(
                 self._link,
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "resets", receipt_key(receipt.key)),
+                *("latest", "totals", "resets", "large", receipt_key(receipt.key)),
             ),
             RECEIPT_S,
             _written(receipt, outcomes),
@@ -128,16 +133,14 @@ class GroupStore:
             limits.queued_groups,
             limits.queued_bytes,
             intake.first_id,
-            *payloads,
+            sent.staged_prefix,
+            *(
+                field
+                for group, content in sent.with_content()
+                for field in (len(group.payload), content)
+            ),
         )
         return _outcome(outcome, rest, receipt, outcomes)
-
-    async def latest_payload(self) -> bytes | None:
-        """The last group queued, whether or not it has been served since."""
-        payload: bytes | None = await self._link.script(
-            "latest_payload", keys(self._link, "latest", "payloads")
-        )
-        return payload
 
 
 def _no_trainer() -> Refused:

@@ -12,6 +12,8 @@
     buffers            hash   env_id → parts that wait, oldest first: groups, as below
     queue              zset   queued bundles, all scored 0: they sort by kind and then by age
     payloads           hash   group id → stored group: buffered, queued and leased ones
+    large              hash   group id → key of a stored group that was staged, in place of payloads
+    staged:<id>        string a stored group, sent piece by piece; short-lived until it is queued
     queued_kinds       hash   "env_id sequences" → bundles in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
@@ -50,7 +52,17 @@ LAYOUT = "2"
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
-    *("seen", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "totals", "leases"),
+    *(
+        "seen",
+        "buffers",
+        "queue",
+        "payloads",
+        "large",
+        "queued_kinds",
+        "queued_sizes",
+        "totals",
+        "leases",
+    ),
     *("latest", "last_group_id"),
 )
 
