@@ -39,6 +39,12 @@ def group(marker: int, size: int = 2, **changes: Any) -> dict[str, Any]:
     }
 
 
+def bulky(marker: int, tokens: int = 1000) -> dict[str, Any]:
+    """Changes to `group` that make it some kilobytes, compressed as well."""
+    noise = [marker, *((i * 7919) % 100_003 for i in range(1, tokens))]
+    return {"tokens": [noise, noise], "masks": [noise, noise]}
+
+
 def register(http: httpx.Client, **changes: Any) -> httpx.Response:
     return http.post("/register", json=REGISTRATION | changes)
 

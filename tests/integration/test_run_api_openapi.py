@@ -11,9 +11,19 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.fixtures.run_api import RunningApi, start_run_api
-from tests.integration.run_api_calls import register_environment, start, submit
+from tests.integration.run_api_calls import (
+    ENVIRONMENT,
+    disconnect,
+    group,
+    register,
+    register_environment,
+    start,
+    status_env,
+    submit,
+)
 from tests.integration.stored_keys import stored_keys
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
@@ -174,3 +184,55 @@ def test_what_a_body_is_made_of_is_declared(api: RunningApi) -> None:
         "POST /scored_data": group,
         "POST /scored_data_list": {"type": "array", "items": group},
     }
+
+
+def breaches(read: dict[str, Any], name: str, answer: httpx.Response) -> list[str]:
+    """What of an answer is not as declared."""
+    content = operations(read)[name]["responses"][str(answer.status_code)]["content"]
+    schema = content["application/json"]["schema"] | {"components": read["components"]}
+    found = Draft202012Validator(schema).iter_errors(answer.json())
+    return [f"{name} {answer.status_code}: {error.message}" for error in found]
+
+
+def test_a_run_from_end_to_end_is_as_declared(client: httpx.Client, api: RunningApi) -> None:
+    """Answers that take some calls to come to, and those that are streamed."""
+    read = document(api.url)
+    client.get("/reset_data")
+    answers = [
+        ("GET /batch", client.get("/batch")),
+        ("GET /latest_example", client.get("/latest_example")),
+        ("POST /register-env", client.post("/register-env", json=ENVIRONMENT)),
+        ("POST /register", register(client)),
+    ]
+    trainer = answers[-1][1].json()["uuid"]
+    client.get("/batch")
+    env = client.post("/register-env", json=ENVIRONMENT)
+    env_id = env.json()["env_id"]
+    part = group(3, size=1, env_id=env_id)
+    answers += [
+        ("POST /register-env", env),
+        ("POST /scored_data", client.post("/scored_data", json=group(1))),
+        ("POST /scored_data", client.post("/scored_data", json=part)),
+        ("POST /scored_data_list", client.post("/scored_data_list", json=[group(2), part])),
+        ("GET /status-env", status_env(client, env_id)),
+        ("GET /status-env", status_env(client, 77)),
+        ("GET /environments", client.get("/environments")),
+        ("GET /batch", client.get("/batch")),
+        ("GET /latest_example", client.get("/latest_example")),
+    ]
+    assert {item["tokens"][0][0] for item in answers[-2][1].json()["batch"]} == {1, 2}
+    submit(client, 4)
+    lease = {"trainer": trainer, "after": 1}
+    answers += [
+        ("GET /batch", client.get("/batch", params=lease)),
+        ("GET /batch", client.get("/batch")),
+        ("POST /batch/{batch_id}/ack", client.post("/batch/2/ack", params=lease)),
+        ("POST /batch/{batch_id}/ack", client.post("/batch/9/ack", params=lease)),
+        ("GET /info", client.get("/info")),
+        ("GET /wandb_info", client.get("/wandb_info")),
+        ("GET /status", client.get("/status")),
+    ]
+    assert answers[-7][1].json()["batch_id"] == 2
+    assert [breach for name, answer in answers for breach in breaches(read, name, answer)] == []
+    assert {answer.status_code for _, answer in answers} == {200, 404, 409}
+    assert disconnect(client, env_id) == {"status": "success"}

@@ -49,6 +49,11 @@ BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 OptionalCount = Annotated[int, Field(ge=UNSET, le=MAX_TOKEN_ID)]
 """A count that may be left open: -1 and 0 both mean "none", to Atropos environments too."""
 
+MAX_NAME_CHARS = 1024
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern=r"^[^\x00]*$")]
+"""Kept for as long as the run; a NUL in it would break the paths and tables it is put into."""
+Directory = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+
 T = TypeVar("T")
 
 Rows = Annotated[list[T], Field(fail_fast=True)]
@@ -77,11 +82,11 @@ class Registration(WireModel):
     `save_checkpoint_interval` below 1 not to save, a `num_steps` of -1 to bring their own.
     """
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Name
+    wandb_project: Name
     batch_size: BatchSize
     max_token_len: OptionalCount
-    checkpoint_dir: str
+    checkpoint_dir: Directory
     save_checkpoint_interval: OptionalCount
     starting_step: Step
     num_steps: OptionalCount
@@ -91,7 +96,7 @@ class EnvironmentRegistration(WireModel):
     """`POST /register-env`: what an environment announces. `group_size` counts sequences."""
 
     max_token_length: Count
-    desired_name: str
+    desired_name: Name
     weight: Weight
     group_size: Count
     min_batch_allocation: Annotated[float, Field(ge=0.0, le=1.0)] | None = None

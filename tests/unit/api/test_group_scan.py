@@ -122,6 +122,8 @@ COERCED: dict[str, Json] = {
     "boolean env_id": {"env_id": True},
     "unknown field": {"something": [1, 2]},
     "text for env_id": {"env_id": "3"},
+    "integer beyond 53 bits": {"inference_logprobs": [[2**53 + 1, 1.0, -0.25, -1.5]] * 2},
+    "integer beyond 63 bits": {"ref_logprobs": [[0.5, -0.5], [2**63, -0.5]]},
 }
 
 
