@@ -29,6 +29,7 @@ GROUP_SIZE, BATCH_SIZE = 4, 16
 RUN_ID = "faults"
 STEPS = 100_000
 """More than any test waits for."""
+STATE_INTERVAL = 3
 _POLL_S = 0.05
 
 
@@ -53,6 +54,7 @@ class Rig:
         self._processes: dict[str, ManagedProcess] = {}
         self._starts = 0
         self.metrics = directory / "metrics.jsonl"
+        self.checkpoints = directory / "checkpoints"
 
     @property
     def run_api_url(self) -> str:
@@ -243,7 +245,9 @@ class Rig:
             *("--seq-len", "128"),
             *("--verify-every-steps", "1"),
             *("--metrics-file", str(self.metrics)),
-            *("--save-path", str(self._directory / "checkpoints")),
+            *("--save-path", str(self.checkpoints)),
+            *("--checkpoint-interval", "0"),
+            *("--state-interval", str(STATE_INTERVAL)),
         ]
 
     def _redis_flags(self) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer import __main__ as grpo
+from grpo_trainer import state_store
 from grpo_trainer.alignment import AlignmentProbe
 from grpo_trainer.optimizer import MasterOptimizer
 
@@ -25,7 +26,7 @@ HOLD_DEADLINE_S = 120.0
 _POLL_S = 0.02
 
 WAITING = "waiting"
-"""No batch is asked for yet; the one before is not acknowledged."""
+"""No batch is asked for yet; the one before is trained on."""
 TRAINING = "training"
 """A batch was taken and its gradients are there; no master has changed."""
 PAUSED = "paused"
@@ -34,8 +35,15 @@ HALF_WRITTEN = "half-written"
 """The server is paused and half of its weights are written."""
 VERIFYING = "verifying"
 """The server goes on with the new weights; they are about to be compared."""
+HALF_SAVED = "half-saved"
+"""A state is being saved: its tensors are on the disk, its record is not."""
+SAVED = "saved"
+"""A state is saved; its batches are not acknowledged."""
 
 STAGES = [WAITING, TRAINING, PAUSED, HALF_WRITTEN, VERIFYING]
+"""Of every step."""
+SAVING_STAGES = [HALF_SAVED, SAVED]
+"""Of every step that saves the state."""
 
 
 class Stages:
@@ -66,6 +74,8 @@ def stop_at(stages: Stages) -> None:
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (AlignmentProbe, "measure", VERIFYING),
+        (state_store, "_facts", HALF_SAVED),
+        (TrainerClient, "acknowledge", SAVED),
     ):
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))
     MasterOptimizer.write_into_parameters = _in_two_halves(stages)  # type: ignore[method-assign]

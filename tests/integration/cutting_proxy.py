@@ -11,6 +11,7 @@ from enum import Enum
 import httpx
 
 _CHUNK = 65536
+_LAST_CHUNK = b"0\r\n\r\n"
 _ANSWER_S = 30.0
 _GATEWAY_TIMEOUT = b"HTTP/1.1 504 Gateway Timeout\r\ncontent-length: 0\r\n\r\n"
 
@@ -23,8 +24,10 @@ class Cut(Enum):
     """The connection closes before the service sees the request."""
     ANSWER = "answer"
     """The service carries the request out; its answer goes nowhere."""
+    HALF = "half"
+    """The same, after half of the answer."""
     GATEWAY = "gateway"
-    """The same, and a gateway answers 504 in its place."""
+    """As ANSWER, and a gateway answers 504 in its place."""
 
 
 class CuttingProxy:
@@ -63,7 +66,9 @@ class CuttingProxy:
             with socket.create_connection(self._target, _ANSWER_S) as service:
                 service.sendall(request)
                 answer = _message(service)
-            if cut is Cut.ANSWER:
+            if cut is Cut.HALF:
+                client.sendall(answer[: len(answer) // 2])
+            if cut in (Cut.ANSWER, Cut.HALF):
                 return
             client.sendall(_GATEWAY_TIMEOUT if cut is Cut.GATEWAY else answer)
 
@@ -77,9 +82,10 @@ def _message(connection: socket.socket) -> bytes:
             return b""
         data += chunk
     head, _, body = data.partition(b"\r\n\r\n")
-    fields = [line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:]]
-    length = next((int(value) for name, value in fields if name == b"content-length"), 0)
-    while len(body) < length:
+    fields = dict(line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:])
+    length = int(fields.get(b"content-length", 0))
+    chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
+    while len(body) < length or (chunked and not body.endswith(_LAST_CHUNK)):
         body += connection.recv(_CHUNK)
     return head + b"\r\n\r\n" + body
 

@@ -239,7 +239,7 @@ def test_a_session_that_ended_at_the_server_is_replaced(shared_server: Inference
     """A trainer that slept through its lease finds out when it pauses again."""
     with attached_trainer(shared_server) as trainer:
         epoch, _ = trainer.step(0).version
-        attachment = trainer.sync._held()
+        attachment = trainer.sync._hold.attachment
         trainer.bridge.pause(attachment.session, 0.1, PolicyVersion(epoch, 2))
         wait_for(lambda: not trainer.bridge.info().paused, deadline_s=5.0)
         assert trainer.step(1).version == (epoch + 2, 2)
@@ -248,8 +248,8 @@ def test_a_session_that_ended_at_the_server_is_replaced(shared_server: Inference
 
 def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> None:
     with attached_trainer(shared_server) as trainer:
-        trainer.sync._places = WeightPlaces(Path("/nowhere/weights.sock"))
-        trainer.sync._return_deadline_s = 0.5
+        trainer.sync._hold._places = WeightPlaces(Path("/nowhere/weights.sock"))
+        trainer.sync._hold.return_deadline_s = 0.5
         cut_connection(trainer)
         with pytest.raises(LostServer, match=r"did not come back within 0\.5 s"):
             trainer.step(0)
@@ -258,7 +258,7 @@ def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> No
 
 def cut_connection(trainer: AttachedTrainer) -> None:
     """What the end of the server looks like from the trainer."""
-    trainer.sync._held().connection.connection.shutdown(2)
+    trainer.sync._hold.attachment.connection.connection.shutdown(2)
 
 
 def test_the_socket_is_private(shared_server: InferenceServer) -> None:

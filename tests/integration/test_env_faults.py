@@ -79,7 +79,7 @@ def feeding(api: OwnApi, engine: StubServer, model: Path, directory: Path) -> An
 def take(trainer: TrainerClient, steps: int) -> list[int | None]:
     """The env_ids of all groups in the next batches."""
     batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(steps)]
-    return [group.env_id for batch in batches for group in batch]
+    return [group.env_id for batch in batches for group in batch.groups]
 
 
 def test_a_run_goes_on_after_run_api_was_killed(

@@ -59,7 +59,7 @@ def test_both_contribute_to_every_batch(
                 *of_gsm8k,
             ) as gsm8k,
         ):
-            batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(STEPS)]
+            batches = [trainer.next_batch(BATCH_DEADLINE_S).groups for _ in range(STEPS)]
             names = {
                 entry["env_id"]: entry["name"]
                 for entry in httpx.get(f"{clean_run_api}/environments").json()

@@ -1,20 +1,31 @@
-"""A trainer whose connection to run-api breaks trains on every group once, and on none twice."""
+"""A client whose connection to run-api breaks: every group is queued once and trained on once."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from grpo_core.errors import AnswerLost, ProtocolViolation, ServiceUnavailable
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.errors import (
+    LeasesFull,
+    ProtocolViolation,
+    RequestRefused,
+    ServiceUnavailable,
+    TrainerSuperseded,
+    UnknownBatch,
+)
+from grpo_core.run_api_client import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.wire import Registration, ScoredGroup
+from tests.fixtures.run_api import start_run_api
 from tests.integration.cutting_proxy import Cut, CuttingProxy, cutting_proxy
-from tests.integration.run_api_calls import REGISTRATION, status, submit
+from tests.integration.run_api_calls import REGISTRATION, bulky, group, register, status, submit
 
 DEADLINE_S = 5.0
+CUTS = [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY]
 
 
 @pytest.fixture
@@ -31,57 +42,158 @@ def proxy(clean_run_api: str) -> Iterator[CuttingProxy]:
 
 @pytest.fixture
 def trainer(proxy: CuttingProxy) -> Iterator[TrainerClient]:
-    with TrainerClient(proxy.url, deadline_s=DEADLINE_S) as client:
-        client.register(Registration.model_validate(REGISTRATION))
+    with registered(proxy.url) as client:
         yield client
 
 
-def markers(groups: list[ScoredGroup]) -> list[int]:
-    return [group.tokens[0][0] for group in groups]
+def registered(url: str, token: str | None = None) -> TrainerClient:
+    client = TrainerClient(url, deadline_s=DEADLINE_S, token=token)
+    client.register(Registration.model_validate(REGISTRATION))
+    return client
 
 
-@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
+def markers(batch: LeasedBatch) -> tuple[int, list[int]]:
+    return batch.id, [group.tokens[0][0] for group in batch.groups]
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_batch_whose_answer_is_lost_comes_again(
     http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:
-    submit(http, 1, 2, 3, 4)
+    submit(http, 1, 2, 3, 4, 5, 6)
     proxy.next_cut = cut
-    assert markers(trainer.next_batch(DEADLINE_S)) == [1, 2]
-    assert markers(trainer.next_batch(DEADLINE_S)) == [3, 4]
-    assert status(http) == (2, 0)
+    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+    proxy.next_cut = cut
+    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
+    assert status(http) == (2, 2)
 
 
-@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
-def test_a_batch_that_was_received_is_not_trained_on_twice(
+@pytest.mark.parametrize("cut", CUTS)
+def test_an_acknowledgement_whose_answer_is_lost_is_said_again(
     http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:
-    """A request that is lost on its way leaves the batch before unacknowledged at run-api."""
-    submit(http, 1, 2, 3, 4)
-    assert markers(trainer.next_batch(DEADLINE_S)) == [1, 2]
+    submit(http, 1, 2, 3, 4, 5, 6)
+    for _ in range(2):
+        trainer.next_batch(DEADLINE_S)
     proxy.next_cut = cut
-    assert markers(trainer.next_batch(DEADLINE_S)) == [3, 4]
+    trainer.acknowledge(2)
+    trainer.acknowledge(1)  # says less than is known, and takes nothing back
+    with registered(str(http.base_url)) as other:
+        assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_registration_whose_answer_is_lost(
+    http: httpx.Client, proxy: CuttingProxy, cut: Cut
+) -> None:
+    """The trainer is known by the last answer, which alone reached it."""
+    register(http)
+    submit(http, 1, 2)
+    proxy.next_cut = cut
+    with registered(proxy.url) as trainer:
+        assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+
+
+def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx.Client) -> None:
+    url = str(http.base_url)
+    with registered(url) as trainer:
+        submit(http, *range(1, 9))
+        before = [trainer.next_batch(DEADLINE_S) for _ in range(3)]
+        trainer.acknowledge(1)
+    with registered(url) as second:  # without a state: whatever is not acknowledged
+        assert second.next_batch(DEADLINE_S) == before[1]
+        second.resume_after(3)
+        second.register(Registration.model_validate(REGISTRATION))
+        assert second.next_batch(DEADLINE_S) == before[1]
+    with registered(url) as third:  # killed between its state and the acknowledgement
+        third.resume_after(2)
+        assert third.next_batch(DEADLINE_S) == before[2]
+        assert markers(third.next_batch(DEADLINE_S)) == (4, [7, 8])
+
+
+def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> None:
+    url = str(http.base_url)
+    with registered(url) as first:
+        submit(http, 1, 2, 3, 4)
+        first.next_batch(DEADLINE_S)
+        with registered(url) as second:
+            for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
+                with pytest.raises(TrainerSuperseded, match="End one of the two"):
+                    act()
+            assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
+
+
+def test_batches_that_the_run_does_not_know_are_named(
+    http: httpx.Client, trainer: TrainerClient
+) -> None:
+    submit(http, 1, 2)
+    with pytest.raises(UnknownBatch, match="no batch 1 was ever handed out"):
+        trainer.acknowledge(1)
+    trainer.resume_after(7)
+    with pytest.raises(UnknownBatch, match="no batch 7 was ever handed out"):
+        trainer.next_batch(DEADLINE_S)
+
+
+def test_leases_that_are_full_are_named_until_they_are_acknowledged(
+    redis_url: str, tmp_path: Path
+) -> None:
+    options = {"RUN_API_MAX_LEASED_BYTES": "1024", "RUN_API_TOKEN": "a-token"}
+    api = start_run_api(redis_url, tmp_path, run_id="leases", environment=options)
+    try:
+        with (
+            httpx.Client(base_url=api.url, headers={"authorization": "Bearer a-token"}) as http,
+            registered(api.url, token="a-token") as trainer,
+        ):
+            for marker in (1, 2, 3, 4):
+                submit(http, marker, **bulky(marker))
+            trainer.next_batch(DEADLINE_S)
+            with pytest.raises(LeasesFull, match="save the trainer's state"):
+                trainer.next_batch(DEADLINE_S)
+            trainer.acknowledge(1)
+            assert trainer.next_batch(DEADLINE_S).id == 2
+        with (
+            TrainerClient(api.url, DEADLINE_S) as stranger,
+            pytest.raises(RequestRefused, match="Authorization: Bearer"),
+        ):
+            stranger.status()
+    finally:
+        api.process.kill()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_a_group_whose_answer_is_lost_is_queued_once(
+    http: httpx.Client, proxy: CuttingProxy, cut: Cut
+) -> None:
+    register(http)
+    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
+        for marker in (1, 2, 3, 4):
+            proxy.next_cut = cut
+            answer = await environment.submit(ScoredGroup.model_validate(group(marker)))
+            assert answer == {"status": "received"}
+    with registered(str(http.base_url)) as trainer:
+        assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+        assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
     assert status(http) == (2, 0)
+
+
+async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerClient) -> None:
+    same = ScoredGroup.model_validate(group(1))
+    async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
+        for _ in range(2):
+            await environment.submit(same)
+    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 1])
 
 
 def test_a_lost_answer_without_a_batch_changes_nothing(
     http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient
 ) -> None:
     submit(http, 1, 2)
-    assert markers(trainer.next_batch(DEADLINE_S)) == [1, 2]
+    trainer.next_batch(DEADLINE_S)
     proxy.next_cut = Cut.ANSWER
     with pytest.raises(ServiceUnavailable, match="no batch within"):
         trainer.next_batch(0.2)
     submit(http, 3, 4)
-    assert markers(trainer.next_batch(DEADLINE_S)) == [3, 4]
-
-
-def test_before_registration_nothing_can_be_asked_again(
-    proxy: CuttingProxy,
-) -> None:
-    with TrainerClient(proxy.url, deadline_s=DEADLINE_S) as client:
-        proxy.next_cut = Cut.ANSWER
-        with pytest.raises(AnswerLost, match="may have been carried out"):
-            client.next_batch(DEADLINE_S)
+    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
 
 
 def test_a_run_that_was_reset_says_so(http: httpx.Client, trainer: TrainerClient) -> None:
@@ -90,6 +202,12 @@ def test_a_run_that_was_reset_says_so(http: httpx.Client, trainer: TrainerClient
         trainer.next_batch(DEADLINE_S)
 
 
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_core.run_api_client.BATCH_WAIT_S", 0.1)
+
+
+@pytest.mark.usefixtures("quick_polls")
 def test_what_waits_is_done_between_the_polls(http: httpx.Client, trainer: TrainerClient) -> None:
     asked = []
 
@@ -97,16 +215,29 @@ def test_what_waits_is_done_between_the_polls(http: httpx.Client, trainer: Train
         asked.append(True)
         submit(http, 1, 2)
 
-    assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)) == [1, 2]
+    batch = trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)
+    assert markers(batch) == (1, [1, 2])
     assert asked == [True]
 
 
+@pytest.mark.usefixtures("quick_polls")
 def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     http: httpx.Client, trainer: TrainerClient
 ) -> None:
     """As long as a server is waited for, no environment can send."""
-    polls = iter([lambda: time.sleep(0.6), lambda: submit(http, 1, 2)])
-    assert markers(trainer.next_batch(0.4, meanwhile=lambda: next(polls)())) == [1, 2]
+    polls: Iterator[Any] = iter([lambda: time.sleep(0.6), lambda: submit(http, 1, 2)])
+    batch = trainer.next_batch(0.4, meanwhile=lambda: next(polls)())
+    assert markers(batch) == (1, [1, 2])
+
+
+def test_a_batch_is_waited_for_at_run_api(trainer: TrainerClient) -> None:
+    """A second at a time, so that what waits is done about every second."""
+    waiting = []
+    started = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match="no batch within"):
+        trainer.next_batch(1.5, meanwhile=lambda: waiting.append(time.monotonic() - started))
+    assert len(waiting) == 1
+    assert waiting[0] >= 1.0
 
 
 def test_run_api_that_is_gone_is_named() -> None:
@@ -116,4 +247,4 @@ def test_run_api_that_is_gone_is_named() -> None:
             ServiceUnavailable, match=r"Atropos API not reachable at http://127\.0\.0\.1:1"
         ),
     ):
-        nobody.next_batch(DEADLINE_S)
+        nobody.register(Registration.model_validate(REGISTRATION))

@@ -61,6 +61,7 @@ def settings(server: InferenceServer, api_url: str, directory: Path, **changes: 
         lr=3e-5,  # a step moves the log-probabilities far beyond noise and stays within health
         batch_deadline_s=30.0,
         save_path=directory / "saved",
+        checkpoint_interval=0,
         metrics_file=directory / "metrics.jsonl",
         **changes,
     )
@@ -227,8 +228,8 @@ def test_another_temperature_than_said(
 class PrivateCopy(SharedVllm):
     """Trains a copy: every update is announced and none reaches the server."""
 
-    def load_policy(self) -> Any:
-        return copy.deepcopy(super().load_policy())
+    def load_policy(self, restoring: bool = False) -> Any:
+        return copy.deepcopy(super().load_policy(restoring))
 
 
 def private_copy(config: TrainerSettings) -> SharedVllm:

@@ -46,7 +46,7 @@ def check_answer(response: httpx.Response, service: str) -> None:
     if response.status_code in RETRIED_STATUS:
         raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
     if response.is_client_error:
-        raise RequestRefused(detail, response.status_code)
+        raise RequestRefused(detail, response.status_code, _problem_kinds(response))
     raise ServiceUnavailable(detail)
 
 
@@ -84,9 +84,10 @@ def async_retrying(deadline_s: float, retry_on: Callable[[BaseException], bool])
 
 def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
     """The named error for a deadline that passed."""
+    reason = str(error) or type(error).__name__
     return ServiceUnavailable(
-        f"{service} not reachable at {url} for {deadline_s:g} s ({error or type(error).__name__}); "
-        "check that it runs and that the URL is right"
+        f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that it runs and "
+        "that the URL is right"
     )
 
 
@@ -97,6 +98,15 @@ def _wait(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     asked = error.retry_after_s if isinstance(error, TransientAnswer) else 0.0
     return max(asked, _backoff(state))
+
+
+def _problem_kinds(response: httpx.Response) -> frozenset[str]:
+    """The types in `{"detail": [{"loc": ..., "msg": ..., "type": ...}]}`; none in other bodies."""
+    try:
+        detail = response.json()["detail"]
+        return frozenset(str(problem["type"]) for problem in detail)
+    except (ValueError, KeyError, TypeError):
+        return frozenset()
 
 
 def _retry_after_s(response: httpx.Response) -> float:

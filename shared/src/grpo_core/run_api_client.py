@@ -3,78 +3,97 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import time
+import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import httpx
-import structlog
-from pydantic import ValidationError
-
-from grpo_core.errors import AnswerLost, ProtocolViolation, ServiceUnavailable
+from grpo_core.errors import RequestRefused, ServiceUnavailable
+from grpo_core.run_api_answers import (
+    SERVICE,
+    LeasedBatch,
+    json_object,
+    leased_batch,
+    named_refusal,
+    parse,
+)
 from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import (
     EnvironmentRegistration,
     EnvironmentStatus,
     Registration,
     ScoredGroup,
+    ServerStatus,
     TrainerInfo,
-    WireModel,
 )
 
-SERVICE = "Atropos API"
-"""Name in messages: users search for "Atropos API not reachable"."""
+__all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
 
 GZIP_FROM_BYTES = 1024
+BATCH_WAIT_S = 1.0
+"""One request for a batch waits so long at run-api. What the trainer does between two of them, such
+as noticing that the inference server is gone, can wait as long."""
+SUBMISSION_DEADLINE_S = 480.0
+"""run-api knows a submission again for 600 s: within that a repeat is not another group. What is
+left of them covers the pause before the last repeat and its way."""
 _REQUEST_TIMEOUT_S = 60.0
+"""Longer than run-api holds a request for a batch, or a group while its queue is full (20 s)."""
 _POLL_S = 0.05
-
-_log = structlog.get_logger()
-
-M = TypeVar("M", bound=WireModel)
 
 
 class TrainerClient(ServiceClient):
-    """What a trainer asks of run-api.
+    """What a trainer asks of run-api. Every call may be repeated without harm, and is.
 
     Args:
         base_url: for example http://127.0.0.1:8000
         deadline_s: how long one call may keep trying before `ServiceUnavailable`.
+        token: where run-api asks for one (RUN_API_TOKEN).
     """
 
-    def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
-        self._registration: Registration | None = None
-        self._last_batch = b""
-        self._asked_again = False
+    def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token)
+        self._trainer_id: int | None = None
+        self._last_batch = 0
 
     def register(self, registration: Registration) -> int:
-        """Announce the run; returns the trainer's id.
+        """Announce the run; returns the trainer's id. Batches that no trainer has acknowledged are
+        handed out from now on, in order, as long as `resume_after` says nothing else.
 
         Raises:
             ServiceUnavailable: run-api did not answer in time.
             RequestRefused: the registration conflicts with the run in progress.
         """
-        self._registration = registration
         answer = self._request("POST", "/register", json=registration.model_dump())
-        return int(answer["uuid"])
+        self._trainer_id, self._last_batch = int(answer["uuid"]), 0
+        return self._trainer_id
+
+    def status(self) -> ServerStatus:
+        return parse(ServerStatus, self._request("GET", "/status"))
+
+    def resume_after(self, batch_id: int) -> None:
+        """After `register`: everything up to this batch is in the trainer's state."""
+        self._last_batch = batch_id
 
     def next_batch(
         self, deadline_s: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[ScoredGroup]:
-        """Wait for the next batch; `meanwhile` is called between the polls, and the time that it
-        takes does not count.
+    ) -> LeasedBatch:
+        """Wait for the batch after the last one; `meanwhile` is called every second while there is
+        none, and the time that it takes does not count.
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
-            ProtocolViolation: run-api answered that no trainer is registered, or a broken group.
+            TrainerSuperseded: another trainer has registered.
+            LeasesFull: acknowledge first; the next call goes on.
+            UnknownBatch: the batch given to `resume_after` is not one of this run.
+            ProtocolViolation: run-api answered that no trainer is registered, or a broken batch.
         """
         give_up_at = time.monotonic() + deadline_s
         while True:
-            groups = self._try_batch()
-            if groups is not None:
-                return groups
+            left_s = max(0.0, give_up_at - time.monotonic())
+            batch = self._lease(min(BATCH_WAIT_S, left_s))
+            if batch is not None:
+                self._last_batch = batch.id
+                return batch
             if time.monotonic() >= give_up_at:
                 raise ServiceUnavailable(
                     f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
@@ -84,56 +103,43 @@ class TrainerClient(ServiceClient):
             meanwhile()
             # What it waited for, such as a server that restarts, kept environments waiting too.
             give_up_at += time.monotonic() - began
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # run-api answers early while it shuts down
 
-    def _try_batch(self) -> list[ScoredGroup] | None:
+    def acknowledge(self, batch_id: int) -> None:
+        """Every batch up to this one is in a durable state: it is never handed out again.
+
+        Raises:
+            ServiceUnavailable: run-api did not answer in time. Saying it again later is harmless.
+            TrainerSuperseded: another trainer has registered.
+            UnknownBatch: no such batch was handed out in this run.
+        """
+        self._asked_by_trainer("POST", f"/batch/{batch_id}/ack")
+
+    def _lease(self, wait_s: float) -> LeasedBatch | None:
+        answer = self._asked_by_trainer(
+            "GET", "/batch", after=self._last_batch, wait_s=round(wait_s, 3)
+        )
+        return leased_batch(answer, self._last_batch)
+
+    def _asked_by_trainer(self, method: str, path: str, **query: float) -> dict[str, Any]:
+        assert self._trainer_id is not None, "register() comes first"
         try:
-            response = self._send("GET", "/batch", repeat_lost_answers=False)
-        except AnswerLost as error:
-            self._ask_again(error)
-            return None
-        answer = _json_object(response)
-        if answer.get("status") == "error":
-            raise ProtocolViolation(
-                f"{SERVICE}: {answer.get('message')} It knew this trainer before: somebody called "
-                "/reset_data, or its Redis lost its data (does it run with --appendonly yes?)"
-            )
-        asked_again, self._asked_again = self._asked_again, False
-        if answer["batch"] is None or (self._is_the_last_one(response.content) and asked_again):
-            return None
-        try:
-            return [ScoredGroup.model_validate(group) for group in answer["batch"]]
-        except ValidationError as error:
-            raise ProtocolViolation(f"{SERVICE}: broken group in a batch: {error}") from error
-
-    def _ask_again(self, error: AnswerLost) -> None:
-        """Another poll would acknowledge a batch that never arrived. A trainer that registers
-        again is handed out what it has not acknowledged, byte for byte."""
-        if self._registration is None:
-            raise error
-        _log.warning("the answer to GET /batch was lost; registering again", reason=str(error))
-        self.register(self._registration)
-        self._asked_again = True
-
-    def _is_the_last_one(self, body: bytes) -> bool:
-        """After a lost answer that means: the request had not reached run-api, which now hands out
-        again what has been received. The next poll acknowledges it."""
-        digest, before = hashlib.blake2b(body).digest(), self._last_batch
-        self._last_batch = digest
-        return digest == before
+            return self._request(method, path, params={"trainer": self._trainer_id, **query})
+        except RequestRefused as error:
+            raise named_refusal(error) from error
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return _json_object(self._send(method, path, **request))
+        return json_object(self._send(method, path, **request))
 
 
 class EnvironmentClient(AsyncServiceClient):
     """What an environment asks of run-api."""
 
-    def __init__(self, base_url: str, deadline_s: float = 60.0) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
+    def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token=token)
 
     async def info(self) -> TrainerInfo:
-        return _parse(TrainerInfo, await self._request("GET", "/info"))
+        return parse(TrainerInfo, await self._request("GET", "/info"))
 
     async def register(self, registration: EnvironmentRegistration) -> dict[str, Any] | None:
         """Announce the environment; None while run-api waits for a trainer to start."""
@@ -142,45 +148,28 @@ class EnvironmentClient(AsyncServiceClient):
 
     async def status(self, env_id: int) -> EnvironmentStatus:
         answer = await self._request("GET", "/status-env", json={"env_id": env_id})
-        return _parse(EnvironmentStatus, answer)
+        return parse(EnvironmentStatus, answer)
 
     async def submit(self, group: ScoredGroup) -> dict[str, Any]:
-        """Send one scored group, gzip-encoded when it is large.
+        """Send one scored group, gzip-encoded when it is large. Under a key of its own, so that it
+        is queued once however often it is sent: where the queue is full, or an answer was lost.
 
         Raises:
             RequestRefused: the group breaks the contract; sending it again is useless.
-            ServiceUnavailable: not delivered within the deadline.
+            ServiceUnavailable: not known to have arrived within the deadline.
         """
         body = group.model_dump_json().encode()
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "idempotency-key": str(uuid.uuid4())}
         if len(body) >= GZIP_FROM_BYTES:
             body = gzip.compress(body, compresslevel=1)
             headers["content-encoding"] = "gzip"
+        deadline_s = min(self._deadline_s, SUBMISSION_DEADLINE_S)
         return await self._request(
-            "POST", "/scored_data", content=body, headers=headers, repeat_lost_answers=False
+            "POST", "/scored_data", content=body, headers=headers, deadline_s=deadline_s
         )
 
     async def disconnect(self, env_id: int) -> None:
         await self._request("POST", "/disconnect-env", json={"env_id": env_id})
 
     async def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return _json_object(await self._send(method, path, **request))
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = response.json()
-    except ValueError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: {response.request.url} answered no JSON; is the URL that of run-api?"
-        ) from error
-    if not isinstance(answer, dict):
-        raise ProtocolViolation(f"{SERVICE}: {response.request.url} answered no JSON object")
-    return answer
-
-
-def _parse(model: type[M], answer: dict[str, Any]) -> M:
-    try:
-        return model.model_validate(answer)
-    except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: an answer breaks the contract: {error}") from error
+        return json_object(await self._send(method, path, **request))

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from grpo_core.bearer_token import authorization
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.errors import AnswerLost, ServiceUnavailable
 from grpo_core.retry import (
@@ -25,13 +26,23 @@ class ServiceClient(ClosesOnExit):
     base_url: a trailing /v1 is dropped
     deadline_s: how long one call may keep trying
     timeout_s: how long one attempt may take
+    token: sent with every request; None where the service asks for none
     """
 
-    def __init__(self, service: str, base_url: str, deadline_s: float, timeout_s: float) -> None:
+    def __init__(
+        self,
+        service: str,
+        base_url: str,
+        deadline_s: float,
+        timeout_s: float,
+        token: str | None = None,
+    ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
-        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s)
+        self._http = httpx.Client(
+            base_url=self.base_url, timeout=timeout_s, headers=authorization(token)
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -76,12 +87,14 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         deadline_s: float,
         timeout_s: float,
         max_connections: int = 100,
+        token: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
+            headers=authorization(token),
             timeout=httpx.Timeout(timeout_s, pool=None),
             limits=httpx.Limits(max_connections=max_connections),
         )
@@ -90,17 +103,23 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         await self._http.aclose()
 
     async def _send(
-        self, method: str, path: str, repeat_lost_answers: bool = True, **request: Any
+        self,
+        method: str,
+        path: str,
+        repeat_lost_answers: bool = True,
+        deadline_s: float | None = None,
+        **request: Any,
     ) -> httpx.Response:
         """As `ServiceClient._send`."""
+        deadline_s = deadline_s or self._deadline_s
         try:
-            async for attempt in async_retrying(self._deadline_s, _rule(repeat_lost_answers)):
+            async for attempt in async_retrying(deadline_s, _rule(repeat_lost_answers)):
                 with attempt:
                     response = await self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
             raise _failure(
-                self._service, self.base_url, self._deadline_s, error, repeat_lost_answers
+                self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
         return response
 
@@ -112,7 +131,7 @@ def _failure(
         return unavailable(service, url, deadline_s, error)
     return AnswerLost(
         f"{service} at {url}: the connection broke before an answer came "
-        f"({error or type(error).__name__}); the request may have been carried out"
+        f"({str(error) or type(error).__name__}); the request may have been carried out"
     )
 
 

@@ -10,7 +10,11 @@ TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
 
 
 def status(
-    step: int = 0, queue: int = 0, weight: float = 1.0, own: int | None = None
+    step: int = 0,
+    queue: int = 0,
+    weight: float = 1.0,
+    own: int | None = None,
+    pressure: float = 0.0,
 ) -> EnvironmentStatus:
     return EnvironmentStatus(
         current_step=step,
@@ -19,6 +23,7 @@ def status(
         self_queue_size=queue if own is None else own,
         max_group_size=8,
         env_weight=weight,
+        pressure=pressure,
     )
 
 
@@ -61,6 +66,15 @@ def test_slots_are_shared_by_weight_and_never_none(weight: float, groups: int) -
     pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
 
     assert plan_groups(status(weight=weight), TRAINER, pace, Load(0)) == Plan(START, groups)
+
+
+@pytest.mark.parametrize(("pressure", "expected"), [(0.99, Plan(START, 1)), (1.0, Plan(PAUSE))])
+def test_nothing_is_sampled_for_a_full_queue(pressure: float, expected: Plan) -> None:
+    """Whatever this environment's own share says; its weight carries the pressure before that."""
+    full = status(weight=0.01, pressure=pressure)
+    pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
+
+    assert plan_groups(full, TRAINER, pace, Load(0)) == expected
 
 
 @pytest.mark.parametrize(

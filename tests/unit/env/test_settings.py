@@ -162,3 +162,11 @@ def test_a_broken_file_ends_with_status_2(tmp_path: Path, content: str) -> None:
     with pytest.raises(SystemExit) as caught:
         load_env_settings([*BASE, f"--config={file}"])
     assert caught.value.code == 2
+
+
+def test_the_token_of_run_api_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_env_settings(BASE).run_api_token is None
+    monkeypatch.setenv("RUN_API_TOKEN", "a-secret")
+    token = load_env_settings(BASE).run_api_token
+    assert token is not None
+    assert token.get_secret_value() == "a-secret"

@@ -118,3 +118,17 @@ async def test_a_run_api_that_went_away_ends_the_work() -> None:
 
     with pytest.raises(ServiceUnavailable, match="no Redis"):
         await feed(routes, inference_routes(right_and_wrong), "--env.run-api-deadline-s=0.5")
+
+
+async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
+    """run-api holds a submission, then asks for it again: no group is sampled anew for that."""
+    api = RunApi(num_steps=2)
+    routes = api.routes()
+    full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
+    routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
+
+    seen = await feed(routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1")
+
+    assert len(api.groups) >= 4
+    # What is being sampled when the last batch is delivered is dropped.
+    assert len(seen.inference.bodies("POST /generate")) <= len(api.groups) + 2

@@ -101,3 +101,17 @@ def test_the_hub_is_left_alone_unless_the_data_lies_there(
 
     assert ("HF_HUB_OFFLINE" in gsm8k.environment) is offline
     assert "HF_HUB_OFFLINE" in arithmetic.environment
+
+
+def test_the_token_of_run_api_reaches_its_clients_and_no_command_line(tmp_path: Path) -> None:
+    chosen = settings("--run-api-token", "a-secret")
+    with HealthProbe() as probe:
+        factory = ServiceFactory(chosen, sizes_for(chosen), RunDirectory(tmp_path), probe)
+        services = [
+            factory.run_api(1, 2),
+            factory.trainer("m", 1, 3, tmp_path / "weights.sock"),
+            factory.environment("arithmetic", "m", 1, 3),
+        ]
+    assert [service.environment["RUN_API_TOKEN"] for service in services] == ["a-secret"] * 3
+    assert not [word for service in services for word in service.command if "secret" in word]
+    assert "a-secret" not in repr(chosen)

@@ -2,18 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_trainer.checkpoint import prepare_save_path, save_final_model
-from grpo_trainer.errors import UnusableSavePath
+from grpo_trainer.checkpoint import FINAL_MODEL, save_model
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
 
 
 def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> None:
     """What the trainer holds in shared_vllm: every parameter a view into one storage."""
-    source, target = tmp_path / "source", tmp_path / "saved"
+    source, saved = tmp_path / "source", tmp_path / "saved" / FINAL_MODEL
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer), Recipe(layers=1, width=32))
@@ -27,20 +25,11 @@ def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> 
         offset += parameter.numel()
 
     for _ in range(2):  # the second replaces the first
-        saved = save_final_model(model, str(source), target)
+        save_model(model, str(source), saved)
     loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
     size = (saved / "model.safetensors").stat().st_size
     assert size < 1.1 * memory.nbytes + 10_000
     assert AutoTokenizer.from_pretrained(saved).chat_template == tokenizer.chat_template
-    assert [path.name for path in target.iterdir()] == ["final_model"]
-
-
-def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    with pytest.raises(UnusableSavePath, match="--save-path"):
-        prepare_save_path(in_the_way / "below")
-    prepare_save_path(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert [path.name for path in saved.parent.iterdir()] == ["final_model"]

@@ -37,7 +37,9 @@ def test_every_error() -> None:
         for name, kind in inspect.getmembers(errors, inspect.isclass)
         if issubclass(kind, GrpoError) and not kind.__subclasses__()
     }
-    assert named == ours | {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
+    of_services = {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
+    of_run_api = {"TrainerSuperseded", "LeasesFull", "UnknownBatch"}
+    assert named == ours | of_services | of_run_api
 
 
 def test_every_reason() -> None:

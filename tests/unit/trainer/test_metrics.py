@@ -50,6 +50,7 @@ OUTCOME = StepOutcome(
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
     alignment=Alignment(mean=1e-6, max=2e-6, moved=0.01),
     times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),
+    save_s=0.25,
 )
 
 
@@ -65,7 +66,7 @@ def test_every_value_by_hand() -> None:
             **{"train/loss": 0.5, "train/grad_norm": 1.5, "train/lr": 1e-4},
             **{"train/pos_logp": -0.5, "train/neg_logp": -1.5},
             **{"train/step_time": 2.0, "train/data_fetch_time": 0.5},
-            **{"train/compute_time": 1.0, "train/sync_time": 0.2},
+            **{"train/compute_time": 1.0, "train/sync_time": 0.2, "train/save_time": 0.25},
             **{"throughput/tokens_per_s": 50},
             **{"grpo/mean_ratio": 1.1, "grpo/ratio_max": 1.4, "grpo/clipped_fraction": 0.25},
             **{"grpo/effective_sample_fraction": 4.4**2 / 20},
@@ -117,8 +118,10 @@ def test_what_is_not_defined_is_absent_not_zero() -> None:
         gradients=GradientStats(0.0, NO_SUMS, table([])),
         fresh=Distance(0, 0.0, 0.0, 0.0),
         alignment=None,
+        save_s=None,
     )
     names = set(step_record(nothing))
     assert not {name for name in names if name.startswith(("grpo/", "alignment/", "logprobs/"))}
-    assert not names & {"train/pos_logp", "train/neg_logp", "rollout/generation_time"}
+    assert not names & {"train/pos_logp", "train/neg_logp", "train/save_time"}
+    assert "rollout/generation_time" not in names
     assert {"train/loss", "train/grad_norm", "reward/mean", "data/unusable_groups"} <= names

@@ -40,3 +40,18 @@ def test_use_wandb_without_a_project_is_a_mistake(capsys: pytest.CaptureFixture[
         settings("--use-wandb")
     assert stopped.value.code == 2
     assert "--wandb-project: " in capsys.readouterr().err
+
+
+def test_the_token_of_run_api_comes_from_its_variable_and_is_not_shown(
+    capsys: pytest.CaptureFixture[Any],
+) -> None:
+    variables = {"RUN_API_TOKEN": "a-secret"}
+    chosen = load_settings(TrainerSettings, REQUIRED, environment=variables)
+    assert chosen.run_api_token is not None
+    assert chosen.run_api_token.get_secret_value() == "a-secret"
+    assert "a-secret" not in chosen.model_dump_json()  # W&B is sent that
+    with pytest.raises(SystemExit):
+        load_settings(TrainerSettings, REQUIRED, environment={"RUN_API_TOKEN": "a-secret\n"})
+    told = capsys.readouterr().err
+    assert "--run-api-token: " in told
+    assert "a-secret" not in told

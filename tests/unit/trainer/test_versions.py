@@ -7,7 +7,7 @@ import pytest
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights
-from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _usable_after
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _opened_after, _usable_after
 
 OURS = PolicyVersion(3, 7)
 
@@ -38,6 +38,16 @@ def test_the_version_after_a_return(
     state: str, served: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert _usable_after(OURS, info(served, state)) == expected
+
+
+@pytest.mark.parametrize(
+    ("beyond_the_server", "saved", "expected"), [(4, 3, 4), (6, 3, 6), (1, 3, 4), (1, 0, 1)]
+)
+def test_a_run_that_goes_on_opens_an_epoch_of_its_own(
+    beyond_the_server: int, saved: int, expected: int
+) -> None:
+    ours = PolicyVersion(beyond_the_server, 0)
+    assert _opened_after(ours, saved) == PolicyVersion(expected, 0)
 
 
 @pytest.mark.parametrize("state", ["serving", "awaiting_weights", "failed"])

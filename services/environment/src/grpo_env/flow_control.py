@@ -62,6 +62,8 @@ def plan_groups(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, loa
         return Plan(Action.STOP)
     if trainer.batch_size < 1:
         return Plan(Action.PAUSE)  # no trainer is registered: after a reset
+    if status.pressure >= 1.0:
+        return Plan(Action.PAUSE)  # the queue is full: run-api would only hold what is sent
     batches_left = pace.total_steps - status.current_step
     wanted = min(
         _fresh_groups(trainer.batch_size, pace),
@@ -87,5 +89,6 @@ def _groups_in(batches: int, batch_size: int, pace: Pace) -> int:
 
 
 def _slots(status: EnvironmentStatus, pace: Pace) -> int:
-    """Environments share the slots by weight; each keeps one, or it would never be heard."""
+    """Environments share the slots by weight, which run-api lowers as its queue fills up. Each
+    keeps one, or it would never be heard."""
     return max(1, int(pace.max_concurrent_groups * status.env_weight))

@@ -121,8 +121,9 @@ class GroupProducer:
             if error.status != _CONFLICT:
                 self._submission_refusals.refused(str(error))
         except ServiceUnavailable as error:
-            # The group may have arrived before the connection broke, so neither it nor its
-            # reward sample is sent again: a gap is harmless, a duplicate is not.
+            # It was repeated for as long as run-api would have known it again. Whether it arrived
+            # is unknown, so neither it nor its reward sample is sent as another group: a gap is
+            # harmless, a duplicate is not.
             self._run_api.failed(error)
             self._fail(RolloutFailure(FailureReason.UNDELIVERED, str(error)))
         else:

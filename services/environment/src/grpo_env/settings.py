@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliExplicitFlag,
@@ -20,6 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from grpo_core.bearer_token import usable_token
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
 from grpo_env.settings_file import ConfigFileUnusable, config_argument, read_config_file
 
@@ -199,8 +208,13 @@ class EnvServerSettings(CommandSettings):
         description="YAML file with the sections env and openai, the latter one server or a list "
         "of them; the command line wins over it",
     )
+    run_api_token: SecretStr | None = Field(
+        None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
+    )
     env: EnvSettings = Field(default_factory=EnvSettings)
     openai: OpenaiSettings
+
+    _usable_token = field_validator("run_api_token")(usable_token)
 
     @model_validator(mode="before")
     @classmethod

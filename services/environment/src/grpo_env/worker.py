@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import structlog
 
+from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.run_api_client import EnvironmentClient
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
@@ -48,7 +49,9 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
     env, openai = settings.env, settings.openai
     await wait_for_servers(openai.base_url, openai.start_deadline_s)
     async with (
-        EnvironmentClient(env.rollout_server_url, env.run_api_deadline_s) as api,
+        EnvironmentClient(
+            env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)
+        ) as api,
         InferencePool(
             openai.base_url, openai.request_deadline_s, env.max_concurrent_groups
         ) as generation,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
 from grpo_local.metrics_file import MetricsFile, StepRecord
@@ -59,7 +60,7 @@ def _train_and_report(
     )
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
-        HealthProbe() as probe,
+        HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request) as stack,
     ):
         launch = Launch(ServiceFactory(settings, sizes, run, probe), stack, screen)

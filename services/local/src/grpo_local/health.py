@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from grpo_core.bearer_token import authorization
 from grpo_core.closing import ClosesOnExit
 
 PROBE_TIMEOUT_S = 1.0
@@ -14,10 +15,16 @@ NOT_REGISTERED = -1
 
 
 class HealthProbe(ClosesOnExit):
-    """One connection pool for all probes. The environment's proxies do not apply: all is local."""
+    """One connection pool for all probes. The environment's proxies do not apply: all is local.
 
-    def __init__(self) -> None:
-        self._client = httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False)
+    Args:
+        token: that run-api asks for
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self._client = httpx.Client(
+            timeout=PROBE_TIMEOUT_S, trust_env=False, headers=authorization(token)
+        )
 
     def answers(self, base_url: str) -> bool:
         """`GET /health` is 200."""

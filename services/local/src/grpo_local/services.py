@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
 from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
@@ -66,7 +66,7 @@ class ServiceFactory:
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.sizes.start_deadline_s,
-            environment=child_environment(threads=1),
+            environment=child_environment(threads=1) | self._token(),
         )
 
     def vllm_server(self, port: int, redis_port: int, model: str, weights_socket: Path) -> Service:
@@ -119,10 +119,11 @@ class ServiceFactory:
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
                 *("--save-path", self.run.checkpoints),
+                *("--checkpoint-interval", 0),  # steps take a second: a model each would be many
             ),
             healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
             deadline_s=sizes.start_deadline_s,
-            environment=child_environment(settings.compute_threads, model),
+            environment=child_environment(settings.compute_threads, model) | self._token(),
             may_finish=True,
         )
 
@@ -145,13 +146,19 @@ class ServiceFactory:
             ),
             healthy=lambda: self.probe.has_environment(url(run_api_port), task),
             deadline_s=sizes.start_deadline_s,
-            environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task)),
+            environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task))
+            | self._token(),
             may_finish=True,  # it stops by itself once the last batch is delivered
         )
 
     def environment_name(self, task: TaskName) -> str:
         """Several environments are told apart by their task."""
         return "environment" if len(self.settings.task) == 1 else f"environment-{task}"
+
+    def _token(self) -> dict[str, str]:
+        """As a variable: everybody may read a command line."""
+        token = plain(self.settings.run_api_token)
+        return {} if token is None else {"RUN_API_TOKEN": token}
 
     def _data_is_on_the_hub(self, task: TaskName) -> bool:
         data = self.settings.data
@@ -178,7 +185,7 @@ def weights_socket_path(directory: Path) -> Path:
 
 def child_environment(
     threads: int, model: str | None = None, offline: bool = True
-) -> Mapping[str, str]:
+) -> dict[str, str]:
     """What a child gets on top of the runner's own environment.
 
     `offline` says that a child which loads a local `model` needs nothing else from the hub.

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from grpo_core.bearer_token import usable_token
 from grpo_core.settings import CommandSettings
 
 TaskName = Literal["arithmetic", "gsm8k"]
@@ -108,6 +109,13 @@ class DemoSettings(CommandSettings):
         ge=1,
         description="threads each for the vLLM server and the trainer; half the cores by default",
     )
+
+    run_api_token: SecretStr | None = Field(
+        None,
+        description="token that run-api asks for (default: $RUN_API_TOKEN); unset: none",
+    )
+
+    _usable_token = field_validator("run_api_token")(usable_token)
 
     @field_validator("task", mode="before")
     @classmethod

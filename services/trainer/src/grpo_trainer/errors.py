@@ -5,6 +5,12 @@ GrpoError (grpo_core)
 ├── DuplicatedBatch         a batch was handed out that had been trained on
 ├── RolloutMismatch         completions were not sampled the way their group says
 ├── UnusableSavePath        the trained model would have nowhere to go
+├── CheckpointNotSaved      a model or a state could not be written: the disk is full, or the like
+├── StateError              a saved state cannot be gone on from
+│   ├── NoSuchState         --resume names a directory that holds none
+│   ├── DamagedState        its files are not what was written
+│   ├── StateMismatch       it is of another model or optimizer
+│   └── StateOfAnotherRun   run-api's run has not handed out its batches
 ├── MissingPackage          an option needs a package that is not installed
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
 ├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
@@ -63,7 +69,31 @@ class RolloutMismatch(GrpoError):
 
 
 class UnusableSavePath(GrpoError):
-    """The directory for checkpoints cannot be written."""
+    """The directory for checkpoints cannot be written, or another trainer writes there."""
+
+
+class CheckpointNotSaved(GrpoError):
+    """A model or a state could not be written. What was saved before is intact."""
+
+
+class StateError(GrpoError):
+    """A saved state cannot be gone on from."""
+
+
+class NoSuchState(StateError):
+    """`--resume` names a directory without a state."""
+
+
+class DamagedState(StateError):
+    """Files of a state are missing or are not what was written."""
+
+
+class StateMismatch(StateError):
+    """A state of another model or optimizer. Lists every difference."""
+
+
+class StateOfAnotherRun(StateError):
+    """A state of batches that the run at run-api has not handed out."""
 
 
 class MissingPackage(GrpoError):

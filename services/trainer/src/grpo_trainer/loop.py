@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 import torch
 
+from grpo_core.bearer_token import plain
+from grpo_core.errors import LeasesFull
 from grpo_core.inference_client import BridgeClient
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.run_api_client import LeasedBatch, TrainerClient
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
     Alignment,
@@ -23,15 +25,19 @@ from grpo_trainer.alignment import (
     tolerance_of,
 )
 from grpo_trainer.batch import CollationLimits, collate
-from grpo_trainer.checkpoint import prepare_save_path, save_final_model
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.healthy_ranges import RangeWatch
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.resume import find_state, rejoin, take_up
 from grpo_trainer.rollout_check import RolloutCheck
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.save_path import hold_save_path
+from grpo_trainer.saving import Saver
+from grpo_trainer.settings import AUTO, TrainerSettings
 from grpo_trainer.sinks import Write, open_sinks
+from grpo_trainer.state_store import SavedState, StateStore
+from grpo_trainer.trainer_state import Position
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
@@ -41,7 +47,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Run:
-    """What every step of a run works with. `started`: time.monotonic() of the first step."""
+    """What every step of a run works with. `started`: time.monotonic() of this process's first."""
 
     settings: TrainerSettings
     api: TrainerClient
@@ -52,58 +58,96 @@ class Run:
     door: Doorkeeper
     rollouts: RolloutCheck
     ranges: RangeWatch
+    saver: Saver
     write_record: Write
     started: float
 
 
 def train(settings: TrainerSettings) -> None:
-    """Run `settings.training_steps` steps and save the final model.
+    """Run up to `settings.training_steps` steps, from a saved state where there is one, and save
+    the final model.
 
     Raises:
         GrpoError: any of the named errors; the server is left serving in every case.
     """
     torch.manual_seed(settings.seed)
-    with open_sinks(settings) as write_record, _clients(settings) as (api, sync):
-        policy = sync.load_policy()
-        # Dropout would make the trainer's log-probabilities differ from the server's at random.
-        policy.eval()
-        prepare_save_path(settings.save_path)
-        optimizer = build_optimizer(policy, settings)
+    with hold_save_path(settings.save_path), _run_api(settings) as api:
+        store = StateStore(settings.save_path)
+        store.remove_unfinished()
+        saved = find_state(settings, store)
+        if saved is not None and saved.record.step >= settings.training_steps:
+            rejoin(api, settings, saved)
+            log.info(
+                "all steps were taken before",
+                steps=saved.record.step,
+                state=str(saved.directory),
+                more="--training-steps",
+                anew="--resume never, or another --save-path",
+            )
+            return
+        with open_sinks(settings) as write_record, _weight_sync(settings) as sync:
+            run, position = begin(settings, api, sync, store, saved, write_record)
+            while position.step < settings.training_steps:
+                position = run_step(run, position)
+                # After the record: a state must not hold a step that nobody knows of.
+                run.saver.step_taken(position)
+
+
+def begin(
+    settings: TrainerSettings,
+    api: TrainerClient,
+    sync: WeightSync,
+    store: StateStore,
+    saved: SavedState | None,
+    write_record: Write,
+) -> tuple[Run, Position]:
+    """Load the policy, go on from the state where there is one, and serve what is trained from."""
+    policy = sync.load_policy(restoring=saved is not None)
+    # Dropout would make the trainer's log-probabilities differ from the server's at random.
+    policy.eval()
+    optimizer = build_optimizer(policy, settings)
+    at = Position(step=0, batch_id=0, epoch=0)
+    if saved is None:
         api.register(settings.registration(first_step=0))
-        version = sync.start(optimizer, step=0)
-        run = Run(
-            settings=settings,
-            api=api,
-            sync=sync,
-            policy=policy,
-            optimizer=optimizer,
-            probe=AlignmentProbe(policy),
-            door=Doorkeeper(policy.config.vocab_size),
-            rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(dtype_of(policy))),
-            ranges=RangeWatch(),
-            write_record=write_record,
-            started=time.monotonic(),
-        )
-        for step in range(settings.training_steps):
-            version = run_step(run, step, version)
-        save_final_model(policy, settings.model_name, settings.save_path)
+    else:
+        at = take_up(saved, policy, optimizer, api, settings)
+    version = sync.start(optimizer, at.step, at.epoch)
+    position = replace(at, epoch=version.epoch)
+    saver = Saver(settings, policy, optimizer, api, store)
+    # A state that the user named may lie elsewhere, and may be gone on from in another run.
+    saver.begin(position, is_saved=saved is not None and settings.resume == AUTO)
+    run = Run(
+        settings=settings,
+        api=api,
+        sync=sync,
+        policy=policy,
+        optimizer=optimizer,
+        probe=AlignmentProbe(policy),
+        door=Doorkeeper(policy.config.vocab_size),
+        rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(dtype_of(policy))),
+        ranges=RangeWatch(),
+        saver=saver,
+        write_record=write_record,
+        started=time.monotonic(),
+    )
+    return run, position
 
 
-def run_step(run: Run, step: int, version: PolicyVersion) -> PolicyVersion:
-    """One optimizer step, counted from 0, and its record.
+def run_step(run: Run, position: Position) -> Position:
+    """One optimizer step and its record.
 
     Args:
-        version: of the weights served so far.
+        position: steps taken so far; its epoch and step name the weights that are served.
     Returns:
-        That of the weights served from now on.
+        That after the step.
     """
-    settings, watch = run.settings, StepWatch()
-    groups = run.api.next_batch(settings.batch_deadline_s, meanwhile=run.sync.tend)
+    settings, step, watch = run.settings, position.step, StepWatch()
+    leased = next_batch(run, position.batch_id)
     watch.fetched()
-    intake = run.door.admit(groups, step)
+    intake = run.door.admit(leased.groups, step)
     batch = collate(intake.groups, CollationLimits(settings.seq_len, settings.batch_size))
     gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step)
-    held = PolicyVersion(version.epoch, step)
+    held = PolicyVersion(position.epoch, step)
     fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
     watch.computed()
     published = run.sync.apply(run.optimizer, step)
@@ -119,9 +163,29 @@ def run_step(run: Run, step: int, version: PolicyVersion) -> PolicyVersion:
         published=published,
         alignment=alignment,
         times=watch.times(published, run.started),
+        save_s=run.saver.seconds,
     )
     report(run, outcome)
-    return published.version
+    return Position(step + 1, leased.id, published.version.epoch)
+
+
+def next_batch(run: Run, last_batch: int) -> LeasedBatch:
+    """Args: last_batch: id of the one trained on last, 0 where this line of training begins."""
+    deadline_s, tend = run.settings.batch_deadline_s, run.sync.tend
+    try:
+        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+    except LeasesFull as full:
+        log.warning("run-api asks for batches to be acknowledged; saving early", reason=str(full))
+        if not run.saver.release_batches():
+            raise
+        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+    if 0 < last_batch < leased.id - 1:
+        log.warning(
+            "batches are missing here: a state that this run does not go on from held them",
+            first=last_batch + 1,
+            last=leased.id - 1,
+        )
+    return leased
 
 
 def report(run: Run, outcome: StepOutcome) -> None:
@@ -167,11 +231,15 @@ def build_weight_sync(settings: TrainerSettings) -> WeightSync:
     )
 
 
+def _run_api(settings: TrainerSettings) -> TrainerClient:
+    token = plain(settings.run_api_token)
+    return TrainerClient(settings.atropos_url, settings.service_deadline_s, token)
+
+
 @contextlib.contextmanager
-def _clients(settings: TrainerSettings) -> Iterator[tuple[TrainerClient, WeightSync]]:
-    with TrainerClient(settings.atropos_url, settings.service_deadline_s) as api:
-        sync = build_weight_sync(settings)
-        try:
-            yield api, sync
-        finally:
-            sync.close()
+def _weight_sync(settings: TrainerSettings) -> Iterator[WeightSync]:
+    sync = build_weight_sync(settings)
+    try:
+        yield sync
+    finally:
+        sync.close()

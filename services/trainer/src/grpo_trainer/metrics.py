@@ -63,6 +63,7 @@ class StepOutcome:
     Args:
         fresh: of the tokens that the trainer's own weights sampled
         alignment: None where the server was not asked at this step
+        save_s: seconds of saving between the step before and this one, None where nothing was
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepOutcome:
     published: Published
     alignment: Alignment | None
     times: StepTimes
+    save_s: float | None
 
 
 def step_record(outcome: StepOutcome) -> Record:
@@ -117,6 +119,7 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
         "train/data_fetch_time": times.fetch_s,
         "train/compute_time": times.compute_s,
         "train/sync_time": times.sync_s,
+        "train/save_time": outcome.save_s,
         "throughput/tokens_per_s": outcome.facts.tokens / times.step_s,
     }
 

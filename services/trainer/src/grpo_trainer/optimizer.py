@@ -8,12 +8,14 @@ meanwhile; `write_into_parameters` is the short moment that needs a pause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
+
+MASTER = "master"
 
 
 class MasterOptimizer:
@@ -66,6 +68,32 @@ class MasterOptimizer:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return float(norm)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """All that the next step depends on, as `kind/name`; not copied.
+
+        Kinds: master, and AdamW's own (step, exp_avg, exp_avg_sq) once it has taken a step.
+
+        Args:
+            names: of the parameters, in their order
+        """
+        found: dict[str, Tensor] = {}
+        for name, master in zip(names, self.masters, strict=True):
+            kinds = {MASTER: master.detach(), **self._adamw.state.get(master, {})}
+            found |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
+        return found
+
+    @torch.no_grad()
+    def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` returned. The parameters follow with the next write."""
+        own: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for path, tensor in tensors.items():
+            kind, _, name = path.partition("/")
+            own[name][kind] = tensor
+        for name, master in zip(names, self.masters, strict=True):
+            master.copy_(own[name].pop(MASTER))
+            if own[name]:
+                self._adamw.state[master] = {k: t.clone() for k, t in own[name].items()}
 
     @torch.no_grad()
     def write_into_parameters(self) -> None:

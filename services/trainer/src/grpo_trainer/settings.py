@@ -7,11 +7,14 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from grpo_core.bearer_token import usable_token
 from grpo_core.settings import CommandSettings
 from grpo_core.wire import Registration
+
+AUTO, NEVER = "auto", "never"
 
 
 class TrainerSettings(CommandSettings):
@@ -48,6 +51,9 @@ class TrainerSettings(CommandSettings):
     device: Literal["cpu"] = Field("cpu", description="Device to train on")
 
     atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
+    run_api_token: SecretStr | None = Field(
+        None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
+    )
     vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the inference server")
     vllm_url: str | None = Field(
         None, description="URL of the inference server (default: http://127.0.0.1:<vllm port>)"
@@ -84,10 +90,25 @@ class TrainerSettings(CommandSettings):
     )
 
     save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="Directory that receives final_model/"
+        Path("trained_model_checkpoints"),
+        description="Directory that receives final_model/, step_<n>/ and trainer_state/",
     )
     checkpoint_interval: int = Field(
-        3, ge=0, description="Announced to environments, which save their own state that often"
+        3,
+        ge=0,
+        description="Steps between two saved models (step_<n>/); 0: only the final one. Told to "
+        "environments, which save their own state that often",
+    )
+    state_interval: int = Field(
+        10,
+        ge=0,
+        description="Steps between two saved states of the trainer, from which a run goes on after "
+        "a crash; one is saved with every model as well. 0: only then",
+    )
+    resume: str = Field(
+        AUTO,
+        description="What to go on from. auto: the newest state in --save-path, where there is "
+        "one; never: train from the start; or the directory of a state",
     )
     metrics_file: Path | None = Field(None, description="JSONL file with one record per step")
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases as well")
@@ -103,6 +124,8 @@ class TrainerSettings(CommandSettings):
         "random letters)",
     )
     log_level: str = Field("INFO", description="Least severe level that is logged")
+
+    _usable_token = field_validator("run_api_token")(usable_token)
 
     @field_validator("wandb_project")
     @classmethod

@@ -24,11 +24,19 @@ class Published:
 class WeightSync(Protocol):
     """Owns the policy's weights and their way to the server."""
 
-    def load_policy(self) -> Any:
-        """The model to train, a transformers causal language model."""
+    def load_policy(self, restoring: bool = False) -> Any:
+        """The model to train, a transformers causal language model.
 
-    def start(self, optimizer: MasterOptimizer, step: int) -> PolicyVersion:
-        """Bring the server to the weights of `step` and announce them."""
+        Args:
+            restoring: a saved state takes the place of its weights before they are used.
+        """
+
+    def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
+        """Bring the server to the weights of `step`, the optimizer's masters, and announce them.
+
+        Args:
+            last_epoch: of the state that the run goes on from; a later one is opened.
+        """
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Take the optimizer step with index `step` and serve its result."""

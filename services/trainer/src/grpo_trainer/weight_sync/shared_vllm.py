@@ -17,10 +17,11 @@ import structlog
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.errors import LostServer, PolicyMismatch, TornWeights, WeightSyncError
+from grpo_trainer.errors import TornWeights, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.attachment import Attachment, WeightPlaces, attach
+from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.server_hold import RETURN_DEADLINE_S, RETURN_POLL_S, ServerHold
 from grpo_trainer.weight_sync.shared_views import (
     MappedWeights,
     build_policy,
@@ -30,10 +31,7 @@ from grpo_trainer.weight_sync.shared_views import (
 
 log = structlog.get_logger()
 
-RETURN_DEADLINE_S = 300.0
 PROBE_DEADLINE_S = 30.0
-_RETURN_POLL_S = 0.5
-_RETURN_ATTEMPT_S = 5.0
 _CONFLICT = 409
 
 
@@ -56,39 +54,37 @@ class SharedVllm:
         return_deadline_s: float = RETURN_DEADLINE_S,
     ) -> None:
         self._bridge = bridge
+        self._hold = ServerHold(bridge, places or WeightPlaces(), dtype, return_deadline_s)
         self._model_name = model_name
-        self._places = places or WeightPlaces()
-        self._dtype = dtype
         self._lease_s = lease_s
-        self._return_deadline_s = return_deadline_s
-        self._attachment: Attachment | None = None
         self._policy: Any = None
         self._optimizer: MasterOptimizer | None = None
         self._version = PolicyVersion(0, 0)
 
     @property
     def attached(self) -> bool:
-        return self._attachment is not None
+        return self._hold.attached
 
     @property
     def weights(self) -> MappedWeights:
-        return self._held().weights
+        return self._hold.attachment.weights
 
-    def load_policy(self) -> Any:
+    def load_policy(self, restoring: bool = False) -> Any:
         """Attach to the server's memory and build the policy of views into it.
 
         Raises:
             ServiceUnavailable: no server, or no weight socket.
             PolicyMismatch: the server shares nothing, or another model.
-            TornWeights: a trainer before this one was cut off while it wrote.
+            TornWeights: a trainer before this one was cut off while it wrote, and its weights are
+                to be trained on.
         """
-        attachment = self._attachment = attach(self._bridge, self._places)
+        attachment = self._hold.take()
         info = attachment.info
-        self._refuse_torn(info)
-        self._check_dtype(attachment.weights)
+        if not restoring:
+            self._refuse_torn(info)
+            _say_where_it_starts(info)
         self._policy = build_policy(self._model_name, attachment.weights)
         self._version = PolicyVersion(info.policy_version[0] + 1, 0)
-        _say_where_it_starts(info)
         log.info(
             "attached to the server's weights",
             generation=attachment.weights.manifest.generation,
@@ -97,9 +93,11 @@ class SharedVllm:
         )
         return self._policy
 
-    def start(self, optimizer: MasterOptimizer, step: int) -> PolicyVersion:
-        """Write the masters back and announce them under a new epoch."""
+    def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
+        """Write the masters back and announce them under an epoch beyond the server's and
+        `last_epoch`."""
         self._optimizer = optimizer
+        self._version = _opened_after(self._version, last_epoch)
         return self._publish(step)
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
@@ -128,7 +126,7 @@ class SharedVllm:
         Raises:
             LostServer: it did not come back in time.
         """
-        if self._held().is_lost():
+        if self._hold.attachment.is_lost():
             self._reattach("its connection closed")
             self._publish(self._version.step)
 
@@ -140,12 +138,12 @@ class SharedVllm:
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
-                if time.monotonic() >= give_up_at and not self._held().is_lost():
+                if time.monotonic() >= give_up_at and not self._hold.attachment.is_lost():
                     raise
-                time.sleep(_RETURN_POLL_S)
+                time.sleep(RETURN_POLL_S)
 
     def close(self) -> None:
-        self._detach()
+        self._hold.close()
         self._bridge.close()
 
     def _publish(self, step: int) -> PolicyVersion:
@@ -154,9 +152,9 @@ class SharedVllm:
         A server that is dying may take a connection and answer for a while: what it cannot do is
         tried again until the deadline.
         """
-        give_up_at = time.monotonic() + self._return_deadline_s
+        give_up_at = time.monotonic() + self._hold.return_deadline_s
         while True:
-            if self._held().is_lost():
+            if self._hold.attachment.is_lost():
                 self._reattach("its connection closed")
             version = PolicyVersion(self._version.epoch, step)
             try:
@@ -164,8 +162,8 @@ class SharedVllm:
             except (ServiceUnavailable, RequestRefused) as error:
                 self._check_is_about_the_session(error, version)
                 if time.monotonic() >= give_up_at:
-                    raise LostServer(self._gone_for_good(str(error))) from error
-                time.sleep(_RETURN_POLL_S)
+                    raise self._hold.gone_for_good(str(error)) from error
+                time.sleep(RETURN_POLL_S)
                 self._reattach(str(error))
             else:
                 self._version = version
@@ -174,7 +172,7 @@ class SharedVllm:
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name → resume."""
         assert self._optimizer is not None, "start() comes first"
-        session = self._held().session
+        session = self._hold.attachment.session
         try:
             self._bridge.pause(session, self._lease_s, version)
             self._optimizer.write_into_parameters()
@@ -182,61 +180,20 @@ class SharedVllm:
         except BaseException:
             # The write may be half done. Closing the connection makes the server go on and stop
             # calling these weights by a version that a trainer chose.
-            self._detach()
+            self._hold.close()
             raise
 
     def _reattach(self, why: str) -> None:
-        log.warning(
-            "lost the inference server; waiting for its return",
-            why=why,
-            deadline_s=self._return_deadline_s,
-        )
-        started = time.monotonic()
-        attachment = self._wait_for_return(started)
+        attachment = self._hold.take_again(why)
         move_views(self._policy, attachment.weights)
         self._version = _usable_after(self._version, attachment.info)
-        log.info(
-            "attached again; writing the current weights back",
-            seconds=round(time.monotonic() - started, 1),
-            generation=attachment.weights.manifest.generation,
-        )
-
-    def _wait_for_return(self, started: float) -> Attachment:
-        self._detach()
-        while True:
-            try:
-                self._attachment = attach(self._bridge, self._places, _RETURN_ATTEMPT_S)
-            except ServiceUnavailable as error:
-                if time.monotonic() - started >= self._return_deadline_s:
-                    raise LostServer(self._gone_for_good(str(error))) from error
-                time.sleep(_RETURN_POLL_S)
-            else:
-                self._check_dtype(self._attachment.weights)
-                return self._attachment
-
-    def _held(self) -> Attachment:
-        if self._attachment is None:
-            raise WeightSyncError("not attached: load_policy() comes first")
-        return self._attachment
-
-    def _detach(self) -> None:
-        if self._attachment is not None:
-            self._attachment.close()
-            self._attachment = None
 
     def _refuse_torn(self, info: BridgeInfo) -> None:
         if not info.weights_intact:
             raise TornWeights(
                 f"the trainer before this one was cut off while it may have been writing: the "
                 f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
-                "which loads its checkpoint again"
-            )
-
-    def _check_dtype(self, weights: MappedWeights) -> None:
-        if self._dtype not in ("auto", weights.dtype_name):
-            raise PolicyMismatch(
-                f"--dtype {self._dtype}, but the server holds {weights.dtype_name}; start both "
-                "with the same, or the trainer with --dtype auto"
+                "which loads its checkpoint again, or go on from a saved state (--resume auto)"
             )
 
     def _check_is_about_the_session(self, error: Exception, version: PolicyVersion) -> None:
@@ -247,13 +204,6 @@ class SharedVllm:
                 "the server's control port?"
             ) from error
 
-    def _gone_for_good(self, what: str) -> str:
-        return (
-            f"the inference server at {self._bridge.base_url} went away and did not come back "
-            f"within {self._return_deadline_s:g} s ({what}); read its log, start it again, then "
-            "the trainer"
-        )
-
 
 def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
     """Our version, in a new epoch where the server's name for its weights stands in the way.
@@ -263,6 +213,11 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
     served = PolicyVersion(*info.policy_version)
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
     return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
+
+
+def _opened_after(ours: PolicyVersion, last_epoch: int) -> PolicyVersion:
+    """A server that knows of no run names an epoch that the run has had."""
+    return PolicyVersion(max(ours.epoch, last_epoch + 1), ours.step)
 
 
 def _say_where_it_starts(info: BridgeInfo) -> None:

@@ -1,0 +1,122 @@
+"""Which saved state a trainer goes on from, and how it joins the run again at run-api."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from grpo_core.errors import UnknownBatch
+from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.settings import AUTO, NEVER, TrainerSettings
+from grpo_trainer.state_store import RECORD, SavedState, StateStore, read_state
+from grpo_trainer.trainer_state import Position, require_fit, restore
+
+log = structlog.get_logger()
+
+
+def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | None:
+    """What `--resume` asks for; None to train from the start.
+
+    Raises:
+        NoSuchState: it names a directory without a state.
+        DamagedState: the record of the state cannot be read.
+        StateMismatch: the newest state is of another model.
+    """
+    if settings.resume == NEVER:
+        return None
+    if settings.resume != AUTO:
+        return _named_state(Path(settings.resume))
+    saved = store.newest()
+    if saved is not None and not _is_same_model(saved.record.model_name, settings.model_name):
+        raise StateMismatch(
+            f"{saved.directory} is a state of {saved.record.model_name}, not of "
+            f"{settings.model_name}; pass --resume {saved.directory} where that is the same model "
+            "in another place, --resume never to train from the start, or another --save-path"
+        )
+    return saved
+
+
+def take_up(
+    saved: SavedState,
+    policy: Any,
+    optimizer: MasterOptimizer,
+    api: TrainerClient,
+    settings: TrainerSettings,
+) -> Position:
+    """Put the state into the optimizer, then join the run; returns where to go on.
+
+    Raises:
+        StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
+    """
+    require_fit(saved.record, policy, settings, str(saved.directory))
+    restore(saved.load(), policy, optimizer)
+    at = rejoin(api, settings, saved)
+    log.info("resuming", state=str(saved.directory), step=at.step, batch_id=at.batch_id)
+    return at
+
+
+def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> Position:
+    """Register as the one who goes on after `saved`, and acknowledge what is in it: the trainer
+    before may have been killed in between.
+
+    Returns:
+        That of the state; without a batch where the run has not handed it out.
+
+    Raises:
+        StateOfAnotherRun: run-api's run has not handed out the state's batches. A state that
+            `--resume` names may go on there all the same, with the data that the run has.
+    """
+    at = saved.record.position
+    # Asked first: a run that is new must not learn a starting step from a state of another.
+    known = api.status().current_step >= at.batch_id
+    if not known and settings.resume == AUTO:
+        raise _of_another_run(saved, api)
+    api.register(settings.registration(first_step=at.step))
+    if known and at.batch_id > 0:
+        try:
+            api.acknowledge(at.batch_id)
+        except UnknownBatch as error:
+            if settings.resume == AUTO:
+                raise _of_another_run(saved, api) from error
+            known = False
+    if not known:
+        log.warning(
+            "the run at run-api is not the one of this state: going on with the data that it has",
+            state=str(saved.directory),
+            unknown_batch=at.batch_id,
+        )
+    at = at if known else replace(at, batch_id=0)
+    api.resume_after(at.batch_id)
+    return at
+
+
+def _of_another_run(saved: SavedState, api: TrainerClient) -> StateOfAnotherRun:
+    record = saved.record
+    return StateOfAnotherRun(
+        f"{saved.directory} has taken {record.step} steps, the last one on batch "
+        f"{record.batch_id}, and the run at {api.base_url} has not handed out such a batch: it is "
+        "a new run, or its Redis lost data. To train from the start, pass --resume never or "
+        f"another --save-path; to go on from this state with that run's data, --resume "
+        f"{saved.directory}"
+    )
+
+
+def _named_state(path: Path) -> SavedState:
+    if (path / RECORD).exists():
+        return read_state(path)
+    saved = StateStore(path).newest()
+    if saved is None:
+        raise NoSuchState(
+            f"--resume {path}: no {RECORD} there, and no state of a run that saved there; name a "
+            "directory below trainer_state/, or a --save-path"
+        )
+    return saved
+
+
+def _is_same_model(saved: str, wanted: str) -> bool:
+    return saved == wanted or Path(saved).resolve() == Path(wanted).resolve()

@@ -1,0 +1,110 @@
+"""When models and states are saved, and when run-api may let go of their batches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.checkpoint import FINAL_MODEL, save_model, step_directory
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.state_store import StateStore
+from grpo_trainer.trainer_state import Position, capture
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be saved after a step: models by their directories, and a state."""
+
+    models: tuple[str, ...]
+    state: bool
+
+
+def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
+    """Args: step: steps taken so far; saved_step: those in the newest state."""
+    interval, is_last = settings.checkpoint_interval, step == settings.training_steps
+    models = [step_directory(step)] if interval and step % interval == 0 else []
+    if is_last:
+        models.append(FINAL_MODEL)
+    state_is_due = 0 < settings.state_interval <= step - saved_step
+    return Due(tuple(models), bool(models) or state_is_due)
+
+
+class Saver:
+    """Knows what of a run is durable. Batches are acknowledged as soon as a state holds them.
+
+    `seconds`: what saving took since the step before, None where nothing was due.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        policy: Any,
+        optimizer: MasterOptimizer,
+        api: TrainerClient,
+        store: StateStore,
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._optimizer = optimizer
+        self._api = api
+        self._store = store
+        self._position = self._saved = Position(step=0, batch_id=0, epoch=0)
+        self.seconds: float | None = None
+
+    def begin(self, position: Position, is_saved: bool) -> None:
+        """The next step follows `position`. Where that is not saved it is now: a trainer killed
+        before its first state must not train the same batches into weights that hold them already.
+
+        Raises:
+            CheckpointNotSaved: it could not be written.
+        """
+        self._position = self._saved = position
+        if not is_saved:
+            self._save_state(position)
+
+    def step_taken(self, position: Position) -> None:
+        """Save what is due, last of all the state.
+
+        Raises:
+            CheckpointNotSaved: it could not be written; nothing was acknowledged.
+            ServiceUnavailable: the state is saved, and run-api could not be told.
+        """
+        self._position, self.seconds = position, None
+        due = due_after(position.step, self._saved.step, self._settings)
+        if not due.state:
+            return
+        started = time.monotonic()
+        for name in due.models:
+            save_model(self._policy, self._settings.model_name, self._settings.save_path / name)
+        self._save_state(position)
+        self.seconds = time.monotonic() - started
+
+    def release_batches(self) -> bool:
+        """Save the state early, so that run-api may let go of batches. False where the newest state
+        holds them all already. Raises as `step_taken`."""
+        if self._position == self._saved:
+            return False
+        self._save_state(self._position)
+        return True
+
+    def _save_state(self, position: Position) -> None:
+        started = time.monotonic()
+        state = capture(self._policy, self._optimizer, self._settings, position)
+        directory = self._store.save(state)
+        self._saved = position
+        log.info(
+            "state saved",
+            directory=str(directory),
+            step=position.step,
+            batch_id=position.batch_id,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        if position.batch_id:
+            self._api.acknowledge(position.batch_id)

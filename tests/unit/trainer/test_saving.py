@@ -1,0 +1,143 @@
+"""What is saved when, and that nothing is acknowledged before it is on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.checkpoint import FINAL_MODEL
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.saving import Due, Saver, due_after
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.state_store import StateStore
+from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
+from grpo_trainer.trainer_state import Position
+from tests.unit.env.http_stub import Answer, Route, stub_server
+from tests.unit.trainer.test_save_path import names
+
+STEPS = 4
+
+
+def settings(**changes: Any) -> TrainerSettings:
+    fixed = {"weight_bridge_mode": "shared_vllm", "model_name": "m", "training_steps": STEPS}
+    return TrainerSettings(**{**fixed, **changes})
+
+
+@pytest.mark.parametrize(
+    ("step", "saved_step", "intervals", "expected"),
+    [
+        (1, 0, (3, 10), Due((), False)),
+        (3, 0, (3, 10), Due(("step_3",), True)),
+        (10, 0, (0, 10), Due((), True)),
+        (9, 0, (0, 10), Due((), False)),
+        (11, 10, (0, 10), Due((), False)),  # counted from the state before,
+        (13, 3, (0, 10), Due((), True)),  # wherever that was
+        (99, 0, (0, 0), Due((), False)),
+        (100, 99, (0, 0), Due((FINAL_MODEL,), True)),
+        (100, 99, (50, 10), Due(("step_100", FINAL_MODEL), True)),
+    ],
+)
+def test_what_is_due(step: int, saved_step: int, intervals: tuple[int, int], expected: Due) -> None:
+    chosen = settings(
+        training_steps=100, checkpoint_interval=intervals[0], state_interval=intervals[1]
+    )
+    assert due_after(step, saved_step, chosen) == expected
+
+
+@dataclass
+class Bench:
+    """A saver of a real model, and a run-api that notes what was on the disk at each
+    acknowledgement."""
+
+    saver: Saver
+    save_path: Path
+    seen: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    def acknowledged(self, batch_id: int, _body: dict[str, Any]) -> Answer:
+        self.seen.append((batch_id, on_disk(self.save_path)))
+        return 200, {"status": "success", "acknowledged": batch_id, "released": 1}
+
+
+@contextmanager
+def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
+    save_path = directory / "saved"
+    tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
+    tokenizer.save_pretrained(directory / "model")
+    chosen = settings(model_name=str(directory / "model"), save_path=save_path, **changes)
+    optimizer = MasterOptimizer(model.parameters(), 0.1, 0, 0.0, 1.0)
+    store = StateStore(save_path)
+    routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5})}
+    with stub_server(routes) as run_api, TrainerClient(run_api.url, deadline_s=0.3) as api:
+        api.register(chosen.registration(first_step=0))
+        rig = Bench(Saver(chosen, model, optimizer, api, store), save_path)
+
+        for batch_id in range(1, STEPS + 1):
+            routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
+        yield rig
+
+
+def on_disk(save_path: Path) -> list[str]:
+    models = [name for name in names(save_path) if name != "trainer_state"]
+    return models + names(save_path / "trainer_state")
+
+
+def take_steps(saver: Saver, steps: int) -> list[bool]:
+    """Whether anything was saved after each."""
+    saved = []
+    for step in range(1, steps + 1):
+        saver.step_taken(Position(step=step, batch_id=step, epoch=1))
+        saved.append(saver.seconds is not None)
+    return saved
+
+
+@pytest.fixture(autouse=True)
+def same_weights() -> None:
+    torch.manual_seed(0)
+
+
+def test_batches_are_acknowledged_once_a_state_holds_them(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=2) as rig:
+        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
+        assert on_disk(rig.save_path) == ["000001_step_0"]
+        assert take_steps(rig.saver, STEPS) == [False, True, False, True]
+        assert rig.seen == [
+            (2, ["000001_step_0", "000002_step_2"]),
+            (4, [FINAL_MODEL, "000002_step_2", "000003_step_4"]),
+        ]
+
+
+def test_a_model_is_saved_with_the_state_that_it_belongs_to(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=3, state_interval=2) as rig:
+        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
+        take_steps(rig.saver, 3)
+        assert rig.seen[-1] == (3, ["step_3", "000002_step_2", "000003_step_3"])
+        assert (rig.save_path / "step_3" / "model.safetensors").exists()
+
+
+def test_a_run_that_goes_on_from_its_state_does_not_save_it_again(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
+        rig.saver.begin(Position(step=1, batch_id=1, epoch=2), is_saved=True)
+        assert not rig.save_path.exists()
+        assert not rig.saver.release_batches()
+        rig.saver.step_taken(Position(step=2, batch_id=2, epoch=2))
+        assert rig.saver.release_batches()
+        assert rig.seen == [(2, ["000001_step_2"])]
+        assert not rig.saver.release_batches()
+
+
+def test_a_run_api_that_is_away_is_named_and_the_state_is_there(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig:
+        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
+        rig.seen.clear()
+        with pytest.raises(ServiceUnavailable, match="Atropos API not reachable"):
+            rig.saver.step_taken(Position(step=1, batch_id=STEPS + 1, epoch=1))  # no such route
+        assert on_disk(rig.save_path) == ["000001_step_0", "000002_step_1"]
