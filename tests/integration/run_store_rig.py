@@ -29,19 +29,28 @@ PATIENCE = Patience(placing_s=5.0, full_s=0.3, held_bytes=2**20)
 
 
 class TroubledLink(RedisLink):
-    """A link whose troubles a test chooses, by script."""
+    """A link whose troubles a test chooses, by script or command."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id, deadline_s=5.0)
         self.loses_answer_of: str | None = None
         self.repeats_scripts = False
+        self.between_repeats: Interruption | None = None
         self.before: dict[str, Interruption] = {}
+
+    async def call(self, *command: Any) -> Any:
+        if interruption := self.before.pop(command[0], None):
+            await interruption()
+        return await super().call(*command)
 
     async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
         if interruption := self.before.pop(name, None):
             await interruption()
         answer = await super().script(name, keys, *arguments)
         if self.repeats_scripts:
+            if self.between_repeats is not None:
+                interruption, self.between_repeats = self.between_repeats, None
+                await interruption()
             answer = await super().script(name, keys, *arguments)
         if self.loses_answer_of == name:
             self.loses_answer_of = None

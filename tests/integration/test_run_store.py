@@ -13,13 +13,18 @@ from grpo_api.errors import (
     BatchUnknown,
     GroupRefused,
     LeasesFull,
+    QueueFull,
     Refused,
     StoreUnavailable,
     TrainerSuperseded,
 )
+from grpo_api.exact_sums import Kind
 from grpo_api.limits import Limits
 from grpo_api.payloads import unpack
 from grpo_api.records import Acknowledged
+from grpo_api.waiting_line import MAX_WAITING
+from grpo_core.wire import EnvironmentRegistration
+from tests.integration.run_api_calls import ENVIRONMENT
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -308,12 +313,52 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
     assert await run.status() == (0, 1)
 
 
-async def test_stored_run_of_another_layout_is_left_alone(run: Run) -> None:
-    await run.submit(1, 2)
-    await run.link.call("HSET", f"{run.link.prefix}trainer", "layout", "1")
-    with pytest.raises(Refused, match="layout 1"):
+async def test_run_of_the_former_layout_is_left_alone(run: Run) -> None:
+    former = f"{run.link.former_prefix}trainer"
+    await run.link.call("HSET", former, "batch_size", "4")
+    with pytest.raises(Refused, match="stored by a former version"):
         await run.register()
-    assert await run.status() == (0, 2)
+    assert await run.link.call("HGET", former, "batch_size") == b"4"
+    await run.store.reset()
+    await run.register()
+
+
+async def test_ids_that_nobody_registered_are_one_sender(run: Run) -> None:
+    for marker in range(6):
+        await run.submit(marker, size=2 if marker < 4 else 1, env_id=100 + marker)
+    view = await run.store.environments.view()
+    assert dict(view.counters.queued) == {Kind(None, 2): 4, Kind(None, 1): 2}
+
+
+async def test_environment_that_registers_over_a_reset_is_one_of_the_new_run(run: Run) -> None:
+    await run.poll()
+
+    async def the_run_is_reset() -> None:
+        run.link.repeats_scripts = False
+        await run.store.reset()
+        await run.register()
+        await run.poll()
+
+    run.link.repeats_scripts = True
+    run.link.between_repeats = the_run_is_reset
+    registered = await run.store.environments.register(
+        EnvironmentRegistration.model_validate(ENVIRONMENT)
+    )
+    assert registered is not None
+    view = await run.store.environments.view()
+    assert [environment.env_id for environment in view.environments] == [registered.env_id]
+
+
+async def test_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_next_run(
+    run: Run,
+) -> None:
+    await run.submit(1, 2)
+    due = await run.dispatcher.by_lease(run.trainer_id, 0, 0.0)
+    assert due is not None
+    await run.store.reset()
+    await run.register()
+    await run.submit(3, 4)
+    assert [found async for found in run.store.payloads.load(due.lease.group_ids)] == [None, None]
 
 
 async def test_totals_are_those_of_what_is_stored(run: Run) -> None:
@@ -376,9 +421,75 @@ async def test_large_submission_under_one_key_leaves_nothing_for_ever(run: Run) 
     for _ in range(2):
         await run.submit(1, key="k", **LARGE)
     assert await run.status() == (0, 1)
-    lives_s = sorted([await run.link.call("TTL", key) for key in await run.staged()])
-    assert lives_s[0] == -1
-    assert 0 < lives_s[1] <= 600
+    assert [await run.link.call("TTL", key) for key in await run.staged()] == [-1]
+
+
+async def test_large_group_that_is_refused_leaves_nothing(redis_url: str) -> None:
+    limits = Limits(queued_groups=2, queued_bytes=2**30, leased_bytes=2**30)
+    async with open_run(redis_url, "large-refused", limits) as run:
+        with pytest.raises(GroupRefused):
+            await run.submit(1, size=8, **LARGE)
+        await run.submit(2, 3)
+        with pytest.raises(QueueFull):
+            await run.submit(4, **LARGE)
+        await run.store.reset()
+        with pytest.raises(Refused, match="no trainer has registered"):
+            await run.submit(5, **LARGE)
+        assert await run.staged() == []
+
+
+async def test_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> None:
+    async def its_beginning_is_lost() -> None:
+        run.link.before["stage_piece"] = it_is_lost
+
+    async def it_is_lost() -> None:
+        await run.link.call("DEL", *await run.staged())
+
+    run.link.before["stage_piece"] = its_beginning_is_lost
+    with pytest.raises(StoreUnavailable, match="send them again"):
+        await run.submit(1, **LARGE)
+    assert (await run.status(), await run.staged()) == ((0, 0), [])
+
+
+async def test_large_group_that_goes_while_it_is_read_is_gone(run: Run) -> None:
+    await run.submit(1, **LARGE)
+    await run.submit(2)
+    due = await run.dispatcher.by_lease(run.trainer_id, 0, 0.0)
+    assert due is not None
+
+    async def it_is_acknowledged() -> None:
+        await run.acknowledge(1)
+
+    run.link.before["GETRANGE"] = it_is_acknowledged
+    assert await anext(run.store.payloads.load(due.lease.group_ids)) is None
+
+
+async def test_queue_limit_holds_where_no_batch_can_be_formed(redis_url: str) -> None:
+    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
+    async with open_run(redis_url, "no-batch", limits) as run:
+        await run.register(batch_size=12)
+        eights = await run.start_environment(group_size=8)
+        await run.start_environment(group_size=4)
+        with pytest.raises(QueueFull):
+            await run.submit(*range(100), size=8, env_id=eights)
+        assert await run.status() == (0, limits.queued_groups)
+
+
+async def test_whom_the_batch_waits_for_is_let_in_past_a_full_line(redis_url: str) -> None:
+    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
+    async with open_run(redis_url, "full-line", limits) as run:
+        first = await run.start_environment(group_size=2)
+        second = await run.start_environment(group_size=2, min_batch_allocation=0.5)
+        await run.submit(*range(4), env_id=first)
+        waiting = [
+            asyncio.create_task(run.submit(i, env_id=first)) for i in range(10, 10 + MAX_WAITING)
+        ]
+        await asyncio.sleep(0.1)
+        with pytest.raises(QueueFull):
+            await run.submit(8, env_id=first)
+        await run.submit(9, env_id=second)
+        assert await run.lease(after=0) == [0, 9]
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])

@@ -82,8 +82,10 @@ def environment_status(own: Environment, run: RunView, limits: Limits) -> Enviro
     own_sequences = counters.sequences_by_env().get(own.env_id, 0)
     queued_sequences = own_sequences + _beyond_minimums(own.env_id, minimums, counters)
     pressure = counters.fill.pressure(limits)
-    if (queued_sequences >= counters.batch_size or pressure) and is_waited_for(own.share, run):
-        queued_sequences, pressure = own_sequences, 0.0
+    if queued_sequences >= counters.batch_size and is_waited_for(own.share, run):
+        queued_sequences = own_sequences
+    if pressure and may_overfill(own.share, run):
+        pressure = 0.0
     group_size = own.registration.group_size
     return EnvironmentStatus(
         current_step=counters.current_step,
@@ -113,6 +115,20 @@ def is_waited_for(sender: Share | None, run: RunView) -> bool:
     if unmet and needed.is_met_by({**queued, **with_minimums}):
         return sender is not None and sender.kind in unmet
     return True
+
+
+def may_overfill(sender: Share | int, run: RunView) -> bool:
+    """Whether data of this sender is taken, and it is not slowed, although the queue is full.
+
+    Never more than one batch could hold of it: no plan looks at more.
+
+    Args:
+        sender: an environment's share, or the size of groups that nobody who registered sends.
+    """
+    kind = Kind(None, sender) if isinstance(sender, int) else sender.kind
+    queued, batch_size = run.counters.queued.get(kind, 0), run.counters.batch_size
+    share = None if isinstance(sender, int) else sender
+    return queued < batch_size // kind.sequences and is_waited_for(share, run)
 
 
 def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCounters) -> int:

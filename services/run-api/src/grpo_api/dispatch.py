@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import structlog
 from starlette.concurrency import run_in_threadpool
 
+from grpo_api.allocation import RunView
 from grpo_api.batching import plan_batch
+from grpo_api.bundles import Bundle
 from grpo_api.lifetime import Lifetime
 from grpo_api.records import DueBatch, OpenPoll, PlanLost
 from grpo_api.store import RunStore
+from grpo_api.store.keys import parse_queue
 
 _MAX_PLANS = 8
 _LOOK_S = 0.05
 _PLAN_AT_LEAST_EVERY_S = 1.0
 """Environments that fall silent change what a batch needs, without anything arriving."""
-_PLANNED_IN_A_THREAD = 4096
-"""Sequences. Smaller batches are planned within milliseconds."""
+_PLANNED_INLINE = 500
+"""Entries of the queue: up to so many are read and planned within milliseconds."""
 
 _log = structlog.get_logger()
 
@@ -85,12 +89,16 @@ class BatchDispatcher:
 
     async def _plan_and_lease(self, opened: OpenPoll) -> DueBatch | PlanLost | None:
         run = await self._store.environments.view()
-        queue = await self._store.batches.candidates(opened.batch_size)
-        if opened.batch_size < _PLANNED_IN_A_THREAD:
-            bundles = plan_batch(queue, run.demand())
+        entries = await self._store.batches.candidates(opened.batch_size)
+        if len(entries) <= _PLANNED_INLINE:
+            bundles = _plan(entries, run)
         else:
-            bundles = await run_in_threadpool(lambda: plan_batch(queue, run.demand()))
+            bundles = await run_in_threadpool(_plan, entries, run)
         return None if bundles is None else await self._store.batches.lease(opened, bundles)
+
+
+def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
+    return plan_batch(parse_queue(entries), run.demand())
 
 
 def _log_delivery(due: DueBatch) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from grpo_api.allocation import is_waited_for
+from grpo_api.allocation import RunView, may_overfill
 from grpo_api.bundles import StoredGroup
+from grpo_api.demand import Share
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
 from grpo_api.lifetime import Lifetime
 from grpo_api.limits import Limits
@@ -70,6 +71,8 @@ class Intake:
         self._limits = limits
         self._patience = patience
         self._turns = asyncio.Lock()
+        self._view: RunView | None = None
+        self._viewed_at = 0.0
         self._line = WaitingLine(lifetime, patience.held_bytes)
 
     async def submit(self, submission: Submission) -> Outcomes:
@@ -86,7 +89,6 @@ class Intake:
         """
         if not submission.sent.groups:
             return []
-        submission = await self._staged(submission)
         outcome: Outcomes | NotPlaced = NotPlaced.FULL
         if self._line.is_empty:
             outcome = await self._take(submission, self._limits)
@@ -94,18 +96,21 @@ class Intake:
             outcome = await self._wait_in_line(submission)
         return outcome
 
-    async def _staged(self, submission: Submission) -> Submission:
-        """What is large is stored ahead, so that queueing it keeps nobody else waiting."""
-        if submission.stored_bytes <= _STAGED_FROM_BYTES:
-            return submission
-        payloads = self._store.payloads
-        names = await payloads.stage([group.payload for group in submission.sent.groups])
-        return replace(
-            submission, sent=SentGroups(submission.sent.groups, payloads.staged_prefix, names)
-        )
-
     async def _take(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """`FULL` is all that is left of why it may not be taken."""
+        if submission.stored_bytes <= _STAGED_FROM_BYTES:
+            return await self._queue_or_place(submission, limits)
+        # What is large is stored ahead, so that queueing it keeps nobody else waiting; but not
+        # before there is room for it.
+        fill = (await self._store.environments.view()).counters.fill
+        if fill.reaches(limits):
+            return NotPlaced.FULL
+        groups, payloads = submission.sent.groups, self._store.payloads
+        async with payloads.staged([group.payload for group in groups]) as names:
+            staged = replace(submission, sent=SentGroups(groups, payloads.staged_prefix, names))
+            return await self._queue_or_place(staged, limits)
+
+    async def _queue_or_place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         outcome = await self._store.groups.queue_whole(submission.sent, submission.receipt, limits)
         if outcome is NotPlaced.PLAN:
             outcome = await self._place(submission, limits)
@@ -158,34 +163,43 @@ class Intake:
         return replace(state, partners=others)
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
-        began = ask_at = time.monotonic()
+        # Asked before there is a place to wait in: it must not depend on who else waits.
+        if _is_waited_for(submission, await self._store.environments.view()):
+            return await self._let_in(submission)
+        began = asked = time.monotonic()
         with self._line.place(submission.stored_bytes) as ticket:
             while time.monotonic() - began <= self._patience.full_s:
                 if ticket.is_first:
                     outcome = await self._take(submission, self._limits)
                     if not isinstance(outcome, NotPlaced):
                         return outcome
-                if time.monotonic() >= ask_at:
-                    if await self._is_waited_for(submission):
-                        return await self._let_in(submission)
-                    ask_at = time.monotonic() + _ASK_EVERY_S
                 await ticket.wait()
+                if time.monotonic() - asked >= _ASK_EVERY_S:
+                    if _is_waited_for(submission, await self._recent_view()):
+                        return await self._let_in(submission)
+                    asked = time.monotonic()
         raise QueueFull(time.monotonic() - began)
 
-    async def _is_waited_for(self, submission: Submission) -> bool:
-        """Whether the next batch may need exactly this data."""
-        run = await self._store.environments.view()
-        shares = {own.env_id: own.share for own in run.connected()}
-        senders = {
-            shares.get(group.env_id) if group.env_id is not None else None
-            for group in submission.sent.groups
-        }
-        return any(is_waited_for(sender, run) for sender in senders)
+    async def _recent_view(self) -> RunView:
+        """One for all who wait: each of them asks every second."""
+        if time.monotonic() - self._viewed_at >= _ASK_EVERY_S or self._view is None:
+            self._view = await self._store.environments.view()
+            self._viewed_at = time.monotonic()
+        return self._view
 
     async def _let_in(self, submission: Submission) -> Outcomes:
         outcome = await self._take(submission, _UNLIMITED)
         assert not isinstance(outcome, NotPlaced)
         return outcome
+
+
+def _is_waited_for(submission: Submission, run: RunView) -> bool:
+    """Whether the next batch may need exactly this data."""
+    shares: dict[int | None, Share] = {own.env_id: own.share for own in run.connected()}
+    return any(
+        may_overfill(shares.get(group.env_id, group.sequences), run)
+        for group in submission.sent.groups
+    )
 
 
 @asynccontextmanager

@@ -29,6 +29,10 @@ class Fill:
     groups: int
     stored_bytes: int
 
+    def reaches(self, limits: Limits) -> bool:
+        """Whether submissions wait."""
+        return self.groups >= limits.queued_groups or self.stored_bytes >= limits.queued_bytes
+
     def pressure(self, limits: Limits) -> float:
         """0.0 up to half of the nearer limit, from there straight to 1.0 at the limit."""
         fill = max(self.groups / limits.queued_groups, self.stored_bytes / limits.queued_bytes)

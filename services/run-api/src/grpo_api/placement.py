@@ -53,6 +53,10 @@ class IntakeState:
         own = arrival.group.sequences
         return own if arrival.env_id is None else self.group_size_of.get(arrival.env_id, own)
 
+    def sender(self, arrival: Arrival) -> int | None:
+        """Ids that nobody registered are one sender, or they could make kinds without end."""
+        return arrival.env_id if arrival.env_id in self.group_size_of else None
+
     def fills_batch_alone(self, arrival: Arrival) -> bool:
         return self.batch_size % self.bundle_size(arrival) == 0
 
@@ -80,7 +84,9 @@ def place(arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
         if state.bundle_size(arrival) != arrival.group.sequences:
             _buffer(index, arrival, state, placement)
         else:
-            placement.bundles.append(Bundle(arrival.group.id, arrival.env_id, (arrival.group,)))
+            placement.bundles.append(
+                Bundle(arrival.group.id, state.sender(arrival), (arrival.group,))
+            )
             placement.buffered_sequences.append(None)
     return placement
 

@@ -19,6 +19,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable
 from grpo_core.redis_names import run_prefix
 
+_LAYOUT = 2
+"""Changes whenever the keys or what is written in them do: no version touches another's."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
 _FIRST_BACKOFF_S = 0.02
@@ -34,7 +36,8 @@ class RedisLink:
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
-        self.prefix = run_prefix(run_id)
+        self.former_prefix = run_prefix(run_id)
+        self.prefix = f"{self.former_prefix}{_LAYOUT}:"
         self._deadline_s = deadline_s
         pool = BlockingConnectionPool.from_url(
             url,

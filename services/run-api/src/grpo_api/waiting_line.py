@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from grpo_api.errors import QueueFull
 from grpo_api.lifetime import Lifetime, ShuttingDown, mark_held
 
-_LOOK_S = 0.05
+_FIRST_LOOKS_S = 0.05
+_OTHERS_LOOK_S = 0.5
+MAX_WAITING = 256
+"""Requests. Each of them costs a little for as long as it waits."""
 
 
 class WaitingLine:
@@ -33,9 +36,9 @@ class WaitingLine:
         """A place at the end of the line, for a request of `size` bytes.
 
         Raises:
-            QueueFull: those who wait hold as much as they may.
+            QueueFull: as many as may wait do, or they hold as much as they may.
         """
-        if self._bytes + size > self._max_bytes:
+        if len(self._tickets) == MAX_WAITING or self._bytes + size > self._max_bytes:
             raise QueueFull(0.0)
         ticket = Ticket(self._tickets, self._lifetime)
         self._bytes += size
@@ -63,14 +66,14 @@ class Ticket:
         self._called.set()
 
     async def wait(self) -> None:
-        """Until it is time to look again: soon, or now where the one before has left.
+        """Until it is time to look again: soon for who is first, or has just become so.
 
         Raises:
             ShuttingDown
         """
         mark_held()
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
                 await self._called.wait()
         except TimeoutError:
             pass

@@ -1,17 +1,18 @@
 -- Register a trainer, unless that changes the run's batch size in a state not approved of.
 --
 -- KEYS  1 trainer (hash)  2 connected (set)  3 queued_kinds (hash)
+--       4 trainer (hash) of the former layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
---       5 fingerprint of a state that the new batch size was found to suit, or ''  6 layout
+--       5 fingerprint of a state that the new batch size was found to suit, or ''
 -- Returns {'registered', step}
 --         {'differs', current batch_size, unacknowledged batches, fingerprint}
---         {'layout', layout of what is stored}
+--         {'former layout'}   the run was stored by a version that writes it differently
 --
 -- The fingerprint covers what the batch size must suit: kinds in the queue, environments, leases.
 -- Keeps queue, environments and step. What is not acknowledged is handed out again.
 
-local trainer, connected, kinds = unpack(KEYS)
-local registration, batch_size, starting_step, trainer_id, approved, layout = unpack(ARGV)
+local trainer, connected, kinds, former_trainer = unpack(KEYS)
+local registration, batch_size, starting_step, trainer_id, approved = unpack(ARGV)
 
 local function sorted(command, key)
   local members = redis.call(command, key)
@@ -24,9 +25,8 @@ local function number(field)
 end
 
 local current = redis.call('HGET', trainer, 'batch_size')
-local stored_layout = redis.call('HGET', trainer, 'layout') or ''
-if current and stored_layout ~= layout then
-  return {'layout', stored_layout}
+if redis.call('EXISTS', former_trainer) == 1 then
+  return {'former layout'}
 end
 local unacknowledged = number('last_batch') - number('acknowledged')
 if current and current ~= batch_size then
@@ -43,7 +43,6 @@ redis.call(
   'registration', registration,
   'batch_size', batch_size,
   'id', trainer_id,
-  'layout', layout,
   'delivered', number('acknowledged')
 )
 redis.call('HSETNX', trainer, 'step', starting_step)

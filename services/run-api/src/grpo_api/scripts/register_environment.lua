@@ -2,7 +2,7 @@
 --
 -- KEYS  1 trainer (hash)  2 environments (hash)  3 environment_names (hash)
 --       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 group_sizes (hash)
---       8 receipt (string)
+--       8 resets (string)       9 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 -- Returns {'wait'}                    no trainer has registered and polled yet
 --         {'too large', batch_size}   no batch can ever hold a group of this environment
@@ -10,8 +10,8 @@
 --
 -- The receipt makes a repeated call (its answer was lost) return the same environment.
 
-local trainer, environments, names, counts, connected, seen, group_sizes, receipt =
-  unpack(KEYS)
+local trainer, environments, names, counts, connected, seen, group_sizes, resets,
+  receipt = unpack(KEYS)
 local registration, desired_name, group_size, receipt_s = unpack(ARGV)
 
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
@@ -25,8 +25,9 @@ if not redis.call('HGET', trainer, 'started') then
   return {'wait'}
 end
 
-local env_id = redis.call('GET', receipt)
-if not env_id then
+local run = redis.call('GET', resets) or '0'
+local of_run, env_id = string.match(redis.call('GET', receipt) or '', '^(%d+) (%d+)$')
+if of_run ~= run then
   env_id = redis.call('HLEN', environments)
   local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
   local time = redis.call('TIME')
@@ -35,7 +36,7 @@ if not env_id then
   redis.call('HSET', group_sizes, env_id, group_size)
   redis.call('SADD', connected, env_id)
   redis.call('HSET', seen, env_id, string.format('%d%03d', time[1], math.floor(time[2] / 1000)))
-  redis.call('SET', receipt, env_id, 'EX', receipt_s)
+  redis.call('SET', receipt, run .. ' ' .. env_id, 'EX', receipt_s)
 end
 return {
   'registered',

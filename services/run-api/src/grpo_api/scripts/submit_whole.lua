@@ -52,11 +52,16 @@ local function drop(id)
   return redis.call('HDEL', payloads, id)
 end
 
+-- ids that nobody registered are one sender, or they could make kinds without end
+local function sender(env_id)
+  return redis.call('HEXISTS', group_sizes, env_id) == 1 and env_id or '-'
+end
+
 local time = redis.call('TIME')
 local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 local id, groups, sequences, bytes = nil, 0, 0, 0
 for i = first, #ARGV, 4 do
-  local env_id, size, stored = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local env_id, size, stored = sender(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
   id = redis.call('INCR', last_id)
   if staged == '' then
     redis.call('HSET', payloads, id, ARGV[i + 3])

@@ -14,7 +14,7 @@ from grpo_api.errors import (
 )
 from grpo_api.records import Acknowledged, DueBatch, OpenPoll, PlanLost
 from grpo_api.redis_link import RedisLink
-from grpo_api.store.keys import keys, parse_lease, parse_queued, write_queued
+from grpo_api.store.keys import keys, parse_lease, write_queued
 
 _PLAIN = ""
 """In place of a trainer id: the poll of a trainer that cannot acknowledge."""
@@ -50,12 +50,13 @@ class BatchStore:
             return DueBatch(trainer, parse_lease(batch_id, lease), again=True)
         return OpenPoll(*rest)
 
-    async def candidates(self, batch_size: int) -> list[Bundle]:
-        """The oldest bundles, as many of each kind as a batch could hold, oldest first."""
-        entries = await self._link.script(
+    async def candidates(self, batch_size: int) -> list[bytes]:
+        """Entries of the oldest bundles, as many of each kind as a batch could hold; for
+        `parse_queue`, which takes a while where they are many."""
+        entries: list[bytes] = await self._link.script(
             "batch_candidates", keys(self._link, "queue", "queued_kinds"), batch_size
         )
-        return sorted((parse_queued(entry) for entry in entries), key=lambda bundle: bundle.id)
+        return entries
 
     async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> DueBatch | PlanLost:
         """Take the bundles off the queue as one batch and count the step, all or nothing."""

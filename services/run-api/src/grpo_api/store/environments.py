@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from grpo_api.allocation import Environment, RunCounters, RunView
 from grpo_api.errors import unprocessable
@@ -33,7 +34,7 @@ class EnvironmentStore:
             keys(
                 self._link,
                 *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", "group_sizes", receipt_key()),
+                *("seen", "group_sizes", "resets", receipt_key()),
             ),
             registration.model_dump_json(),
             registration.desired_name,
@@ -102,11 +103,17 @@ class EnvironmentStore:
                 env_id=int(env_id),
                 name=names[env_id].decode(),
                 connected=env_id in here,
-                registration=EnvironmentRegistration.model_validate_json(registration),
+                registration=_registration(registration),
             )
             for env_id, registration in _pairs(facts.registrations).items()
         ]
         return sorted(environments, key=lambda environment: environment.env_id)
+
+
+@lru_cache(maxsize=4096)
+def _registration(written: bytes) -> EnvironmentRegistration:
+    """Read with every poll, of everybody who ever registered."""
+    return EnvironmentRegistration.model_validate_json(written)
 
 
 @dataclass(frozen=True)

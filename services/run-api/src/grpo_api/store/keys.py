@@ -1,6 +1,6 @@
 """The keys of a run, and how metadata is written in them.
 
-    trainer            hash   registration (JSON), batch_size, id, step, started, layout;
+    trainer            hash   registration (JSON), batch_size, id, step, started;
                               last_batch, acknowledged, delivered (batch ids), redeliveries;
                               takes_leases where the trainer asked by lease
     environments       hash   env_id → registration (JSON)
@@ -21,7 +21,8 @@
     leases             hash   batch id → lease: batches handed out and not acknowledged
     latest             hash   id of the last queued group; acknowledged: its batch is done
     last_group_id      string
-    resets             string how often the run was reset, which is what outlives a reset
+    resets             string how often the run was reset; this and last_group_id outlive a reset,
+                              so that a batch that is being sent cannot meet groups of the next run
     receipt:<id>       string answers to calls that must not happen twice, short-lived
 
     A group reads          "id:sequences:stored_bytes"
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 
 from grpo_api.bundles import Bundle, StoredGroup
 from grpo_api.exact_sums import Kind
@@ -47,8 +49,12 @@ NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
 """Longer than any request keeps trying to reach Redis, and than clients keep repeating theirs."""
 
-LAYOUT = "2"
-"""Changes whenever what is described above does: stored runs of another layout are not touched."""
+FORMER_KEYS = (
+    *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
+    *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
+    "last_group_id",
+)
+"""Of the layout before this one, which had no number: below the run's prefix alone."""
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
@@ -63,12 +69,16 @@ STATE_KEYS = (
         "totals",
         "leases",
     ),
-    *("latest", "last_group_id"),
+    "latest",
 )
 
 
 def keys(link: RedisLink, *names: str) -> list[str]:
     return [link.prefix + name for name in names]
+
+
+def former_keys(link: RedisLink, *names: str) -> list[str]:
+    return [link.former_prefix + name for name in names]
 
 
 def receipt_key(key: str | None = None) -> str:
@@ -112,6 +122,11 @@ def write_queued(bundle: Bundle) -> str:
 def parse_queued(entry: bytes) -> Bundle:
     env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
     return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))
+
+
+def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
+    """Oldest first."""
+    return sorted(map(parse_queued, entries), key=lambda bundle: bundle.id)
 
 
 def parse_lease(batch_id: int, written: bytes) -> Lease:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
+from grpo_api.errors import StoreUnavailable
 from grpo_api.redis_link import RedisLink
 from grpo_api.store.keys import RECEIPT_S, keys
 
@@ -18,21 +20,30 @@ class PayloadStore:
         self._link = link
         self.staged_prefix = f"{link.prefix}staged:"
 
-    async def stage(self, payloads: Sequence[bytes]) -> list[str]:
+    @asynccontextmanager
+    async def staged(self, payloads: Sequence[bytes]) -> AsyncIterator[list[str]]:
         """Store payloads ahead of the script that queues them, which takes them by these names.
+        What has not been queued by the end is dropped.
 
-        What is not queued within `RECEIPT_S` seconds is forgotten.
+        Raises:
+            StoreUnavailable
         """
-        return [await self._stage(payload) for payload in payloads]
+        names = [os.urandom(16).hex() for _ in payloads]
+        try:
+            for name, payload in zip(names, payloads, strict=True):
+                await self._stage(f"{self.staged_prefix}{name}", payload)
+            yield names
+        finally:
+            with suppress(StoreUnavailable):  # they have a time to live as well
+                staged = [f"{self.staged_prefix}{name}" for name in names]
+                await self._link.script("release_staged", staged)
 
-    async def _stage(self, payload: bytes) -> str:
-        name = os.urandom(16).hex()
-        key = f"{self.staged_prefix}{name}"
-        await self._link.call("SET", key, payload[:_PIECE_BYTES], "EX", RECEIPT_S)
-        for at in range(_PIECE_BYTES, len(payload), _PIECE_BYTES):
-            # by place, unlike APPEND: repeated after a lost answer it changes nothing
-            await self._link.call("SETRANGE", key, at, payload[at : at + _PIECE_BYTES])
-        return name
+    async def _stage(self, key: str, payload: bytes) -> None:
+        for at in range(0, len(payload), _PIECE_BYTES):
+            piece = payload[at : at + _PIECE_BYTES]
+            (outcome,) = await self._link.script("stage_piece", [key], at, piece, RECEIPT_S)
+            if outcome != b"staged":
+                raise StoreUnavailable("Redis lost what it had of the groups; send them again")
 
     async def load(self, group_ids: Sequence[int]) -> AsyncIterator[bytes | None]:
         """Stored groups, in this order; None for one that is not there any more."""
@@ -52,11 +63,11 @@ class PayloadStore:
         return await anext(self.load([int(group_id)]))
 
     async def _assembled(self, key: bytes) -> bytes | None:
-        pieces: list[bytes] = []
-        while True:
-            at = len(pieces) * _PIECE_BYTES
-            piece = await self._link.call("GETRANGE", key, at, at + _PIECE_BYTES - 1)
-            if piece:
-                pieces.append(piece)
-            if len(piece) < _PIECE_BYTES:
-                return b"".join(pieces) or None
+        length = await self._link.call("STRLEN", key)
+        pieces = [
+            await self._link.call("GETRANGE", key, at, at + _PIECE_BYTES - 1)
+            for at in range(0, length, _PIECE_BYTES)
+        ]
+        payload = b"".join(pieces)
+        # it may be let go of between two pieces
+        return payload if length and len(payload) == length else None

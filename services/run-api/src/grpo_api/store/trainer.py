@@ -7,7 +7,7 @@ import uuid
 from grpo_api.errors import Refused
 from grpo_api.records import BatchSizeDiffers, Registered
 from grpo_api.redis_link import RedisLink
-from grpo_api.store.keys import LAYOUT, keys
+from grpo_api.store.keys import former_keys, keys
 from grpo_core.wire import Registration, ServerStatus
 
 
@@ -29,22 +29,24 @@ class TrainerStore:
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register",
-            keys(self._link, "trainer", "connected", "queued_kinds"),
+            [
+                *keys(self._link, "trainer", "connected", "queued_kinds"),
+                *former_keys(self._link, "trainer"),
+            ],
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
             trainer_id.hex,
             approved,
-            LAYOUT,
         )
         if outcome == b"registered":
             return Registered(trainer_id.int, int(rest[0]))
-        if outcome == b"layout":
+        if outcome == b"former layout":
             raise Refused(
                 409,
-                f"this run was stored in layout {rest[0].decode() or '1'} by another version, this "
-                f"one reads and writes layout {LAYOUT}; finish the run with that version, use "
-                "another run id, or forget the run with GET /reset_data",
+                "this run was stored by a former version, in a layout that this one does not read; "
+                "finish it with that version, use another run id, or forget it with GET "
+                "/reset_data",
             )
         return BatchSizeDiffers(*rest)
 

@@ -1,0 +1,10 @@
+-- Drop staged payloads that were not queued; what was queued has no time to live any more.
+--
+-- KEYS  staged payloads (strings)
+-- Returns nothing
+
+for _, key in ipairs(KEYS) do
+  if redis.call('TTL', key) >= 0 then
+    redis.call('UNLINK', key)
+  end
+end

@@ -1,0 +1,20 @@
+-- Add a piece to a payload that is stored ahead of being queued.
+--
+-- KEYS  1 staged payload (string)
+-- ARGV  1 bytes before this piece  2 piece  3 seconds to keep what is not queued
+-- Returns {'staged'}
+--         {'unstaged'}   what comes before it is not there any more
+--
+-- Repeating a call whose answer was lost adds nothing.
+
+local key, at, piece, keep_s = KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3]
+
+local length = redis.call('STRLEN', key)
+if length < at then
+  return {'unstaged'}
+end
+if length == at then
+  redis.call('APPEND', key, piece)
+  redis.call('EXPIRE', key, keep_s)
+end
+return {'staged'}
