@@ -11,13 +11,12 @@ and free-form values account for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 import simdjson
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grpo_core.wire import MASKED, MAX_TOKEN_ID, FreeFormFields, ScoredGroup
@@ -73,8 +72,8 @@ def _scan(text: bytes) -> GroupFacts:
     _expect(_REQUIRED.issubset(names))
     given = {name: document[name] for name in names}
     lengths = _integer_rows(given["tokens"], least=0)
-    _expect(lengths.size > 0 and bool(lengths.all()))
-    _expect(np.array_equal(_integer_rows(given["masks"], least=MASKED), lengths))
+    _expect(lengths and all(lengths))
+    _expect(_integer_rows(given["masks"], least=MASKED) == lengths)
     arrays = 2 + 2 * len(lengths) + _scores(given["scores"], len(lengths))
     for name in _NUMBERS:
         arrays += _optional_rows(given.get(name), lengths, aligned=name == "inference_logprobs")
@@ -100,13 +99,13 @@ def _parse(text: bytes) -> Any:
         return simdjson.Parser().parse(text)
 
 
-def _integer_rows(rows: Any, least: int) -> NDArray[np.int64]:
+def _integer_rows(rows: Any, least: int) -> list[int]:
     """Lengths of the rows [S] of integers between `least` and the largest token id."""
     _expect(isinstance(rows, simdjson.Array))
-    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64)
+    lengths = [len(row) for row in rows]
     values = np.frombuffer(rows.as_buffer(of_type=_INTEGER), dtype=np.int64)
-    _expect(values.size == lengths.sum())
-    _expect(not values.size or bool(values.min() >= least and values.max() <= MAX_TOKEN_ID))
+    _expect(values.size == sum(lengths))
+    _expect(not values.size or (values.min() >= least and values.max() <= MAX_TOKEN_ID))
     return lengths
 
 
@@ -117,7 +116,7 @@ def _scores(scores: Any, sequences: int) -> int:
     return 1
 
 
-def _optional_rows(rows: Any, lengths: NDArray[np.int64], aligned: bool) -> int:
+def _optional_rows(rows: Any, lengths: list[int], aligned: bool) -> int:
     """Brackets of rows [S] of numbers, each of which holds a float.
 
     A row of integers alone ([0, 1]) is sent on as written, and readers would take it for another
@@ -126,13 +125,14 @@ def _optional_rows(rows: Any, lengths: NDArray[np.int64], aligned: bool) -> int:
     if rows is None or not len(rows):
         return _expect_empty(rows)
     _expect(isinstance(rows, simdjson.Array))
-    own = np.fromiter((len(row) for row in rows), dtype=np.int64)
+    own = [len(row) for row in rows]
     values = np.frombuffer(rows.as_buffer(of_type=_FLOAT), dtype=np.float64)
-    _expect(own.size == lengths.size and bool(own.all()) and values.size == own.sum())
-    _expect(not aligned or np.array_equal(own, lengths))
-    starts = np.concatenate(([0], np.cumsum(own)[:-1]))
+    _expect(len(own) == len(lengths) and all(own) and values.size == sum(own))
+    _expect(not aligned or own == lengths)
+    starts = [0, *accumulate(own[:-1])]
     fractional = np.logical_or.reduceat(values != np.floor(values), starts)
-    _expect(bool(fractional.all()) and bool((np.abs(values) < _EXACT_INTEGERS).all()))
+    _expect(fractional.all())
+    _expect(values.min() > -_EXACT_INTEGERS and values.max() < _EXACT_INTEGERS)
     return 1 + len(own)
 
 
@@ -173,6 +173,6 @@ def _env_id(value: Any) -> int | None:
     return env_id
 
 
-def _expect(holds: bool | np.bool_ | Sequence[Any]) -> None:
+def _expect(holds: object) -> None:
     if not holds:
         raise _Unusual

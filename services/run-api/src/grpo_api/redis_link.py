@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -13,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable
@@ -26,6 +27,16 @@ _PING_DEADLINE_S = 1.0
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
+_REFUSALS = {
+    "OOM": "its memory is full; acknowledge batches, which frees some, or raise maxmemory",
+    "MISCONF": "it fails to write to its disk; make room there and read its log",
+    "NOREPLICAS": "too few of its replicas are in reach; bring them back, or lower "
+    "min-replicas-to-write",
+    "READONLY": "it is a replica; set --redis-url to the primary",
+}
+"""Why Redis takes no writes, and what to do, by the code that its errors begin with."""
+# at the start, behind what Redis 6.2 says about a script, behind what redis-py says about MULTI
+_refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 
 
 class RedisLink:
@@ -71,12 +82,26 @@ class RedisLink:
             return await self._scripts[name](keys=keys, args=arguments)
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """All commands at one moment (MULTI)."""
-        async with _deadline(self._deadline_s), self._redis.pipeline(transaction=True) as pipeline:
+        """All commands at one moment."""
+        async with _deadline(self._deadline_s):
+            try:
+                return await self._multi(commands)
+            except OutOfMemoryError:
+                # nothing was carried out: MULTI queues no command then, not even one that reads
+                return await self._in_a_script(commands)
+
+    async def _multi(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=True) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
             answers: list[Any] = await pipeline.execute()
             return answers
+
+    async def _in_a_script(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Like `_multi`. Slower: what is read is copied once more while everybody waits."""
+        words = [word for command in commands for word in (len(command), *command)]
+        answers: list[Any] = await self._scripts["transaction"](args=words)
+        return answers
 
 
 @asynccontextmanager
@@ -88,8 +113,23 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
         raise StoreUnavailable(
             f"Redis did not answer within {deadline_s:g} s{_last_failure(error)}"
         ) from error
-    except (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError) as error:
+    except (RedisConnectionError, RedisTimeoutError) as error:
         raise StoreUnavailable(f"Redis cannot serve: {error}") from error
+    except ResponseError as error:
+        code = _code_of_refusal(error)
+        if code is None:
+            raise
+        raise StoreUnavailable(f"Redis takes no writes ({code}): {_REFUSALS[code]}") from error
+
+
+def _code_of_refusal(error: ResponseError) -> str | None:
+    """A key of `_REFUSALS`, or None. redis-py drops the codes that it has classes for."""
+    if isinstance(error, OutOfMemoryError):
+        return "OOM"
+    if isinstance(error, ReadOnlyError):
+        return "READONLY"
+    found = _refusal_code(str(error))
+    return found[1] if found else None
 
 
 def _last_failure(error: BaseException | None) -> str:

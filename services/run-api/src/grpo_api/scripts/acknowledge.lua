@@ -47,7 +47,11 @@ end
 local latest_id = redis.call('HGET', latest, 'id')
 local bytes = 0
 for batch_id = acknowledged + 1, through do
-  for id, stored in string.gmatch(redis.call('HGET', leases, batch_id), '(%d+):%d+:(%d+)') do
+  local lease = redis.call('HGET', leases, batch_id)
+  -- the first write: where memory is full Redis refuses a script that begins with one which may
+  -- need more, and this is what frees memory
+  redis.call('HDEL', leases, batch_id)
+  for id, stored in string.gmatch(lease, '(%d+):%d+:(%d+)') do
     bytes = bytes + tonumber(stored)
     if id == latest_id then
       -- /latest_example still shows it; the next submission deletes it
@@ -56,7 +60,6 @@ for batch_id = acknowledged + 1, through do
       drop(id)
     end
   end
-  redis.call('HDEL', leases, batch_id)
 end
 local now = math.max(acknowledged, through)
 if now > acknowledged then

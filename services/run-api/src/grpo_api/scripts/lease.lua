@@ -37,6 +37,8 @@ end
 local groups, bytes, oldest = {}, 0, nil
 for i = 4, #ARGV do
   local kind, members, queued_ms = string.match(ARGV[i], '^(%S+ %d+) %d+ (%S+) (%d+)$')
+  -- the first write: where memory is full Redis refuses a script that begins with one which may
+  -- need more, and only what is handed out is ever let go of
   redis.call('ZREM', queue, ARGV[i])
   decrease(kinds, kind)
   for size, stored in string.gmatch(members, '%d+:(%d+):(%d+)') do

@@ -19,6 +19,19 @@ local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
 end
 
+-- Where memory is full Redis refuses what may need more as a script's first write. Batches have to
+-- be handed out there too, or none is ever let go of: deleting comes first.
+local function set(field, value)
+  redis.call('HDEL', trainer, field)
+  redis.call('HSET', trainer, field, value)
+end
+
+local function set_once(field)
+  if redis.call('HEXISTS', trainer, field) == 0 then
+    set(field, '1')
+  end
+end
+
 local batch_size = redis.call('HGET', trainer, 'batch_size')
 if not batch_size then
   return {'unregistered'}
@@ -32,17 +45,17 @@ if asking ~= '' then
   if tonumber(after) > last then
     return {'unknown', last}
   end
-  redis.call('HSET', trainer, 'takes_leases', '1')
+  set_once('takes_leases')
 elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
   return {'by lease'}
 else
   after = number(trainer, 'delivered')
 end
-redis.call('HSET', trainer, 'started', '1')
+set_once('started')
 
 local next_id = math.max(tonumber(after), number(trainer, 'acknowledged')) + 1
 if next_id <= last then
-  redis.call('HINCRBY', trainer, 'redeliveries', 1)
+  set('redeliveries', number(trainer, 'redeliveries') + 1)
   return {'leased', current, next_id, redis.call('HGET', leases, next_id)}
 end
 local leased_bytes = number(totals, 'leased_bytes')

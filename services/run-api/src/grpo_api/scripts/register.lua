@@ -38,6 +38,9 @@ if current and current ~= batch_size then
   end
 end
 
+-- the first write: where memory is full Redis refuses a script that begins with one which may need
+-- more, and without a trainer nothing is ever let go of
+redis.call('HDEL', trainer, 'takes_leases')
 redis.call(
   'HSET', trainer,
   'registration', registration,
@@ -46,5 +49,4 @@ redis.call(
   'delivered', number('acknowledged')
 )
 redis.call('HSETNX', trainer, 'step', starting_step)
-redis.call('HDEL', trainer, 'takes_leases')
 return {'registered', tonumber(redis.call('HGET', trainer, 'step'))}

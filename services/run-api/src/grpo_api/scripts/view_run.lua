@@ -14,6 +14,9 @@ local trainer, environments, names, connected, seen, kinds, sizes, totals = unpa
 local time = redis.call('TIME')
 local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
+  -- deleted first: where memory is full Redis refuses a script that begins with a write which may
+  -- need more, and whoever is not seen counts as gone
+  redis.call('HDEL', seen, ARGV[1])
   redis.call('HSET', seen, ARGV[1], now_ms)
 end
 return {
