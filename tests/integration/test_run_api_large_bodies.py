@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -15,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from grpo_api.batch_answer import group_pieces
+from grpo_api.payloads import compress, stored
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import group, next_batch, start, status
 
@@ -136,6 +139,36 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     finally:
         worker.resume()
     assert status(large) == (0, 22)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+def test_a_large_latest_example_is_sent_in_pieces(large: httpx.Client, encoding: str) -> None:
+    post(large, large_group()).raise_for_status()
+    answer = large.get("/latest_example", headers={"Accept-Encoding": encoding})
+    assert answer.json()["tokens"] == large_group()["tokens"]
+    assert answer.headers.get("Content-Encoding", "identity") == encoding
+    assert answer.headers["Vary"] == "Accept-Encoding"
+    assert "Content-Length" not in answer.headers
+
+
+async def test_others_are_served_between_the_pieces_of_a_group() -> None:
+    text = json.dumps(large_group()).encode()
+    pieces: list[bytes] = []
+    turns_of_others: list[int] = []
+
+    async def another() -> None:
+        while True:
+            turns_of_others.append(len(pieces))
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(another())
+    async for piece in group_pieces(stored(compress(text), absent=["env_id"])):
+        pieces.append(piece)
+    task.cancel()
+    assert json.loads(b"".join(pieces)) == large_group(env_id=None)
+    # before the first piece as well: it is unpacked elsewhere
+    assert set(turns_of_others) >= set(range(len(pieces)))
+    assert len(pieces) == -(-len(text) // 262_144)
 
 
 def test_a_worker_that_dies_is_a_503_and_the_next_takes_its_place(

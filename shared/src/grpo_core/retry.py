@@ -16,14 +16,14 @@ from tenacity import (
 
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 
-RETRIED_STATUS = frozenset({502, 503, 504})
-_NOT_CARRIED_OUT = 503
+RETRIED_STATUS = frozenset({408, 502, 503, 504})
+_NOT_CARRIED_OUT = frozenset({408, 503})
 """The others come from a gateway that lost the answer of a service which may have worked."""
 _MAX_RETRY_AFTER_S = 30.0
 
 
 class TransientAnswer(Exception):
-    """A 502, 503 or 504: the service is there but not ready. Never leaves this module's callers."""
+    """408, 502, 503, 504: the service is there but not ready. Never leaves this module's callers."""
 
     def __init__(self, message: str, status: int, retry_after_s: float) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ def check_answer(response: httpx.Response, service: str) -> None:
     """Raise for every answer that is not a success.
 
     Raises:
-        TransientAnswer: 502, 503, 504.
-        RequestRefused: any 4xx, with the server's explanation.
+        TransientAnswer: 408, 502, 503, 504.
+        RequestRefused: any other 4xx, with the server's explanation.
         ServiceUnavailable: any other status.
     """
     if response.is_success:
@@ -53,7 +53,7 @@ def check_answer(response: httpx.Response, service: str) -> None:
 def is_safe_to_repeat(error: BaseException) -> bool:
     """True where the request did not reach the service, or the service asked for a repeat."""
     if isinstance(error, TransientAnswer):
-        return error.status == _NOT_CARRIED_OUT
+        return error.status in _NOT_CARRIED_OUT
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from grpo_api.bearer_token import BearerTokenMiddleware
+from grpo_api.bodies import MAX_RECORD_BYTES
+from grpo_api.body_reader import BodyReader
 from grpo_api.compression import CompressionMiddleware
 from grpo_api.decoder import SubmissionDecoder
 from grpo_api.dependencies import Services, bind_services
@@ -27,6 +29,8 @@ from grpo_api.store import RunStore
 
 _HELD_BODIES = 4
 """Of the largest size: what submissions may hold while they wait for a full queue."""
+_BODIES_AT_ONCE = 8
+"""Of the largest size: what all requests under way may hold, those above included."""
 
 
 def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) -> FastAPI:
@@ -56,6 +60,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         lifetime=lifetime,
         metrics=Metrics(),
         dispatcher=BatchDispatcher(store, lifetime),
+        bodies=_bodies(settings),
         decoder=SubmissionDecoder(settings.max_body_bytes),
         intake=Intake(store, limits, _patience(settings), lifetime),
         limits=limits,
@@ -84,6 +89,11 @@ def limits_of(settings: RunApiSettings) -> Limits:
         queued_bytes=settings.max_queued_bytes,
         leased_bytes=settings.max_leased_bytes,
     )
+
+
+def _bodies(settings: RunApiSettings) -> BodyReader:
+    largest = max(settings.max_body_bytes, MAX_RECORD_BYTES)
+    return BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest)
 
 
 def _patience(settings: RunApiSettings) -> Patience:

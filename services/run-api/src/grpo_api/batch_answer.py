@@ -1,4 +1,4 @@
-"""The answer that hands out a batch: stored groups, joined while they are sent."""
+"""Answers made of stored groups, which are unpacked and joined while they are sent."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import AsyncIterator, Sequence
 
 from isal import isal_zlib
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
 
 from grpo_api.errors import BatchGone
-from grpo_api.payloads import unpack
+from grpo_api.payloads import unpack, unpacked_bytes
 from grpo_api.records import DueBatch
 from grpo_api.store.payloads import PayloadStore
 
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024
 """Compressed between two looks at other requests: about a millisecond."""
-_UNPACKED_INLINE = 256 * 1024
-"""Stored bytes. Larger groups are unpacked in a thread; decompression lets others run meanwhile."""
+_UNPACKED_INLINE = 1024 * 1024
+"""Bytes of JSON, a millisecond or two. Larger groups are unpacked in a thread; decompression lets
+others run meanwhile."""
 _LEVEL = 1
 _GZIP_WINDOW_BITS = 31
 
@@ -40,11 +42,28 @@ async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> Async
             if not is_first:
                 yield b","
             is_first = False
-            for piece in _cut(await _unpacked(payload)):
+            async for piece in group_pieces(payload):
                 yield piece
-                # sending does not wait while the connection takes what is sent
-                await asyncio.sleep(0)
     yield b"]}"
+
+
+async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
+    """One stored group, as JSON."""
+    for piece in _cut(await _unpacked(payload)):
+        yield piece
+        # sending does not wait while the connection takes what is sent
+        await asyncio.sleep(0)
+
+
+def group_answer(payload: bytes, compressed: bool) -> Response:
+    """One stored group as an answer of its own. What is one piece is left to the middleware."""
+    if unpacked_bytes(payload) <= _PIECE_BYTES:
+        return Response(unpack(payload), media_type="application/json")
+    pieces = group_pieces(payload)
+    if not compressed:
+        return StreamingResponse(pieces, media_type="application/json")
+    headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
+    return StreamingResponse(gzipped(pieces), media_type="application/json", headers=headers)
 
 
 async def gzipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -70,7 +89,7 @@ async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _unpacked(payload: bytes) -> bytes:
-    if len(payload) <= _UNPACKED_INLINE:
+    if unpacked_bytes(payload) <= _UNPACKED_INLINE:
         return unpack(payload)
     return await run_in_threadpool(unpack, payload)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 
+from grpo_api.body_reader import BodyReader
 from grpo_api.decoder import SubmissionDecoder
 from grpo_api.dispatch import BatchDispatcher
 from grpo_api.intake import Intake
@@ -25,6 +26,7 @@ class Services:
     lifetime: Lifetime
     metrics: Metrics
     dispatcher: BatchDispatcher
+    bodies: BodyReader
     decoder: SubmissionDecoder
     intake: Intake
     limits: Limits
@@ -59,22 +61,12 @@ async def _dispatcher(services: Annotated[Services, Depends(_services)]) -> Batc
     return services.dispatcher
 
 
-async def _decoder(services: Annotated[Services, Depends(_services)]) -> SubmissionDecoder:
-    return services.decoder
-
-
 async def _limits(services: Annotated[Services, Depends(_services)]) -> Limits:
     return services.limits
-
-
-async def _intake(services: Annotated[Services, Depends(_services)]) -> Intake:
-    return services.intake
 
 
 Store = Annotated[RunStore, Depends(_store)]
 ServerLifetime = Annotated[Lifetime, Depends(_lifetime)]
 ServerMetrics = Annotated[Metrics, Depends(_metrics)]
 Dispatcher = Annotated[BatchDispatcher, Depends(_dispatcher)]
-GroupIntake = Annotated[Intake, Depends(_intake)]
-Decoder = Annotated[SubmissionDecoder, Depends(_decoder)]
 RunLimits = Annotated[Limits, Depends(_limits)]

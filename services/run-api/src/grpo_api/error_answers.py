@@ -11,6 +11,8 @@ from grpo_api.errors import (
     BatchesByLease,
     BatchGone,
     BatchUnknown,
+    BodiesFull,
+    BodyTooSlow,
     LeasesFull,
     QueueFull,
     Refused,
@@ -23,7 +25,7 @@ from grpo_api.request_log import CLIENT_CLOSED_REQUEST, unhandled
 
 _RETRY_AFTER_S = 1
 _CONFLICTS = (TrainerSuperseded, BatchesByLease, BatchUnknown, BatchGone)
-_LATER = (StoreUnavailable, QueueFull, ShuttingDown)
+_LATER = (StoreUnavailable, QueueFull, BodiesFull, ShuttingDown)
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -31,6 +33,7 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(LeasesFull, _leases_full)
+    app.add_exception_handler(BodyTooSlow, _too_slow)
     for conflict in _CONFLICTS:
         app.add_exception_handler(conflict, _conflict)
     for later in _LATER:
@@ -57,6 +60,11 @@ async def _conflict(_request: Request, error: Exception) -> JSONResponse:
 async def _leases_full(_request: Request, error: Exception) -> JSONResponse:
     problem = {"loc": ["query", "after"], "msg": str(error), "type": "leases_full"}
     return JSONResponse({"detail": [problem]}, status_code=409)
+
+
+async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
+    """Without closing it, the connection would go on waiting for the rest."""
+    return JSONResponse({"detail": str(error)}, status_code=408, headers={"Connection": "close"})
 
 
 async def _unavailable(_request: Request, error: Exception) -> JSONResponse:

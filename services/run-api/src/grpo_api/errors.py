@@ -9,6 +9,8 @@ GrpoError
 ├── BatchUnknown          404 or 409: no batch of the run has this id
 ├── LeasesFull            409: unacknowledged batches hold all that they may
 ├── BatchGone             a batch was let go of, or the run reset, while it was being sent
+├── BodyTooSlow           408: a body did not arrive in full in time
+├── BodiesFull            503: bodies under way hold all that they may
 ├── QueueFull             503: the queue stayed full for as long as a submission may wait
 └── StoreUnavailable      503: Redis did not answer in time; the same request may succeed later
 """
@@ -90,6 +92,22 @@ class LeasesFull(GrpoError):
 class BatchGone(GrpoError):
     def __init__(self, batch_id: int) -> None:
         super().__init__(f"batch {batch_id} was acknowledged, or the run reset, while it was sent")
+
+
+class BodyTooSlow(GrpoError):
+    def __init__(self, received_bytes: int, deadline_s: float) -> None:
+        super().__init__(
+            f"of the body {received_bytes} bytes arrived within {deadline_s:g} s; send it again, "
+            "as gzip or in smaller parts where the connection is slow"
+        )
+
+
+class BodiesFull(GrpoError):
+    def __init__(self, held_bytes: int) -> None:
+        super().__init__(
+            f"requests under way hold {held_bytes} bytes of bodies, and there is no room for this "
+            "one; nothing was queued: send it again in a moment"
+        )
 
 
 class QueueFull(GrpoError):

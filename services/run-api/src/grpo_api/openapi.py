@@ -37,10 +37,11 @@ _WHEN = {
     400: "The body says that it is gzip and is not",
     401: "No token, or another one",
     404: "No such batch or environment",
+    408: "The body did not arrive in full in time; the connection is closed",
     409: "It conflicts with the state of the run",
     413: "The body is too large",
     422: "It breaks the record, or can never be served",
-    503: "Not now: Redis is away, the queue is full, or the server stops. Send it again",
+    503: "Not now: Redis is away, the queue or memory is full, or the server stops. Send it again",
 }
 _RETRY_AFTER = {
     "Retry-After": {
@@ -70,7 +71,8 @@ def json_body(model: type[BaseModel], *, many: bool = False) -> Json:
             "required": True,
             "description": "gzip where Content-Encoding says so",
             "content": {"application/json": {"schema": schema}},
-        }
+        },
+        "responses": {"408": _refusal_of_any_body(408)},
     }
 
 
@@ -99,6 +101,13 @@ def operation_name(route: APIRoute) -> str:
 def _refusal(status: int) -> Json:
     answer: Json = {"model": Refusal, "description": _WHEN[status]}
     return answer | {"headers": _RETRY_AFTER} if status == 503 else answer
+
+
+def _refusal_of_any_body(status: int) -> Json:
+    return {
+        "description": _WHEN[status],
+        "content": {"application/json": {"schema": {"$ref": _COMPONENTS + Refusal.__name__}}},
+    }
 
 
 def _document(app: FastAPI, token_needed: bool) -> Json:

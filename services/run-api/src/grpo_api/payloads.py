@@ -18,6 +18,7 @@ from grpo_core.wire import ScoredGroup
 _LEVEL = 1
 _GZIP_WINDOW_BITS = 31
 _LENGTH_BYTES = 2
+_ISIZE_BYTES = 4
 _CLOSING = b"}"
 
 NO_EXAMPLE: dict[str, list[Any]] = {
@@ -67,6 +68,11 @@ def unpack(payload: bytes) -> bytes:
     end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "big")
     text: bytes = isal_zlib.decompress(memoryview(payload)[end:], _GZIP_WINDOW_BITS)
     return text[: -len(_CLOSING)] + payload[_LENGTH_BYTES:end]
+
+
+def unpacked_bytes(payload: bytes) -> int:
+    """How much there is to unpack, as the member itself says (ISIZE of RFC 1952)."""
+    return int.from_bytes(payload[-_ISIZE_BYTES:], "little")
 
 
 def compress(text: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import structlog
 import uvloop
@@ -27,6 +28,8 @@ def serve(settings: RunApiSettings) -> None:
     structlog.get_logger().info(
         "starting", run_id=settings.run_id, token_needed=settings.token is not None
     )
+    # What was made until here stays: the collector need not go through it again and again.
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings))
 

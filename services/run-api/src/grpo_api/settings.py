@@ -41,6 +41,12 @@ class RunApiSettings(CommandSettings):
         ge=1024,
         description="largest submission in bytes, as sent and after decompression",
     )
+    body_deadline_s: float = Field(
+        60.0,
+        gt=0.0,
+        le=3600.0,
+        description="seconds within which a request's body has to arrive in full, else 408",
+    )
     max_queued_groups: int = Field(
         100_000,
         ge=1,

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from grpo_api.answers import GroupBuffered, GroupReceived, GroupsReceived, NoExample, ServedGroup
-from grpo_api.bodies import read_body
-from grpo_api.decoder import SubmissionDecoder
-from grpo_api.decoding import Decode, Decoded, decode_group, decode_groups
-from grpo_api.dependencies import Decoder, GroupIntake, Store, services_of
+from grpo_api.batch_answer import group_answer
+from grpo_api.compression import accepts_gzip
+from grpo_api.decoding import Decode, decode_group, decode_groups
+from grpo_api.dependencies import Store, services_of
 from grpo_api.errors import GroupRefused, Refused
 from grpo_api.intake import Submission
 from grpo_api.openapi import json_body, refusals
-from grpo_api.payloads import NO_EXAMPLE, unpack
-from grpo_api.records import Receipt, SentGroups
+from grpo_api.payloads import NO_EXAMPLE
+from grpo_api.records import Outcomes, Receipt, SentGroups
 from grpo_api.routes.direct import DirectRoute
 from grpo_core.wire import ScoredGroup
 
@@ -55,11 +55,9 @@ def checked_key(key: str | None) -> str | None:
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """Take one group; 409 before a trainer has registered."""
-    services = services_of(request)
     key = checked_key(request.headers.get("idempotency-key", idempotency_key))
-    decoded = await _decoded(request, services.decoder, decode_group)
     try:
-        (buffered,) = await services.intake.submit(_submission(decoded, key))
+        (buffered,) = await _submit(request, decode_group, key)
     except GroupRefused as error:
         raise error.at("tokens") from error
     if buffered is None:
@@ -82,18 +80,14 @@ router.add_api_route(
     "/scored_data_list", responses=_REFUSALS, openapi_extra=json_body(ScoredGroup, many=True)
 )
 async def scored_data_list(
-    request: Request,
-    decoder: Decoder,
-    intake: GroupIntake,
-    idempotency_key: IdempotencyKey = None,
+    request: Request, idempotency_key: IdempotencyKey = None
 ) -> GroupsReceived:
     """Take all groups of the list, or none of them."""
-    decoded = await _decoded(request, decoder, decode_groups)
     try:
-        outcomes = await intake.submit(_submission(decoded, idempotency_key))
+        outcomes = await _submit(request, decode_groups, idempotency_key)
     except GroupRefused as error:
         raise error.at(error.index, "tokens") from error
-    answer: GroupsReceived = {"status": "received", "groups_processed": len(decoded.groups)}
+    answer: GroupsReceived = {"status": "received", "groups_processed": len(outcomes)}
     buffered = [sequences for sequences in outcomes if sequences is not None]
     if buffered:
         answer["buffered"] = len(buffered)
@@ -102,17 +96,22 @@ async def scored_data_list(
 
 
 @router.get("/latest_example", responses={200: {"model": ServedGroup | NoExample}, **refusals(503)})
-async def latest_example(store: Store) -> Any:
+async def latest_example(
+    store: Store, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
+) -> Any:
     """The last queued group, also after it was served."""
     payload = await store.payloads.latest()
     if payload is None:
         return NO_EXAMPLE
-    return Response(unpack(payload), media_type="application/json")
+    return group_answer(payload, accepts_gzip(accept_encoding))
 
 
-async def _decoded(request: Request, decoder: SubmissionDecoder, decode: Decode) -> Decoded:
-    return await decoder.decode(decode, await read_body(request, decoder.max_bytes))
-
-
-def _submission(decoded: Decoded, key: str | None) -> Submission:
-    return Submission(SentGroups(decoded.groups), Receipt(key, decoded.fingerprint))
+async def _submit(request: Request, decode: Decode, key: str | None) -> Outcomes:
+    services = services_of(request)
+    decoder = services.decoder
+    with services.bodies.incoming(request) as incoming:
+        # the body has no name here: it is let go of once it is decoded
+        decoded = await decoder.decode(decode, await incoming.read(decoder.max_bytes))
+        submission = Submission(SentGroups(decoded.groups), Receipt(key, decoded.fingerprint))
+        incoming.keep(submission.stored_bytes)
+        return await services.intake.submit(submission)

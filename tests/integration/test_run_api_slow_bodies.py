@@ -1,0 +1,132 @@
+"""Bodies that do not end, and more of them than memory may hold."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import group, start, status
+
+DEADLINE_S = 10.0
+BODY_DEADLINE_S = 0.25
+MAX_BODY_BYTES = 2 * 1024 * 1024
+LARGE = json.dumps(group(9)).encode() + b" " * (MAX_BODY_BYTES - 4096)
+
+
+@pytest.fixture(scope="module")
+def impatient(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
+    api = start_run_api(
+        redis_url,
+        tmp_path_factory.mktemp("slow"),
+        run_id="slow",
+        further={"--body-deadline-s": BODY_DEADLINE_S},
+    )
+    yield api
+    api.process.stop()
+
+
+def connection(api: RunningApi) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), DEADLINE_S)
+
+
+def begin(peer: socket.socket, path: str, length: int, sent: int) -> None:
+    """A body of `length` bytes of which `sent` are."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    peer.sendall(head.encode() + b" " * sent)
+
+
+def until_closed(peer: socket.socket) -> bytes:
+    received = b""
+    while chunk := peer.recv(65536):
+        received += chunk
+    return received
+
+
+def eventually(found: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not found():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/scored_data", 0),
+        ("/scored_data", 200_000),
+        ("/scored_data_list", 1),
+        ("/register", 200_000),
+    ],
+)
+def test_a_body_that_stops_is_408_and_the_connection_closed(
+    impatient: RunningApi, path: str, sent: int
+) -> None:
+    with connection(impatient) as peer:
+        began = time.monotonic()
+        begin(peer, path, 300_000, sent)
+        answer = until_closed(peer)
+        assert time.monotonic() - began >= BODY_DEADLINE_S
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close\r\n" in answer
+    assert f"{sent} bytes arrived within 0.25 s".encode() in answer
+
+
+def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None:
+    with connection(impatient) as peer:
+        peer.settimeout(0.05)
+        begin(peer, "/scored_data", 1000, 0)
+        answer, give_up_at = b"", time.monotonic() + DEADLINE_S
+        while not answer and time.monotonic() < give_up_at:
+            peer.sendall(b" ")
+            try:
+                answer = peer.recv(65536)
+            except TimeoutError:
+                continue
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def post(http: httpx.Client, body: bytes | Iterator[bytes]) -> int:
+    answer = http.post("/scored_data", content=body)
+    assert ("Retry-After" in answer.headers) == (answer.status_code == 503)
+    return answer.status_code
+
+
+def chunked(body: bytes) -> Iterator[bytes]:
+    """Without a length that is told ahead."""
+    for at in range(0, len(body), 65536):
+        yield body[at : at + 65536]
+
+
+def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(
+    redis_url: str, tmp_path: Path
+) -> None:
+    api = start_run_api(
+        redis_url, tmp_path, run_id="held", further={"--max-body-bytes": MAX_BODY_BYTES}
+    )
+    try:
+        with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as http:
+            start(http)
+            with ExitStack() as stalled:
+
+                def is_full_once_more_have_come() -> bool:
+                    if {post(http, LARGE), post(http, chunked(LARGE))} == {503}:
+                        return True
+                    peer = stalled.enter_context(connection(api))
+                    begin(peer, "/scored_data", MAX_BODY_BYTES, MAX_BODY_BYTES - 1)
+                    return False
+
+                eventually(is_full_once_more_have_come)
+                before = status(http)
+                assert post(http, json.dumps(group(1)).encode()) == 200
+                assert status(http) == (before[0], before[1] + 1)
+            eventually(lambda: post(http, LARGE) == 200)
+    finally:
+        api.process.stop()
