@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_core.wire import ServerStatus
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
@@ -25,6 +26,11 @@ GROUP_SIZES = (4, 4, 4, 4, 2, 2, 8, 8)
 """Of the environments. All divide the batch, so that what is left can be filled up."""
 MINIMUM = 0.125
 """The share of every batch that the first environment claims."""
+COUNTS = (
+    *("queued_groups", "queued_sequences", "queued_bytes"),
+    *("leased_batches", "leased_bytes"),
+)
+"""In run-api's metrics, 0 where everything was trained and acknowledged."""
 CALL_DEADLINE_S = 60.0
 START_DEADLINE_S = 30.0
 _LOOK_S = 1.0
@@ -89,6 +95,16 @@ class Cluster:
             if answer.is_success:
                 return ServerStatus.model_validate_json(answer.content)
         return None
+
+    def counts(self) -> dict[str, float]:
+        """What run-api says it holds for the trainer. Raises `httpx.HTTPError`."""
+        text = self._http.get(f"{self.urls[0]}/metrics").raise_for_status().text
+        samples = {
+            family.name.removeprefix("run_api_"): family.samples[0].value
+            for family in text_string_to_metric_families(text)
+            if family.samples
+        }
+        return {name: samples[name] for name in COUNTS}
 
     def takes_signals(self, name: str) -> bool:
         """Whether this process has come so far that SIGTERM ends it in order."""

@@ -71,7 +71,10 @@ class _Progress:
 
 
 def _report(
-    cluster: Cluster, settings: Settings, left_over: LeftOver | None, left_behind: Mapping[str, float]
+    cluster: Cluster,
+    settings: Settings,
+    left_over: LeftOver | None,
+    left_behind: Mapping[str, float],
 ) -> Report:
     records, aof = read_records(settings.directory), cluster.aof_states
     evidence = records.evidence(

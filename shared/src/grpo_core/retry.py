@@ -23,7 +23,7 @@ _MAX_RETRY_AFTER_S = 30.0
 
 
 class TransientAnswer(Exception):
-    """408, 502, 503, 504: the service is there but not ready. Never leaves this module's callers."""
+    """408, 502, 503, 504: there but not ready. Never leaves the callers of this module."""
 
     def __init__(self, message: str, status: int, retry_after_s: float) -> None:
         super().__init__(message)
