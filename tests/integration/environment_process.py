@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration
 from grpo_local.processes import ManagedProcess
@@ -50,4 +52,5 @@ def register_trainer(trainer: TrainerClient, **changes: Any) -> None:
         "starting_step": 0,
         "num_steps": 1000,
     }
-    trainer.register(Registration.model_validate(registration | changes))
+    uuid = trainer.register(Registration.model_validate(registration | changes))
+    httpx.get(f"{trainer.base_url}/batch", params={"trainer": uuid}).raise_for_status()

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 
-from grpo_core.redis_names import run_prefix
+from grpo_api.redis_link import layout_prefix
 
 
-def stored_keys(redis_url: str, run_id: str, without: tuple[str, ...]) -> dict[bytes, bytes]:
-    """Every key of the run and what it holds, byte for byte.
+def stored_keys(redis_url: str, run_id: str, without: tuple[str, ...]) -> dict[bytes, Any]:
+    """Every key of the run and what it holds, byte for byte; hashes and sets have no order.
 
     Args:
         without: beginnings of names that are left out, without the run's prefix.
     """
-    prefix = run_prefix(run_id)
+    prefix = layout_prefix(run_id)
     with redis.Redis.from_url(redis_url) as connection:
         return {
-            key: connection.dump(key)
+            key: _content(connection, key)
             for key in connection.keys(f"{prefix}*")
             if not key.decode().removeprefix(prefix).startswith(without)
         }
+
+
+def _content(connection: redis.Redis, key: bytes) -> Any:
+    # not DUMP, which writes a hash in an order that changes while Redis makes room in it
+    kind = connection.type(key)
+    if kind == b"hash":
+        return connection.hgetall(key)
+    if kind == b"set":
+        return connection.smembers(key)
+    if kind == b"zset":
+        return connection.zrange(key, 0, -1, withscores=True)
+    assert kind == b"string", kind
+    return connection.get(key)

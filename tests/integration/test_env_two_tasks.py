@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,16 @@ def write_problems(directory: Path) -> Path:
     directory.mkdir()
     (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return directory
+
+
+def wait_for_both(api: str) -> dict[int, str]:
+    """Names by env_id. Before both are there, batches hold what the one sends."""
+    give_up_at = time.monotonic() + BATCH_DEADLINE_S
+    while True:
+        known = httpx.get(f"{api}/environments").raise_for_status().json()
+        if len(known) == 2 or time.monotonic() > give_up_at:
+            return {entry["env_id"]: entry["name"] for entry in known}
+        time.sleep(0.1)
 
 
 def test_both_contribute_to_every_batch(
@@ -59,11 +70,8 @@ def test_both_contribute_to_every_batch(
                 *of_gsm8k,
             ) as gsm8k,
         ):
+            names = wait_for_both(clean_run_api)
             batches = [trainer.next_batch(BATCH_DEADLINE_S).groups for _ in range(STEPS)]
-            names = {
-                entry["env_id"]: entry["name"]
-                for entry in httpx.get(f"{clean_run_api}/environments").json()
-            }
             assert [arithmetic.wait(EXIT_DEADLINE_S), gsm8k.wait(EXIT_DEADLINE_S)] == [0, 0]
 
     assert sorted(names.values()) == ["arithmetic_0", "gsm8k_0"]

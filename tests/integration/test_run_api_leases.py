@@ -87,6 +87,7 @@ def test_without_gzip_a_batch_is_the_same(http: httpx.Client, trainer: int) -> N
     assert encoded.headers["content-encoding"] == "gzip"
     plain = http.get("/batch", params={"trainer": trainer}, headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
+    assert plain.headers["vary"] == encoded.headers["vary"] == "Accept-Encoding"
     assert plain.content == encoded.content
     assert plain.json()["batch"][0]["tokens"] == large["tokens"]
 

@@ -16,10 +16,9 @@ from starlette.routing import Route
 
 from grpo_api.app import create_app
 from grpo_api.lifetime import Lifetime
-from grpo_api.redis_link import RedisLink
+from grpo_api.redis_link import RedisLink, layout_prefix
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_core.redis_names import run_prefix
 from grpo_local.processes import ManagedProcess, free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
@@ -161,9 +160,9 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
     api: RunningApi, client: httpx.Client, own_redis: tuple[str, ManagedProcess]
 ) -> None:
     with redis.Redis.from_url(own_redis[0]) as connection:
-        connection.set(f"{run_prefix(RUN_ID)}trainer", "not a hash")
+        connection.set(f"{layout_prefix(RUN_ID)}trainer", "not a hash")
         answer = client.get("/info", headers={"X-Request-Id": "defect-1"})
-        connection.delete(f"{run_prefix(RUN_ID)}trainer")
+        connection.delete(f"{layout_prefix(RUN_ID)}trainer")
     assert answer.status_code == 500
     assert answer.json()["request_id"] == answer.headers["x-request-id"] == "defect-1"
     (line,) = log_lines(api, "defect-1", "Exception in ASGI application")

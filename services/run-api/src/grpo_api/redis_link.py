@@ -39,6 +39,11 @@ _REFUSALS = {
 _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 
 
+def layout_prefix(run_id: str) -> str:
+    """What every key of run-api begins with."""
+    return f"{run_prefix(run_id)}{_LAYOUT}:"
+
+
 class RedisLink:
     """Repeats a command whose connection broke until `deadline_s` has passed.
 
@@ -48,7 +53,7 @@ class RedisLink:
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
         self.former_prefix = run_prefix(run_id)
-        self.prefix = f"{self.former_prefix}{_LAYOUT}:"
+        self.prefix = layout_prefix(run_id)
         self._deadline_s = deadline_s
         pool = BlockingConnectionPool.from_url(
             url,

@@ -117,7 +117,8 @@ async def _answer(
     head = b"" if is_plain else f'"batch_id":{due.lease.batch_id},'.encode()
     pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces
-    headers = {"vary": "Accept-Encoding"} | ({"content-encoding": "gzip"} if compressed else {})
+    # what is not compressed here gets its Vary from the middleware
+    headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"} if compressed else {}
     body = _noting_delivery(encoded, store, due) if is_plain else encoded
     return StreamingResponse(body, media_type="application/json", headers=headers)
 
