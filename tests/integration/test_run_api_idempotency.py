@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.integration.run_api_calls import (
+    ENVIRONMENT,
     group,
     next_batch,
     register_environment,
@@ -97,3 +98,12 @@ def test_what_is_no_key(http: httpx.Client, key: str | bytes) -> None:
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"][0] == "header"
     assert status(http) == (0, 0)
+
+
+def test_an_environment_that_registers_again_under_its_key_is_the_same(http: httpx.Client) -> None:
+    start(http)
+    first, again = (post(http, "/register-env", ENVIRONMENT, "key").json() for _ in range(2))
+    assert first == again
+    assert post(http, "/register-env", ENVIRONMENT, "another").json()["env_id"] == 1
+    assert post(http, "/scored_data", group(1), "key").json() == {"status": "received"}
+    assert post(http, "/register-env", ENVIRONMENT, "no key").status_code == 422

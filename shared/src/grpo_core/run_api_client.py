@@ -142,8 +142,15 @@ class EnvironmentClient(AsyncServiceClient):
         return parse(TrainerInfo, await self._request("GET", "/info"))
 
     async def register(self, registration: EnvironmentRegistration) -> dict[str, Any] | None:
-        """Announce the environment; None while run-api waits for a trainer to start."""
-        answer = await self._request("POST", "/register-env", json=registration.model_dump())
+        """Announce the environment; None while run-api waits for a trainer to start. Under a key of
+        its own: an answer that is lost must not leave a second one behind, whose minimum allocation
+        nobody fills."""
+        answer = await self._request(
+            "POST",
+            "/register-env",
+            json=registration.model_dump(),
+            headers={"idempotency-key": str(uuid.uuid4())},
+        )
         return answer if answer["status"] == "success" else None
 
     async def status(self, env_id: int) -> EnvironmentStatus:

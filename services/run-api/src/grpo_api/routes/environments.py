@@ -12,6 +12,7 @@ from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
 from grpo_api.openapi import json_body, refusals
 from grpo_api.records import RegisteredEnvironment
+from grpo_api.routes.idempotency import IdempotencyKey
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
 
 router = APIRouter()
@@ -22,9 +23,11 @@ _log = structlog.get_logger()
 
 @router.post("/register-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentRegistration))
 async def register_environment(
-    registration: EnvironmentRegistrationBody, store: Store
+    registration: EnvironmentRegistrationBody,
+    store: Store,
+    idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    registered = await store.environments.register(registration)
+    registered = await store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
     _log_registration(registered, registration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
@@ -13,44 +12,18 @@ from grpo_api.batch_answer import group_answer
 from grpo_api.compression import accepts_gzip
 from grpo_api.decoding import Decode, decode_group, decode_groups
 from grpo_api.dependencies import Store, services_of
-from grpo_api.errors import GroupRefused, Refused
+from grpo_api.errors import GroupRefused
 from grpo_api.intake import Submission
 from grpo_api.openapi import json_body, refusals
 from grpo_api.payloads import NO_EXAMPLE
 from grpo_api.records import Outcomes, Receipt, SentGroups
 from grpo_api.routes.direct import DirectRoute
+from grpo_api.routes.idempotency import IdempotencyKey, checked_key
 from grpo_core.wire import ScoredGroup
 
 router = APIRouter()
 
 _REFUSALS = refusals(400, 409, 413, 422, 503)
-
-_MAX_KEY_CHARS = 255
-_KEY_PATTERN = "^[!-~]+$"
-_is_key = re.compile(_KEY_PATTERN).fullmatch
-
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        min_length=1,
-        max_length=_MAX_KEY_CHARS,
-        pattern=_KEY_PATTERN,
-        description="names this submission: repeated with the same key it is queued once",
-    ),
-]
-
-
-def checked_key(key: str | None) -> str | None:
-    """
-    Raises:
-        Refused: 422, it is no `IdempotencyKey`.
-    """
-    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
-        return key
-    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
-    raise Refused(
-        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
-    )
 
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:

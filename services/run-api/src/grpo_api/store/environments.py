@@ -23,9 +23,13 @@ class EnvironmentStore:
         self._link = link
         self._timeout_ms = timeout_s * 1000
 
-    async def register(self, registration: EnvironmentRegistration) -> RegisteredEnvironment | None:
+    async def register(
+        self, registration: EnvironmentRegistration, key: str | None = None
+    ) -> RegisteredEnvironment | None:
         """None until a trainer has registered and polled once.
 
+        Args:
+            key: the caller's name for this call: repeated, it gives the same environment.
         Raises:
             Refused: 422, the group size is larger than a batch.
         """
@@ -34,7 +38,7 @@ class EnvironmentStore:
             keys(
                 self._link,
                 *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", "group_sizes", "resets", receipt_key()),
+                *("seen", "group_sizes", "resets", receipt_key(key and f"environment {key}")),
             ),
             registration.model_dump_json(),
             registration.desired_name,
