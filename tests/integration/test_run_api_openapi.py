@@ -163,9 +163,9 @@ def test_every_answer_declares_its_headers(api: RunningApi) -> None:
         for status, answer in operation["responses"].items():
             assert "X-Request-Id" in answer["headers"], (name, status)
             assert ("Retry-After" in answer["headers"]) == (status == "503"), (name, status)
-        submits = name.startswith("POST /scored_data")
+        takes_keys = name.startswith(("POST /scored_data", "POST /register-env"))
         parameters = {parameter["name"] for parameter in operation.get("parameters", ())}
-        assert ("idempotency-key" in parameters) == submits
+        assert ("idempotency-key" in parameters) == takes_keys
 
 
 def test_what_a_body_is_made_of_is_declared(api: RunningApi) -> None:
