@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 
 import pytest
 
 from grpo_api.errors import (
-    BatchesByLease,
-    BatchUnknown,
     GroupRefused,
-    LeasesFull,
-    QueueFull,
     Refused,
     StoreUnavailable,
-    TrainerSuperseded,
 )
 from grpo_api.exact_sums import Kind
-from grpo_api.limits import Limits
-from grpo_api.payloads import unpack
-from grpo_api.records import Acknowledged
-from grpo_api.waiting_line import MAX_WAITING
 from grpo_core.wire import EnvironmentRegistration
 from tests.integration.run_api_calls import ENVIRONMENT
 from tests.integration.run_store_rig import Run, open_run
@@ -189,110 +179,6 @@ async def test_batch_size_is_not_changed_under_groups_that_came_meanwhile(run: R
     await run.register(batch_size=8)
 
 
-async def test_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:
-    await run.submit(1, 2, 3, 4)
-    for replica in (False, True, False):
-        assert await run.lease(after=0, replica=replica) == [1, 2]
-    assert await run.status() == (1, 2)
-    assert await run.lease(after=1, replica=True) == [3, 4]
-    assert await run.lease(after=0) == [1, 2]
-    assert await run.lease(after=2) is None
-    assert await run.status() == (2, 0)
-
-
-@pytest.mark.parametrize("script", ["open_poll", "lease"])
-async def test_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
-    await run.submit(1, 2, 3, 4)
-    run.link.loses_answer_of = script
-    with pytest.raises(StoreUnavailable):
-        await run.lease(after=0)
-    assert await run.lease(after=0) == [1, 2]
-    assert await run.status() == (1, 2)
-
-
-async def test_leases_accumulate_until_one_acknowledges_them_all(run: Run) -> None:
-    await run.submit(*range(8))
-    for after in range(3):
-        assert await run.lease(after) == [2 * after, 2 * after + 1]
-    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
-    assert await run.payloads() == 4
-    run.link.repeats_scripts = True
-    assert await run.acknowledge(3) == Acknowledged(batch_id=3, released=0)
-    assert await run.acknowledge(1) == Acknowledged(batch_id=3, released=0)
-    assert await run.payloads() == 2
-    assert await run.lease(after=0) == [6, 7]
-
-
-async def test_trainer_that_registers_again_gets_what_it_did_not_acknowledge(run: Run) -> None:
-    await run.submit(*range(8))
-    for after in range(3):
-        await run.lease(after)
-    await run.acknowledge(1)
-    former = run.trainer_id
-    await run.register()
-    with pytest.raises(TrainerSuperseded):
-        await run.lease(after=3, trainer_id=former)
-    with pytest.raises(TrainerSuperseded):
-        await run.store.batches.acknowledge(former, 2)
-    assert [await run.lease(after) for after in (0, 2, 3)] == [[2, 3], [4, 5], [6, 7]]
-    assert await run.status() == (4, 0)
-
-
-async def test_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
-    await run.submit(*range(4))
-    await run.lease(after=0)
-    await run.register()
-    assert await run.lease(after=1) == [2, 3]
-    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
-
-
-async def test_batches_that_never_were_are_refused(run: Run) -> None:
-    await run.submit(1, 2)
-    await run.lease(after=0)
-    with pytest.raises(BatchUnknown, match="no batch 2 "):
-        await run.lease(after=2)
-    with pytest.raises(BatchUnknown, match="the last one is 1"):
-        await run.acknowledge(2)
-
-
-async def test_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
-    await run.submit(*range(4))
-    await run.lease(after=0)
-    with pytest.raises(BatchesByLease):
-        await run.poll()
-    assert await run.lease(after=0) == [0, 1]
-    await run.register()
-    assert await run.poll() == [0, 1]
-
-
-async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url: str) -> None:
-    limits = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=1)
-    async with open_run(redis_url, "lease-limit", limits) as run:
-        await run.submit(*range(4))
-        assert await run.lease(after=0) == [0, 1]
-        with pytest.raises(LeasesFull):
-            await run.lease(after=1)
-        assert await run.lease(after=0) == [0, 1]
-        await run.acknowledge(1)
-        assert await run.lease(after=1) == [2, 3]
-
-
-async def test_long_poll_answers_as_soon_as_a_batch_is_there(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
-    await asyncio.sleep(0.2)
-    assert not polling.done()
-    await run.submit(1, 2, replica=True)
-    assert await asyncio.wait_for(polling, timeout=5.0) == [1, 2]
-    assert await run.lease(after=1, wait_s=0.1) is None
-
-
-async def test_long_poll_ends_when_the_server_stops(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
-    await asyncio.sleep(0.1)
-    run.lifetime.closing.set()
-    assert await asyncio.wait_for(polling, timeout=5.0) is None
-
-
 @pytest.mark.parametrize("size", [2, 1], ids=["whole", "part"])
 async def test_submission_under_the_same_key_is_queued_once(run: Run, size: int) -> None:
     env_id = await run.start_environment(group_size=2)
@@ -378,131 +264,3 @@ async def test_totals_are_those_of_what_is_stored(run: Run) -> None:
     facts = await run.store.facts.read()
     assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
     assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)
-
-
-LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
-"""More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
-
-
-@pytest.mark.parametrize("size", [2, 1], ids=["whole", "parts"])
-async def test_large_groups_are_served_and_let_go_of_like_others(run: Run, size: int) -> None:
-    run.link.repeats_scripts = True
-    env_id = await run.start_environment(group_size=2)
-    await run.submit(1, 2, 3, 4, size=size, env_id=env_id, **LARGE)
-    assert (await run.payloads(), len(await run.staged())) == (0, 4)
-    assert await run.lease(after=0) == ([1, 2] if size == 2 else [1, 2, 3, 4])
-    await run.submit(5, size=2)
-    await run.acknowledge(1)
-    assert len(await run.staged()) == (2 if size == 2 else 0)
-
-
-async def test_large_latest_example_outlives_its_batch_until_the_next(run: Run) -> None:
-    await run.submit(1, 2, **LARGE)
-    await run.lease(after=0)
-    await run.acknowledge(1)
-    latest = await run.store.payloads.latest()
-    assert latest is not None
-    assert LARGE["images"].encode() in unpack(latest)
-    await run.submit(3)
-    assert await run.staged() == []
-
-
-async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) -> None:
-    env_id = await run.start_environment(group_size=2)
-    await run.submit(1, size=1, env_id=env_id, **LARGE)
-    await run.store.environments.disconnect(env_id)
-    assert await run.staged() == []
-    await run.submit(2, **LARGE)
-    await run.store.reset()
-    assert await run.staged() == []
-
-
-async def test_large_submission_under_one_key_leaves_nothing_for_ever(run: Run) -> None:
-    for _ in range(2):
-        await run.submit(1, key="k", **LARGE)
-    assert await run.status() == (0, 1)
-    assert [await run.link.call("TTL", key) for key in await run.staged()] == [-1]
-
-
-async def test_large_group_that_is_refused_leaves_nothing(redis_url: str) -> None:
-    limits = Limits(queued_groups=2, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "large-refused", limits) as run:
-        with pytest.raises(GroupRefused):
-            await run.submit(1, size=8, **LARGE)
-        await run.submit(2, 3)
-        with pytest.raises(QueueFull):
-            await run.submit(4, **LARGE)
-        await run.store.reset()
-        with pytest.raises(Refused, match="no trainer has registered"):
-            await run.submit(5, **LARGE)
-        assert await run.staged() == []
-
-
-async def test_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> None:
-    async def its_beginning_is_lost() -> None:
-        run.link.before["stage_piece"] = it_is_lost
-
-    async def it_is_lost() -> None:
-        await run.link.call("DEL", *await run.staged())
-
-    run.link.before["stage_piece"] = its_beginning_is_lost
-    with pytest.raises(StoreUnavailable, match="send them again"):
-        await run.submit(1, **LARGE)
-    assert (await run.status(), await run.staged()) == ((0, 0), [])
-
-
-async def test_large_group_that_goes_while_it_is_read_is_gone(run: Run) -> None:
-    await run.submit(1, **LARGE)
-    await run.submit(2)
-    due = await run.dispatcher.by_lease(run.trainer_id, 0, 0.0)
-    assert due is not None
-
-    async def it_is_acknowledged() -> None:
-        await run.acknowledge(1)
-
-    run.link.before["GETRANGE"] = it_is_acknowledged
-    assert await anext(run.store.payloads.load(due.lease.group_ids)) is None
-
-
-async def test_queue_limit_holds_where_no_batch_can_be_formed(redis_url: str) -> None:
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "no-batch", limits) as run:
-        await run.register(batch_size=12)
-        eights = await run.start_environment(group_size=8)
-        await run.start_environment(group_size=4)
-        with pytest.raises(QueueFull):
-            await run.submit(*range(100), size=8, env_id=eights)
-        assert await run.status() == (0, limits.queued_groups)
-
-
-async def test_whom_the_batch_waits_for_is_let_in_past_a_full_line(redis_url: str) -> None:
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "full-line", limits) as run:
-        first = await run.start_environment(group_size=2)
-        second = await run.start_environment(group_size=2, min_batch_allocation=0.5)
-        await run.submit(*range(4), env_id=first)
-        waiting = [
-            asyncio.create_task(run.submit(i, env_id=first)) for i in range(10, 10 + MAX_WAITING)
-        ]
-        await asyncio.sleep(0.1)
-        with pytest.raises(QueueFull):
-            await run.submit(8, env_id=first)
-        await run.submit(9, env_id=second)
-        assert await run.lease(after=0) == [0, 9]
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
-async def test_large_group_that_was_forgotten_before_it_was_queued_is_sent_again(
-    run: Run, script: str, size: int
-) -> None:
-    env_id = await run.start_environment(group_size=2)
-
-    async def it_is_forgotten() -> None:
-        await run.link.call("DEL", *await run.staged())
-
-    run.link.before[script] = it_is_forgotten
-    with pytest.raises(StoreUnavailable, match="send them again"):
-        await run.submit(1, size=size, env_id=env_id, **LARGE)
-    assert await run.status() == (0, 0)
-    await run.submit(1, size=size, env_id=env_id, **LARGE)

@@ -1,0 +1,129 @@
+"""Leases and long polls, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from grpo_api.errors import (
+    BatchesByLease,
+    BatchUnknown,
+    LeasesFull,
+    StoreUnavailable,
+    TrainerSuperseded,
+)
+from grpo_api.limits import Limits
+from grpo_api.records import Acknowledged
+from tests.integration.run_store_rig import Run, open_run
+
+
+@pytest.fixture
+async def run(redis_url: str) -> AsyncIterator[Run]:
+    async with open_run(redis_url, "store-tests") as run:
+        yield run
+
+
+async def test_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:
+    await run.submit(1, 2, 3, 4)
+    for replica in (False, True, False):
+        assert await run.lease(after=0, replica=replica) == [1, 2]
+    assert await run.status() == (1, 2)
+    assert await run.lease(after=1, replica=True) == [3, 4]
+    assert await run.lease(after=0) == [1, 2]
+    assert await run.lease(after=2) is None
+    assert await run.status() == (2, 0)
+
+
+@pytest.mark.parametrize("script", ["open_poll", "lease"])
+async def test_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
+    await run.submit(1, 2, 3, 4)
+    run.link.loses_answer_of = script
+    with pytest.raises(StoreUnavailable):
+        await run.lease(after=0)
+    assert await run.lease(after=0) == [1, 2]
+    assert await run.status() == (1, 2)
+
+
+async def test_leases_accumulate_until_one_acknowledges_them_all(run: Run) -> None:
+    await run.submit(*range(8))
+    for after in range(3):
+        assert await run.lease(after) == [2 * after, 2 * after + 1]
+    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
+    assert await run.payloads() == 4
+    run.link.repeats_scripts = True
+    assert await run.acknowledge(3) == Acknowledged(batch_id=3, released=0)
+    assert await run.acknowledge(1) == Acknowledged(batch_id=3, released=0)
+    assert await run.payloads() == 2
+    assert await run.lease(after=0) == [6, 7]
+
+
+async def test_trainer_that_registers_again_gets_what_it_did_not_acknowledge(run: Run) -> None:
+    await run.submit(*range(8))
+    for after in range(3):
+        await run.lease(after)
+    await run.acknowledge(1)
+    former = run.trainer_id
+    await run.register()
+    with pytest.raises(TrainerSuperseded):
+        await run.lease(after=3, trainer_id=former)
+    with pytest.raises(TrainerSuperseded):
+        await run.store.batches.acknowledge(former, 2)
+    assert [await run.lease(after) for after in (0, 2, 3)] == [[2, 3], [4, 5], [6, 7]]
+    assert await run.status() == (4, 0)
+
+
+async def test_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
+    await run.submit(*range(4))
+    await run.lease(after=0)
+    await run.register()
+    assert await run.lease(after=1) == [2, 3]
+    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
+
+
+async def test_batches_that_never_were_are_refused(run: Run) -> None:
+    await run.submit(1, 2)
+    await run.lease(after=0)
+    with pytest.raises(BatchUnknown, match="no batch 2 "):
+        await run.lease(after=2)
+    with pytest.raises(BatchUnknown, match="the last one is 1"):
+        await run.acknowledge(2)
+
+
+async def test_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
+    await run.submit(*range(4))
+    await run.lease(after=0)
+    with pytest.raises(BatchesByLease):
+        await run.poll()
+    assert await run.lease(after=0) == [0, 1]
+    await run.register()
+    assert await run.poll() == [0, 1]
+
+
+async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url: str) -> None:
+    limits = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=1)
+    async with open_run(redis_url, "lease-limit", limits) as run:
+        await run.submit(*range(4))
+        assert await run.lease(after=0) == [0, 1]
+        with pytest.raises(LeasesFull):
+            await run.lease(after=1)
+        assert await run.lease(after=0) == [0, 1]
+        await run.acknowledge(1)
+        assert await run.lease(after=1) == [2, 3]
+
+
+async def test_long_poll_answers_as_soon_as_a_batch_is_there(run: Run) -> None:
+    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    await asyncio.sleep(0.2)
+    assert not polling.done()
+    await run.submit(1, 2, replica=True)
+    assert await asyncio.wait_for(polling, timeout=5.0) == [1, 2]
+    assert await run.lease(after=1, wait_s=0.1) is None
+
+
+async def test_long_poll_ends_when_the_server_stops(run: Run) -> None:
+    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    await asyncio.sleep(0.1)
+    run.lifetime.closing.set()
+    assert await asyncio.wait_for(polling, timeout=5.0) is None
