@@ -1,0 +1,111 @@
+"""Directories of weights that a trainer hands to the inference server: what must be in them, and
+one number that stands for every byte.
+
+A directory is handed off under a name of its own per version and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from grpo_core.errors import GrpoError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
+
+
+class WeightKind(StrEnum):
+    """What a directory of weights holds."""
+
+    ADAPTER = "adapter"
+    """A LoRA adapter as PEFT saves it, to be put on the model that the server was started with."""
+    CHECKPOINT = "checkpoint"
+    """A whole model with its tokenizer, as transformers saves it."""
+
+
+class UnusableWeights(GrpoError):
+    """A directory cannot be served from. Says which, why, and what to do."""
+
+
+def directory_digest(directory: Path) -> str:
+    """SHA-256 (hexadecimal) over the relative names, sizes and bytes of all files below it.
+
+    Raises `OSError` where a file cannot be read.
+    """
+    total = hashlib.sha256()
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(directory).as_posix()
+        total.update(f"{digest} {path.stat().st_size} {name}\n".encode())
+    return total.hexdigest()
+
+
+def check_weights(kind: WeightKind, path: str, sha256: str, below: Path) -> Path:
+    """The directory, once everything that can be known without loading it is right.
+
+    Args:
+        path: as it came over the wire
+        sha256: what `directory_digest` gave when it was written
+        below: the only directory that weights are taken from
+
+    Raises:
+        UnusableWeights: outside `below`, missing, half-written, or other bytes than were written.
+    """
+    directory = inside(path, below)
+    require_complete(kind, directory)
+    try:
+        found = directory_digest(directory)
+    except OSError as error:
+        raise UnusableWeights(f"{directory}: {error}") from error
+    if found != sha256:
+        raise UnusableWeights(
+            f"{directory}: checksum {found[:12]}…, announced {sha256[:12]}…; it was changed or cut "
+            "off after it was written, or the server sees another directory under this path"
+        )
+    return directory
+
+
+def inside(path: str, below: Path) -> Path:
+    """`path` with every link resolved. Raises `UnusableWeights` where that is not under `below`."""
+    directory, root = Path(path).resolve(), below.resolve()
+    if directory == root or not directory.is_relative_to(root):
+        raise UnusableWeights(
+            f"{path} is not below {root}, the only directory that weights are taken from; let the "
+            "trainer save there, or start the server with another --weights-dir"
+        )
+    if not directory.is_dir():
+        raise UnusableWeights(
+            f"{path}: no such directory here; trainer and server must see it under one path"
+        )
+    return directory
+
+
+def require_complete(kind: WeightKind, directory: Path) -> None:
+    """Raises `UnusableWeights` naming every file that is missing."""
+    if kind is WeightKind.ADAPTER:
+        missing = [n for n in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (directory / n).is_file()]
+    else:
+        missing = [] if (directory / MODEL_CONFIG).is_file() else [MODEL_CONFIG]
+        missing += [] if any(directory.glob(MODEL_WEIGHTS_GLOB)) else [MODEL_WEIGHTS_GLOB]
+    if missing:
+        raise UnusableWeights(f"{directory}: no {', no '.join(missing)}: not a whole {kind.value}")
+
+
+def adapter_rank(directory: Path) -> int:
+    """`r` of the adapter: the largest of its modules.
+
+    Raises:
+        UnusableWeights: its configuration cannot be understood.
+    """
+    try:
+        config: Any = json.loads((directory / ADAPTER_CONFIG).read_text())
+        return max(int(r) for r in [config["r"], *(config.get("rank_pattern") or {}).values()])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnusableWeights(
+            f"{directory / ADAPTER_CONFIG}: not a LoRA configuration: {error!r}"
+        ) from error
