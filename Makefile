@@ -21,7 +21,14 @@ DATA ?=
 STEPS ?=
 SEED ?= 0
 MODEL ?=
+MODE ?= shared_vllm
 DEMO_FLAGS ?=
+
+# Options of `make compare`, beside STEPS and SEED; empty: the default of grpo-compare.
+MODES ?=
+COMPARE_FLAGS ?=
+
+TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200
@@ -39,6 +46,7 @@ help: ## List the targets
 	@echo
 	@echo "  Options: TASK=$(TASK) (or gsm8k, or both: arithmetic,gsm8k)  SEED=$(SEED)"
 	@echo "           DATA=<directory with train.jsonl, or hub id: for gsm8k>  STEPS=<number>"
+	@echo "           MODE=$(MODE) (or lora_only, lora_restart, none)  MODES=<several, for compare>"
 	@echo "           MODEL=<directory or hub id>  PYTHON=$(PYTHON)"
 	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
 
@@ -63,8 +71,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 
 .PHONY: demo
 demo: install ## Train the tiny model on this machine: every service, one command
-	@$(BIN)/grpo-demo --task $(TASK) --seed $(SEED) $(if $(DATA),--data $(DATA)) \
-	  $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
+	@$(BIN)/grpo-demo --mode $(MODE) --seed $(SEED) $(if $(STEPS),--steps $(STEPS)) $(TASK_FLAGS)
+
+.PHONY: compare
+compare: install ## Train in every mode, with one seed: a table and a plot of what each takes
+	@$(BIN)/grpo-compare $(if $(MODES),--modes $(MODES)) --seed $(SEED) \
+	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
 test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites

@@ -62,14 +62,26 @@ ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_fo
 VLLM = """
 from stand_in_common import *
 note_pid("vllm-server")
-pathlib.Path(option("--weights-socket")).touch()
-print("loading", option("--model"), flush=True)
+if "--share-weights" in sys.argv:
+    pathlib.Path(option("--weights-socket")).touch()
+elif not pathlib.Path(option("--weights-dir")).is_dir():
+    raise SystemExit("no directory to take weights from")
+print("loading", option("--model"), *sys.argv[1:], flush=True)
 if "STAND_IN_SERVER_FAILS" in os.environ:
     raise SystemExit("no such device")
 subprocess.Popen(
     [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(120)"],
     start_new_session=True,
 )
+
+import redis
+from grpo_core.handoff import ServerStatus, status_key
+status = ServerStatus(
+    state="serving", epoch=1, step=1, restarts=int(os.environ.get("STAND_IN_RESTARTS", 0)),
+    dropped_requests=int(os.environ.get("STAND_IN_DROPPED", 0)), generation_tokens=5000,
+)
+with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
+    client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -82,6 +94,9 @@ ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_fo
 TRAINER = f"""
 from stand_in_common import *
 note_pid("trainer")
+print(*sys.argv[1:], flush=True)
+if os.environ.get("STAND_IN_FAILING_MODE") == option("--weight-bridge-mode"):
+    raise SystemExit("no such module: lm_tail")
 template = {metrics_object(1)!r}
 api = option("--atropos-url")
 post(api + "/trainer")
@@ -94,8 +109,14 @@ with open(option("--metrics-file"), "a") as file:
     for step in range(1, last + 1):
         time.sleep(0.02)
         line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
+        line["time_s"] = 1.5 * step
         file.write(json.dumps(line) + "\\n")
         file.flush()
+save_path = pathlib.Path(option("--save-path"))
+save_path.mkdir(exist_ok=True, parents=True)
+if "--benchmark" in sys.argv:
+    facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--weight-bridge-mode")}}
+    (save_path / "benchmark.json").write_text(json.dumps(facts))
 time.sleep(float(os.environ.get("STAND_IN_TRAINER_LINGERS_S", 0)))
 """
 

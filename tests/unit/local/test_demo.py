@@ -103,7 +103,7 @@ def test_a_run_from_start_to_summary(demo: Demo) -> None:
     assert len(MetricsFile(run / "metrics.jsonl").read_new()) == 25
     assert (run / "reward.png").stat().st_size > 5_000
     assert {path.stem for path in (run / "logs").iterdir()} == {"model", *SERVICES}
-    assert "loading stand-in-model" in (run / "logs" / "vllm-server.log").read_text()
+    assert "loading stand-in-model " in (run / "logs" / "vllm-server.log").read_text()
     assert demo.all_ended()
     assert list((demo.folder / "tmp").iterdir()) == []
 

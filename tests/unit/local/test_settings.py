@@ -109,7 +109,7 @@ def test_the_token_of_run_api_reaches_its_clients_and_no_command_line(tmp_path: 
         factory = ServiceFactory(chosen, sizes_for(chosen), RunDirectory(tmp_path), probe)
         services = [
             factory.run_api(1, 2),
-            factory.trainer("m", 1, 3, tmp_path / "weights.sock"),
+            factory.trainer("m", 1, 3, factory.hand_off(2, tmp_path / "weights.sock")),
             factory.environment("arithmetic", "m", 1, 3),
         ]
     assert [service.environment["RUN_API_TOKEN"] for service in services] == ["a-secret"] * 3

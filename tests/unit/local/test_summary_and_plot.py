@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from grpo_local.modes import MODES
 from grpo_local.plot import average_window, draw_reward_curve, moving_average
 from grpo_local.run_directory import RunDirectory
-from grpo_local.summary import summarise, summary_lines
+from grpo_local.summary import Summary, summarise, summary_lines
 from tests.unit.local.records import record
+
+
+def lines_of(summary: Summary) -> list[str]:
+    run = RunDirectory(Path("runs/one"))
+    return summary_lines(summary, run, MODES["lora_only"], "published twice")
+
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -30,7 +37,7 @@ def test_a_summary_leaves_out_what_no_environment_said() -> None:
     assert summarise(said, 9.0, 3.0).generation_s == pytest.approx(0.8)
     silent = summarise(said[1:], 9.0, 3.0)
     assert silent.generation_s is None
-    assert "generate -," in "\n".join(summary_lines(silent, RunDirectory(Path("runs/one"))))
+    assert "generate -," in "\n".join(lines_of(silent))
 
 
 def test_summary_of_few_steps_compares_single_steps() -> None:
@@ -41,10 +48,11 @@ def test_summary_of_few_steps_compares_single_steps() -> None:
 
 def test_summary_lines_say_what_and_where() -> None:
     summary = summarise([record(1), record(2)], total_s=9.0, training_s=3.0)
-    text = "\n".join(summary_lines(summary, RunDirectory(Path("runs/one"))))
+    text = "\n".join(lines_of(summary))
     assert "0.100 in the first step, 0.200 in the last step" in text
     assert "2 in 3.0 s; 9.0 s with" in text
-    for path in ("reward.png", "metrics.jsonl", "checkpoints", "logs"):
+    assert "weights:  published twice" in text
+    for path in ("reward.png", "metrics.jsonl", "checkpoints/final_adapter", "logs"):
         assert f"runs/one/{path}" in text
 
 

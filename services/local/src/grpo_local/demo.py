@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
+from grpo_local.launch import Launch
+from grpo_local.memory import MemoryPeaks
 from grpo_local.metrics_file import MetricsFile, StepRecord
-from grpo_local.processes import ManagedProcess, ProcessFailed, free_port
+from grpo_local.processes import ManagedProcess, ProcessFailed
 from grpo_local.progress import StepTable
 from grpo_local.run_directory import RunDirectory, create_run_directory
+from grpo_local.run_facts import RunFacts, read_benchmark, write_facts
 from grpo_local.screen import Screen
-from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
+from grpo_local.server_facts import server_status
+from grpo_local.services import ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
-from grpo_local.stack import Service, Stack
+from grpo_local.stack import Stack
 from grpo_local.stop_request import StopRequest, StopRequested
 from grpo_local.summary import summarise, summary_lines
 
@@ -58,63 +60,43 @@ def _train_and_report(
     screen.line(
         f"run {run.run_id}: {sizes.steps} steps on {task_names(settings)}, files in {run.path}"
     )
+    screen.line(f"mode {settings.mode}: {_publication(settings, sizes)}")
+    memory = MemoryPeaks()
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
-        Stack(run.logs, stop_request) as stack,
+        Stack(run.logs, stop_request, memory.watch) as stack,
     ):
         launch = Launch(ServiceFactory(settings, sizes, run, probe), stack, screen)
         try:
-            launch.all_services(weights_socket_path(Path(temporary)))
+            hand_off = launch.all_services(weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
             records = follow_training(stack, run, sizes, screen)
             training_s = time.monotonic() - training_started
+            status = server_status(hand_off.redis_url, hand_off.run_id)
         finally:
             with screen.activity("ending every process of this run"):
                 stack.stop()
     with screen.activity("drawing the reward curve"):
         _draw(records, run, settings)
-    summary = summarise(records, time.monotonic() - started, training_s)
+    facts = RunFacts(
+        mode=settings.mode,
+        seed=settings.seed,
+        summary=summarise(records, time.monotonic() - started, training_s),
+        benchmark=read_benchmark(run.benchmark),
+        server=status,
+        peak_bytes=memory.peak_bytes,
+    )
+    write_facts(facts, run.summary)
     screen.line("")
-    screen.lines(summary_lines(summary, run), style="bold")
+    screen.lines(summary_lines(facts.summary, run, settings.weight_mode, facts.publication), "bold")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Starts the services in the order in which they need each other, and says so."""
-
-    factory: ServiceFactory
-    stack: Stack
-    screen: Screen
-
-    def all_services(self, weights_socket: Path) -> None:
-        """Each port is chosen just before its service starts, so that nothing else takes it."""
-        factory = self.factory
-        model = factory.settings.model or self._tiny_model()
-        redis_port = free_port()
-        self._start(factory.redis(redis_port))
-        api_port = free_port()
-        self._start(factory.run_api(api_port, redis_port))
-        vllm_port = free_port()
-        self._start(factory.vllm_server(vllm_port, redis_port, model, weights_socket))
-        self._start(factory.trainer(model, api_port, vllm_port, weights_socket))
-        for task in factory.settings.task:
-            self._start(factory.environment(task, model, api_port, vllm_port))
-
-    def _tiny_model(self) -> str:
-        path_file = self.factory.run.path / TINY_MODEL_PATH_FILE
-        self._timed(self.factory.tiny_model(path_file), self.stack.run, "making", "made")
-        return path_file.read_text().strip()
-
-    def _start(self, service: Service) -> None:
-        self._timed(service, self.stack.start, "starting", "ready")
-
-    def _timed(
-        self, service: Service, act: Callable[[Service], float], doing: str, done: str
-    ) -> None:
-        with self.screen.activity(f"{doing} {service.name}, at most {service.deadline_s:g} s"):
-            seconds = act(service)
-        self.screen.line(f"{service.name + ' ':<12}{done} after {seconds:5.1f} s", style="green")
+def _publication(settings: DemoSettings, sizes: Sizes) -> str:
+    mode = settings.weight_mode
+    return mode.publication(
+        mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
+    )
 
 
 def follow_training(

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
+from grpo_local.growing_file import GrowingFile
 
 
 class StepRecord(BaseModel):
@@ -16,6 +17,8 @@ class StepRecord(BaseModel):
 
     step: int = Field(ge=1)
     steps: int = Field(ge=1)
+    time_s: float = 0.0
+    """Since the first step began, by the end of this one."""
     reward_mean: float = Field(alias="reward/mean")
     loss: float = Field(alias="train/loss")
     # None where nothing was trained on, or nothing was said to compare with.
@@ -33,11 +36,11 @@ class StepRecord(BaseModel):
 
 
 class MetricsFile:
-    """Remembers how far it has read; a line that is still being written waits for its end."""
+    """One that is still being written waits for the end of its line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0  # bytes, always just behind a newline
+        self._file = GrowingFile(path)
         self._lines = 0
 
     def read_new(self) -> list[StepRecord]:
@@ -46,19 +49,9 @@ class MetricsFile:
         Raises:
             ProtocolViolation: a complete line is not a step record. Names the line.
         """
-        return [self._parse(line) for line in self._complete_lines()]
+        return [self._parse(line) for line in self._file.new_lines()]
 
-    def _complete_lines(self) -> list[bytes]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return data[:end].splitlines()
-
-    def _parse(self, line: bytes) -> StepRecord:
+    def _parse(self, line: str) -> StepRecord:
         self._lines += 1
         try:
             return StepRecord.model_validate_json(line)

@@ -44,6 +44,15 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def benchmark(self) -> Path:
+        """Written by the trainer."""
+        return self.checkpoints / "benchmark.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
     def bridge_config(self) -> Path:
         return self.path / "vllm_bridge_config.json"
 

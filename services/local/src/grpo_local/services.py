@@ -10,6 +10,8 @@ from pathlib import Path
 from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
+from grpo_local.mode_flags import HandOff
+from grpo_local.processes import free_port
 from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import DemoSettings, TaskName
@@ -39,7 +41,7 @@ class ServiceFactory:
         """A job that makes the model, or finds it in its cache, and writes where it is."""
         return Service(
             name="model",
-            command=_module("grpo_trainer.tiny_model", "--path-file", path_file),
+            command=module("grpo_trainer.tiny_model", "--path-file", path_file),
             healthy=path_file.exists,
             deadline_s=self.settings.model_deadline_s,
             environment=child_environment(threads=2 * self.settings.compute_threads),
@@ -57,7 +59,7 @@ class ServiceFactory:
     def run_api(self, port: int, redis_port: int) -> Service:
         return Service(
             name="run-api",
-            command=_module(
+            command=module(
                 "grpo_api",
                 *("--host", HOST),
                 *("--port", port),
@@ -69,19 +71,29 @@ class ServiceFactory:
             environment=child_environment(threads=1) | self._token(),
         )
 
-    def vllm_server(self, port: int, redis_port: int, model: str, weights_socket: Path) -> Service:
+    def hand_off(self, redis_port: int, weights_socket: Path) -> HandOff:
+        """How the weights of this run travel."""
+        return HandOff(
+            options=self.settings,
+            restart_every_steps=self.sizes.vllm_restart_interval,
+            target_modules=tuple(self.sizes.lora_target_modules),
+            redis_url=redis_url(redis_port),
+            run_id=self.run.run_id,
+            save_path=self.run.checkpoints,
+            weights_socket=weights_socket,
+            bridge_config=self.run.bridge_config,
+        )
+
+    def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
         return Service(
             name="vllm-server",
-            command=_module(
+            command=module(
                 "grpo_vllm",
                 *("--model", model),
                 *("--host", HOST),
                 *("--port", port),
-                "--share-weights",
-                *("--weights-socket", weights_socket),
-                *("--bridge-config-path", self.run.bridge_config),
-                *("--redis-url", redis_url(redis_port)),
-                *("--run-id", self.run.run_id),
+                *("--health-port", free_port()),
+                *hand_off.server_flags(),
                 *("--dtype", self.settings.dtype),
                 *("--max-model-len", self.sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
@@ -91,22 +103,20 @@ class ServiceFactory:
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.sizes.server_deadline_s,
-            environment=child_environment(self.settings.compute_threads, model),
+            environment=child_environment(self.settings.compute_threads, model)
+            | hand_off.environment(),
         )
 
-    def trainer(
-        self, model: str, run_api_port: int, vllm_port: int, weights_socket: Path
-    ) -> Service:
+    def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
         settings, sizes = self.settings, self.sizes
         return Service(
             name="trainer",
-            command=_module(
+            command=module(
                 "grpo_trainer",
                 *("--model-name", model),
-                *("--weight-bridge-mode", "shared_vllm"),
+                *hand_off.trainer_flags(),
                 *("--atropos-url", url(run_api_port)),
                 *("--vllm-port", vllm_port),
-                *("--weights-socket", weights_socket),
                 *("--training-steps", sizes.steps),
                 *("--batch-size", sizes.batch_size),
                 *("--gradient-accumulation-steps", sizes.gradient_accumulation_steps),
@@ -118,12 +128,14 @@ class ServiceFactory:
                 *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
-                *("--save-path", self.run.checkpoints),
+                "--benchmark",
                 *("--checkpoint-interval", 0),  # steps take a second: a model each would be many
             ),
             healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
             deadline_s=sizes.start_deadline_s,
-            environment=child_environment(settings.compute_threads, model) | self._token(),
+            environment=child_environment(settings.compute_threads, model)
+            | hand_off.environment()
+            | self._token(),
             may_finish=True,
         )
 
@@ -131,7 +143,7 @@ class ServiceFactory:
         settings, sizes = self.settings, self.sizes
         return Service(
             name=self.environment_name(task),
-            command=_module(
+            command=module(
                 "grpo_env",
                 *(task, "serve"),
                 *("--env.rollout-server-url", url(run_api_port)),
@@ -202,5 +214,6 @@ def child_environment(
     return environment
 
 
-def _module(name: str, *arguments: str | int | float | Path) -> list[str]:
+def module(name: str, *arguments: str | int | float | Path) -> list[str]:
+    """The command that runs a module with this interpreter."""
     return [sys.executable, "-m", name, *(str(argument) for argument in arguments)]

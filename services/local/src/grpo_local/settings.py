@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from grpo_core.bearer_token import usable_token
-from grpo_core.settings import CommandSettings
+from grpo_local.mode_options import ModeOptions
 
 TaskName = Literal["arithmetic", "gsm8k"]
 
@@ -20,7 +20,7 @@ def half_the_cores() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class DemoSettings(CommandSettings):
+class DemoSettings(ModeOptions):
     """Train a model with GRPO on this machine's CPU and show the progress: Redis, run-api, vLLM
     server, environments and trainer as local processes, no GPU, container or model hub needed."""
 
@@ -49,7 +49,10 @@ class DemoSettings(CommandSettings):
     )
     seed: int = Field(0, ge=0, description="seed of sampling, data order and training")
     steps: int | None = Field(
-        None, ge=1, description="training steps (optimizer updates); unset: 250, gsm8k 60"
+        None,
+        ge=1,
+        description="training steps (optimizer updates); unset: 250, gsm8k 60; "
+        "60 where the engine restarts",
     )
     batch_size: int | None = Field(
         None, ge=1, description="sequences per forward pass; unset: 64, gsm8k 16"

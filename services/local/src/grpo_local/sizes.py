@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from grpo_local.modes import Mode
 from grpo_local.settings import DemoSettings, TaskName
+
+EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+"""An adapter on two layers alone cannot teach the tiny model much."""
+LORA_LR_FACTOR = 10.0
+"""An adapter takes about ten times the learning rate of the whole model."""
+STEPS_WITH_RESTARTS = 60
+"""A restart takes about 20 s even with the tiny model: six of them are enough to wait for."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything whose default depends on the task or on the model. Names as in `DemoSettings`."""
+    """Everything whose default depends on the task, the model or the mode. Names as in
+    `DemoSettings`."""
 
     steps: int
     batch_size: int
@@ -23,6 +32,8 @@ class Sizes:
     step_deadline_s: float = 120.0
     server_deadline_s: float = 180.0
     start_deadline_s: float = 60.0
+    vllm_restart_interval: int = 10
+    lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
 
 
 BY_TASK: Mapping[TaskName, Sizes] = {
@@ -60,6 +71,7 @@ def sizes_for(settings: DemoSettings) -> Sizes:
     sizes = max((BY_TASK[task] for task in settings.task), key=lambda sizes: sizes.seq_len)
     if settings.model is not None:
         sizes = _for_a_model_of_the_user(sizes, settings)
+    sizes = _for_the_mode(sizes, settings.weight_mode)
     names = [field.name for field in fields(Sizes)]
     given = {name: value for name in names if (value := getattr(settings, name)) is not None}
     chosen = replace(sizes, **given)
@@ -72,10 +84,19 @@ def _for_a_model_of_the_user(sizes: Sizes, settings: DemoSettings) -> Sizes:
         sizes,
         max_completion_tokens=max(REASONING_TOKENS[task] for task in settings.task),
         lr=1e-5,
+        lora_target_modules=(),  # the trainer's default
         step_deadline_s=1800.0,
         server_deadline_s=1800.0,
         start_deadline_s=600.0,
     )
+
+
+def _for_the_mode(sizes: Sizes, mode: Mode) -> Sizes:
+    if mode.trains_adapter:
+        sizes = replace(sizes, lr=LORA_LR_FACTOR * sizes.lr)
+    if mode.restarts_engine:
+        sizes = replace(sizes, steps=min(sizes.steps, STEPS_WITH_RESTARTS))
+    return sizes
 
 
 def _room(sizes: Sizes) -> int:

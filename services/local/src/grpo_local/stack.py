@@ -37,9 +37,21 @@ class Stack:
     That holds for grandchildren too, and for nothing that this process had started before.
     """
 
-    def __init__(self, log_directory: Path, stop_request: StopRequest) -> None:
+    def __init__(
+        self,
+        log_directory: Path,
+        stop_request: StopRequest,
+        watch: Callable[[Mapping[str, int]], None] = lambda _: None,
+        grace_s: float = STOP_GRACE_S,
+    ) -> None:
+        """Args:
+        watch: called with the process ids by name, often, while anything is waited for
+        grace_s: between asking a process to end and ending it
+        """
         self._log_directory = log_directory
         self._stop_request = stop_request
+        self._watch = watch
+        self._grace_s = grace_s
         self._running: list[tuple[Service, ManagedProcess]] = []
         self._not_ours: frozenset[int] = frozenset()
 
@@ -80,7 +92,7 @@ class Stack:
 
     def check(self) -> None:
         """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
-        self._stop_request.check()
+        self._look_around()
         self._check_processes(self._running)
 
     def sleep(self, seconds: float) -> None:
@@ -90,6 +102,29 @@ class Stack:
             self.check()
             time.sleep(min(_POLL_S, left))
 
+    def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
+        """Run jobs side by side until all have ended; returns their exit statuses by name.
+
+        One that fails leaves the others be. `meanwhile` is called again and again.
+
+        Raises:
+            ProcessFailed: a service that was started before failed.
+            StopRequested: a stop signal arrived.
+        """
+        services = list(self._running)
+        started = [self._spawn(job) for job in jobs]
+        while any(process.exit_code is None for process in started):
+            self._look_around()
+            self._check_processes(services)
+            meanwhile()
+            time.sleep(_POLL_S)
+        meanwhile()
+        ended = {process.name: process.exit_code for process in started}
+        for process in started:
+            process.kill()  # what it may have left in its session
+        self._running = services
+        return {name: code for name, code in ended.items() if code is not None}
+
     def process(self, name: str) -> ManagedProcess:
         return next(process for service, process in self._running if service.name == name)
 
@@ -98,7 +133,7 @@ class Stack:
         while self._running:
             _, process = self._running[-1]
             process.signal(signal.SIGTERM)
-            give_up_at = time.monotonic() + STOP_GRACE_S
+            give_up_at = time.monotonic() + self._grace_s
             while process.exit_code is None and time.monotonic() < give_up_at:
                 if self._stop_request.is_urgent:
                     break
@@ -127,10 +162,14 @@ class Stack:
         return process
 
     def _is_healthy(self, service: Service) -> bool:
-        self._stop_request.check()
+        self._look_around()
         self._check_processes(self._running[:-1])
         newest = self._running[-1][1]
         return newest.exit_code is None and service.healthy()
+
+    def _look_around(self) -> None:
+        self._stop_request.check()
+        self._watch({service.name: process.pid for service, process in self._running})
 
     def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
         failed = [process for service, process in running if _has_failed(service, process)]

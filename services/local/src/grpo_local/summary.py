@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from grpo_local.metrics_file import StepRecord
+from grpo_local.modes import Mode
 from grpo_local.progress import seconds
 from grpo_local.run_directory import RunDirectory
 
@@ -52,7 +53,8 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
     )
 
 
-def summary_lines(summary: Summary, run: RunDirectory) -> list[str]:
+def summary_lines(summary: Summary, run: RunDirectory, mode: Mode, publication: str) -> list[str]:
+    """`publication`: how often weights were published, and what that cost."""
     steps = "step" if summary.tenth_steps == 1 else f"{summary.tenth_steps} steps"
     facts = {
         "reward": f"{summary.first_reward:.3f} in the first {steps}, "
@@ -62,9 +64,10 @@ def summary_lines(summary: Summary, run: RunDirectory) -> list[str]:
         "per step": f"{summary.step_s:.2f} s: generate {seconds(summary.generation_s)}, "
         f"wait {summary.fetch_s:.2f}, train {summary.compute_s:.2f}, "
         f"publish {summary.sync_s:.2f} (mean)",
+        "weights": publication,
         "curve": str(run.reward_plot),
         "metrics": str(run.metrics),
-        "model": str(run.checkpoints),
+        "model": str(run.checkpoints / mode.final_directory),
         "logs": str(run.logs),
     }
     return [f"{name + ':':<10}{fact}" for name, fact in facts.items()]

@@ -1,0 +1,177 @@
+"""Runs `grpo-demo` once in each mode and writes down what it took."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_local.compare_settings import CompareSettings
+from grpo_local.comparison import Comparison, ModeResult, document, table_lines
+from grpo_local.comparison_plot import Curve, draw_comparison
+from grpo_local.metrics_file import MetricsFile
+from grpo_local.modes import ModeName
+from grpo_local.processes import describe_exit
+from grpo_local.run_directory import RUNS, RunDirectory, RunDirectoryUnusable, default_name
+from grpo_local.run_facts import read_facts
+from grpo_local.screen import Screen
+from grpo_local.stack import Service, Stack
+from grpo_local.step_news import StepNews
+from grpo_local.stop_request import StopRequest, StopRequested
+
+EXIT_FAILED = 1
+FAILURE_MARK = "failed ("
+"""What `grpo-demo` begins its last words with."""
+RUN_GRACE_S = 60.0
+"""A run ends its own processes, each with a grace of its own."""
+
+
+@dataclass(frozen=True)
+class ComparisonDirectory:
+    path: Path
+
+    def run(self, mode: ModeName) -> RunDirectory:
+        return RunDirectory(self.path / mode)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "comparison.png"
+
+    @property
+    def table(self) -> Path:
+        return self.path / "comparison.md"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "comparison.json"
+
+
+def compare(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
+    """Returns the exit status: 0 where every mode did well and dropped nothing, otherwise 1;
+    128 + n after signal n."""
+    with StopRequest() as stop_request:
+        try:
+            directory = create_directory(settings)
+            screen.line(
+                f"{settings.steps} steps in each of {', '.join(settings.modes)}; "
+                f"files in {directory.path}"
+            )
+            results = _run_all(settings, passed_on, directory, screen, stop_request)
+            comparison = _comparison(settings, passed_on, results)
+            write_comparison(comparison, directory)
+        except StopRequested as stopped:
+            screen.failure(f"{stopped}; every process of this comparison has ended")
+            return stopped.exit_status
+        except GrpoError as error:
+            screen.failure(f"failed ({type(error).__name__}): {error}")
+            return EXIT_FAILED
+    screen.lines(["", *table_lines(results), "", f"table: {directory.table}"])
+    screen.line(f"curves: {directory.plot}")
+    for problem in comparison.problems:
+        screen.failure(problem)
+    return EXIT_FAILED if comparison.problems else 0
+
+
+def create_directory(settings: CompareSettings) -> ComparisonDirectory:
+    """Raises `RunDirectoryUnusable` where it holds files already."""
+    name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
+    directory = ComparisonDirectory(settings.directory or RUNS / name)
+    if directory.path.exists() and (not directory.path.is_dir() or any(directory.path.iterdir())):
+        raise RunDirectoryUnusable(
+            f"{directory.path} holds files; name a new or empty directory with --directory"
+        )
+    directory.logs.mkdir(parents=True)
+    return directory
+
+
+def demo_job(
+    settings: CompareSettings, mode: ModeName, passed_on: Sequence[str], run: Path
+) -> Service:
+    """One run, in a directory of its own. It chooses free ports and has deadlines of its own."""
+    gpus = dict(zip(settings.modes, settings.gpu_ids, strict=False))
+    words = ["--mode", mode, "--steps", str(settings.steps), "--seed", str(settings.seed)]
+    return Service(
+        name=mode,
+        command=[*(sys.executable, "-m", "grpo_local"), *words, "--run-dir", str(run), *passed_on],
+        healthy=lambda: True,
+        deadline_s=0.0,
+        environment={"CUDA_VISIBLE_DEVICES": gpus[mode]} if mode in gpus else {},
+        may_finish=True,
+    )
+
+
+def _run_all(
+    settings: CompareSettings,
+    passed_on: Sequence[str],
+    directory: ComparisonDirectory,
+    screen: Screen,
+    stop_request: StopRequest,
+) -> list[ModeResult]:
+    rounds = [settings.modes] if settings.side_by_side else [[mode] for mode in settings.modes]
+    results: list[ModeResult] = []
+    for modes in rounds:
+        jobs = [demo_job(settings, m, passed_on, directory.run(m).path) for m in modes]
+        news = [(mode, directory.run(mode).metrics) for mode in modes]
+        with (
+            Stack(directory.logs, stop_request, grace_s=RUN_GRACE_S) as stack,
+            screen.activity(f"running {', '.join(modes)}"),
+        ):
+            statuses = stack.join(jobs, StepNews(news, screen).tell)
+        results += [result_of(mode, statuses[mode], directory) for mode in modes]
+    return results
+
+
+def result_of(mode: ModeName, status: int, directory: ComparisonDirectory) -> ModeResult:
+    """What a run that ended with this status has left behind."""
+    run, log = directory.run(mode), directory.logs / f"{mode}.log"
+    result = ModeResult(mode=mode, run=run.path, log=log)
+    if status != 0:
+        return result.model_copy(update={"failure": _why(status, log)})
+    try:
+        return result.model_copy(update={"facts": read_facts(run.summary)})
+    except ProtocolViolation as error:
+        return result.model_copy(update={"failure": str(error)})
+
+
+def _why(status: int, log: Path) -> str:
+    """As the run itself says, where it does."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    said = next((line for line in lines if line.startswith(FAILURE_MARK)), None)
+    return said or f"its run ended with {describe_exit(status)}"
+
+
+def _comparison(
+    settings: CompareSettings, passed_on: Sequence[str], results: list[ModeResult]
+) -> Comparison:
+    return Comparison(
+        steps=settings.steps,
+        seed=settings.seed,
+        cores=os.cpu_count() or 1,
+        side_by_side=settings.side_by_side,
+        passed_on=list(passed_on),
+        results=results,
+    )
+
+
+def write_comparison(comparison: Comparison, directory: ComparisonDirectory) -> None:
+    """The curves of a failed run go as far as it came.
+
+    Raises:
+        ProtocolViolation: a metrics file breaks its contract.
+    """
+    directory.record.write_text(comparison.model_dump_json(indent=2) + "\n")
+    directory.table.write_text(document(comparison, directory.plot.name))
+    curves = [
+        Curve(result.mode, MetricsFile(directory.run(result.mode).metrics).read_new())
+        for result in comparison.results
+    ]
+    title = f"GRPO in each mode, seed {comparison.seed}"
+    draw_comparison([curve for curve in curves if curve.records], title, directory.plot)

@@ -1,0 +1,132 @@
+"""What each mode took, as a record and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from grpo_local.modes import ModeName
+from grpo_local.run_facts import RunFacts
+
+NOT_KNOWN = "-"
+MIB = 2**20
+
+
+class ModeResult(BaseModel):
+    """One run. Either `facts` or `failure` is there."""
+
+    model_config = ConfigDict(frozen=True)
+
+    mode: ModeName
+    run: Path
+    log: Path
+    """What the run told its user."""
+    facts: RunFacts | None = None
+    failure: str | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """Why this is no good result, one line each; empty where it is one."""
+        if self.facts is None:
+            return [f"{self.mode} failed: {self.failure}; see {self.log}"]
+        dropped = self.facts.dropped_requests
+        if dropped is None:
+            return [f"{self.mode}: the server did not say how many requests it dropped"]
+        return [f"{self.mode}: {dropped} dropped requests, must be 0"] if dropped else []
+
+
+class Comparison(BaseModel):
+    """`comparison.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    seed: int
+    cores: int
+    side_by_side: bool
+    passed_on: list[str]
+    """Options that every run got."""
+    results: list[ModeResult]
+
+    @property
+    def problems(self) -> list[str]:
+        return [problem for result in self.results for problem in result.problems]
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    value: Callable[[RunFacts], float | None]
+    form: str
+
+
+ROWS = (
+    Row("total time, services included (s)", lambda f: f.summary.total_s, ".1f"),
+    Row("training (s)", lambda f: f.summary.training_s, ".1f"),
+    Row("steps", lambda f: f.summary.steps, "d"),
+    Row("all steps (s)", lambda f: f.summary.step_s * f.summary.steps, ".1f"),
+    Row("a step, mean (s)", lambda f: f.summary.step_s, ".2f"),
+    Row("all weight sync (s)", lambda f: f.summary.sync_s * f.summary.steps, ".1f"),
+    Row("weight sync per step, mean (s)", lambda f: f.summary.sync_s, ".2f"),
+    Row("all waits for data (s)", lambda f: f.summary.fetch_s * f.summary.steps, ".1f"),
+    Row("wait for data per step, mean (s)", lambda f: f.summary.fetch_s, ".2f"),
+    Row("peak memory, trainer (MiB)", lambda f: _mib(f, "trainer"), ".0f"),
+    Row("peak memory, server (MiB)", lambda f: _mib(f, "vllm-server"), ".0f"),
+    Row("generated tokens per second", lambda f: f.generation_tokens_per_s, ".0f"),
+    Row("publications", lambda f: f.publishes, "d"),
+    Row("engine restarts", lambda f: f.restarts, "d"),
+    Row("dropped requests", lambda f: f.dropped_requests, "d"),
+    Row("reward, first tenth of the steps", lambda f: f.summary.first_reward, ".3f"),
+    Row("reward, last tenth of the steps", lambda f: f.summary.last_reward, ".3f"),
+)
+
+
+def table_lines(results: Sequence[ModeResult]) -> list[str]:
+    """GitHub's Markdown: a line per measure, a column per mode."""
+    head = ["", *(f"`{result.mode}`" for result in results)]
+    rows = [["result", *("ok" if result.facts else "failed" for result in results)]]
+    rows += [[row.title, *(_cell(row, result.facts) for result in results)] for row in ROWS]
+    return [_line(head), _line(["---", *("---:" for _ in results)]), *map(_line, rows)]
+
+
+def document(comparison: Comparison, plot: str) -> str:
+    """`comparison.md`."""
+    how = "all at once" if comparison.side_by_side else "one after another"
+    options = " ".join(comparison.passed_on) or "none"
+    return "\n".join(
+        [
+            "# Modes compared",
+            "",
+            f"{comparison.steps} steps each, seed {comparison.seed}, {how}, on "
+            f"{comparison.cores} cores; more options: {options}.",
+            "",
+            *table_lines(comparison.results),
+            "",
+            *(f"- {problem}" for problem in comparison.problems),
+            *([""] if comparison.problems else []),
+            "Times are of the trainer's clock. Memory is the proportional set size of the process "
+            "and all below it, sampled once a second: pages that server and trainer share count "
+            "once. Generated tokens are the server's count, over the training. The LoRA modes "
+            "train with a learning rate of their own.",
+            "",
+            f"![reward by step and by time]({plot})",
+            "",
+        ]
+    )
+
+
+def _mib(facts: RunFacts, service: str) -> float | None:
+    peak = facts.peak_bytes.get(service)
+    return None if peak is None else peak / MIB
+
+
+def _cell(row: Row, facts: RunFacts | None) -> str:
+    value = None if facts is None else row.value(facts)
+    return NOT_KNOWN if value is None else format(value, row.form)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,34 @@
+"""`grpo-run`: server and trainer together. `python -m grpo_local.run_command` is the same."""
+
+from __future__ import annotations
+
+import sys
+
+from grpo_core.settings import EXIT_USAGE, load_settings
+from grpo_local.argument_split import split_arguments, taken_flags
+from grpo_local.run_settings import RunSettings
+
+OURS = (
+    *("--model", "--model-name", "--weight-bridge-mode", "--redis-url", "--run-id"),
+    *("--atropos-url", "--vllm-port", "--vllm-url", "--save-path", "--weights-socket"),
+    *("--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),
+    *("--vllm-restart-interval", "--adapter-sync-interval"),
+)
+"""The server, or both, hang on these."""
+
+
+def main() -> None:
+    arguments = split_arguments(sys.argv[1:])
+    settings = load_settings(RunSettings, arguments.own)
+    if taken := taken_flags(arguments.passed_on, OURS):
+        sys.stderr.write(f"grpo-run: {', '.join(taken)}: grpo-run's own; say it before the --\n")
+        raise SystemExit(EXIT_USAGE)
+
+    from grpo_local.screen import Screen
+    from grpo_local.together import run_together
+
+    raise SystemExit(run_together(settings, arguments.passed_on, Screen()))
+
+
+if __name__ == "__main__":
+    main()
