@@ -107,10 +107,19 @@ class GenerationClient(AsyncServiceClient):
         return _parse_generate(await self._send("POST", "/generate", json=body))
 
 
+class LoadedAdapter(BaseModel):
+    """The LoRA adapter that answers for the model's name."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    path: str
+
+
 class BridgeInfo(BaseModel):
     """`GET /bridge/info`, as far as a trainer reads it."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     policy_version: tuple[int, int]
     paused: bool
@@ -118,6 +127,15 @@ class BridgeInfo(BaseModel):
     weights_socket: str | None
     generation: str | None = None
     state: str = "serving"
+    model_name: str | None = None
+    dtype: str | None = None
+    """Of the weights: "float32", "bfloat16"."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence."""
+    kv_block_size: int | None = None
+    """Tokens that are cached, or not, together."""
+    lora_enabled: bool = False
+    adapter: LoadedAdapter | None = None
 
     @property
     def awaiting_weights(self) -> bool:

@@ -85,8 +85,9 @@ def load_settings(
     except ValidationError as error:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+            where = f"--{option}: " if option else ""  # none: about several of them
             sys.stderr.write(
-                f"{prog}: --{option}: {problem['msg']} ({_given(settings_type, problem)}); "
+                f"{prog}: {where}{problem['msg']} ({_given(settings_type, problem)}); "
                 f"see {prog} --help\n"
             )
         raise SystemExit(EXIT_USAGE) from None

@@ -109,3 +109,13 @@ def adapter_rank(directory: Path) -> int:
         raise UnusableWeights(
             f"{directory / ADAPTER_CONFIG}: not a LoRA configuration: {error!r}"
         ) from error
+
+
+def require_rank(directory: Path, max_rank: int) -> None:
+    """Raises `UnusableWeights` where the adapter is larger than the engine has room for."""
+    rank = adapter_rank(directory)
+    if rank > max_rank:
+        raise UnusableWeights(
+            f"{directory}: rank {rank}, the server accepts at most {max_rank}; train with a lower "
+            f"--lora-r, or start the server with --max-lora-rank {rank} or more"
+        )

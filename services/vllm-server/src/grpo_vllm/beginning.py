@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.bridge import UNTRAINED
+from grpo_vllm.engine_plan import UNTRAINED
 from grpo_vllm.served_record import ServedWeights
 
 

@@ -22,6 +22,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine_plan import UNTRAINED
 from grpo_vllm.engine_switch import Engine, EngineSwitch
 from grpo_vllm.readiness_gate import Refusal
 from grpo_vllm.served_record import NoRecord, ServedWeights, WeightsRecord
@@ -29,9 +30,6 @@ from grpo_vllm.serving_state import ServingState, refusal_in
 from grpo_vllm.write_back import WriteBack
 
 log = structlog.get_logger()
-
-UNTRAINED = PolicyVersion(epoch=0, step=0)
-"""The checkpoint's weights, before any trainer has written."""
 
 HANDOVER_S = 2.0
 """How long a new trainer waits at the door for the connection of the one before to close."""
@@ -171,6 +169,11 @@ class WeightBridge:
             await self._end_pause(self._pause)
             if written:
                 self.write_back.done()
+
+    async def adopt(self, version: PolicyVersion) -> None:
+        """Name what is served from now on, where nobody writes in place: an adapter took over."""
+        async with self._lock:
+            await self._name(version, intact=True)
 
     async def take_notice(self) -> bool:
         """Something outside says that weights have changed: forget cached keys and values. The

@@ -9,15 +9,19 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
 3. platform: `current_platform.is_cpu()`, `is_sleep_mode_available()`
 4. server: `make_arg_parser`, `validate_parsed_serve_args`, `build_async_engine_client`,
    `build_app`, `init_app_state`, `cli_env_setup`
-5. engine (the client that `open_engine` yields): `generate`, `pause_generation`,
-   `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`, `sleep`, `wake_up`,
-   `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`
+5. engine (the client that `open_engine` yields): `generate`, `add_lora`, `remove_lora`,
+   `pause_generation`, `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`,
+   `sleep`, `wake_up`, `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`
 6. requests: `SamplingParams`, `StructuredOutputsParams`, `RequestOutputKind`, `TokensPrompt`, the
    outputs' `weight_versions`, the tokenizer's `max_chars_per_token`
 7. admission: a `LogitsProcessor`'s `validate_params`, called for every request on every route
 8. errors: `VLLMClientError` (the request is wrong; `ValueError` in 0.24), `EngineDeadError`,
    `EngineGenerateError`; the handlers for its own routes read `app.state.server`
 9. switches: `VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_WORKER_MULTIPROC_METHOD`
+10. adapters: `LoRARequest`; the mapping `lora_requests` of `app.state.openai_serving_models`, which
+    every route asks before it takes a name for the base model's
+11. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
+    `cache_config.block_size`
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/integration/
 test_vllm_internals.py` checks that each is still there.
@@ -27,7 +31,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config.load import LoadConfig
 from vllm.config.utils import replace as replace_config
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
@@ -61,6 +66,7 @@ __all__ = [
     "EngineDeadError",
     "EngineGenerateError",
     "EngineRefusal",
+    "LoRARequest",
     "LoadConfig",
     "LogitsProcessor",
     "RequestOutputKind",
@@ -73,6 +79,8 @@ __all__ = [
     "check_requests_with",
     "current_platform",
     "device_type",
+    "generation_tokens",
+    "kv_block_size",
     "let_handlers_stop",
     "longest_token_chars",
     "open_engine",
@@ -80,6 +88,7 @@ __all__ = [
     "refuse_parallel_engines",
     "register_model_loader",
     "replace_config",
+    "resolve_adapters_with",
     "stamped_versions",
     "stamps_versions",
     "why_no_sleep",
@@ -182,6 +191,25 @@ def why_no_sleep(engine: Any) -> str | None:
     if not engine.vllm_config.model_config.enable_sleep_mode:
         return "start the server with --enable-sleep-mode"
     return None
+
+
+def resolve_adapters_with(app: FastAPI, adapters: MutableMapping[Any, Any]) -> None:
+    """Have every route of vLLM ask `adapters` (model name → LoRARequest) for the model it names."""
+    app.state.openai_serving_models.lora_requests = adapters
+
+
+def kv_block_size(engine: Any) -> int:
+    """Tokens whose keys and values are cached and reused together."""
+    size: int = engine.vllm_config.cache_config.block_size
+    return size
+
+
+def generation_tokens() -> int:
+    """Tokens sampled since this process started."""
+    from prometheus_client import REGISTRY
+
+    samples = (s for metric in REGISTRY.collect() for s in metric.samples)
+    return int(sum(s.value for s in samples if s.name == "vllm:generation_tokens_total"))
 
 
 def longest_token_chars(tokenizer: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.adapters import LoadedAdapter
 from grpo_vllm.engine_internals import (
     EngineDeadError,
     EngineGenerateError,
@@ -44,8 +45,13 @@ class PartialCompletion:
     first_version: PolicyVersion | None = None
     last_version: PolicyVersion | None = None
 
-    def extend(self, piece: Any, arrived_under: PolicyVersion) -> None:
-        """Add a piece of vLLM's output."""
+    def extend(self, piece: Any, arrived_under: PolicyVersion, stamped: bool) -> None:
+        """Add a piece of vLLM's output.
+
+        Args:
+            stamped: whether the engine's own stamps name what sampled it. They name the model's
+                weights, never an adapter.
+        """
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
         if piece.token_ids:
@@ -54,7 +60,9 @@ class PartialCompletion:
             self.last_version = arrived_under
         for token, entry in zip(piece.token_ids, piece.logprobs or (), strict=False):
             self.logprobs.append(_sampled_first(token, entry))
-        stamps = stamped_versions(piece)  # with the last piece, for all tokens: the engine's word
+        stamps = (
+            stamped_versions(piece) if stamped else []
+        )  # with the last piece, for all tokens: the engine's word
         if stamps:
             self.first_version, self.last_version = stamps[0], stamps[-1]
 
@@ -69,15 +77,21 @@ class Generation:
     Args:
         engine: vLLM's engine client
         current_version: what is served, for engines that do not stamp what they sample
+        adapter: what samples all of it, whatever takes its place meanwhile; None for the model
     """
 
     def __init__(
-        self, engine: Any, request: GenerateRequest, current_version: Callable[[], PolicyVersion]
+        self,
+        engine: Any,
+        request: GenerateRequest,
+        current_version: Callable[[], PolicyVersion],
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.completions = [PartialCompletion() for _ in range(request.sampling.n)]
         self._engine = engine
         self.request = request
-        self._current_version = current_version
+        self._adapter = adapter
+        self._version_now = current_version
         self._prompt_logprobs: Any = None
 
     @property
@@ -100,7 +114,12 @@ class Generation:
         sampling = self.request.sampling
         sampling.output_kind = self._output_kind()
         try:
-            outputs = self._engine.generate(prompt, sampling, uuid.uuid4().hex)
+            outputs = self._engine.generate(
+                prompt,
+                sampling,
+                uuid.uuid4().hex,
+                lora_request=self._adapter.request if self._adapter else None,
+            )
             async with aclosing(outputs):
                 async for output in outputs:
                     self._take(output)
@@ -137,11 +156,11 @@ class Generation:
         return RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
 
     def _take(self, output: Any) -> None:
-        version = self._current_version()
+        version = self._adapter.version if self._adapter else self._version_now()
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
         try:
             for piece in output.outputs:
-                self.completions[piece.index].extend(piece, version)
+                self.completions[piece.index].extend(piece, version, stamped=not self._adapter)
         except NonFiniteLogprob as error:
             restricting = _restricting_parameters(self.request.sampling)
             if not restricting:

@@ -16,8 +16,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
-OPEN_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-OPEN_PREFIXES = ("/bridge/", "/lora/")
+OPEN_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
+OPEN_PREFIXES = ("/bridge/", "/lora/", "/engine/")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 RETRY_AFTER_S = 2
 TRY_AGAIN_LATER = 1013
@@ -56,7 +61,7 @@ class ReadinessGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._barrier.refusal() if scope["type"] in ("http", "websocket") else None
-        if refusal is None or _passes(scope):
+        if refusal is None or samples_nothing(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
@@ -116,8 +121,8 @@ class _Lookahead:
         return self._taken.popleft() if self._taken else await self._receive()
 
 
-def _passes(scope: Scope) -> bool:
-    """True for what samples nothing. A path that is not known here counts as generation."""
+def samples_nothing(scope: Scope) -> bool:
+    """A path that is not known here counts as generation, and so do the checks of health."""
     if scope["type"] == "websocket" or scope["path"] in HEALTH_PATHS:
         return False
     path = scope["path"]

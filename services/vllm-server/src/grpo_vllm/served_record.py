@@ -40,11 +40,19 @@ class BadServedRecord(GrpoError):
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """`trained`: a trainer wrote them. Else they are the checkpoint's, under a name of this run."""
+    """`trained`: a trainer made them. Else they are the checkpoint's, under a name of this run.
+
+    `kind`, `path`, `sha256`: where they lie on disk, "" where a trainer wrote them in place;
+    `model`: what the server was started with, "" where nobody said.
+    """
 
     version: PolicyVersion
     intact: bool
     trained: bool
+    kind: str = ""
+    path: str = ""
+    sha256: str = ""
+    model: str = ""
 
 
 class WeightsRecord(Protocol):
@@ -133,6 +141,10 @@ class ServedRecord(ClosesOnAsyncExit):
             "step": served.version.step,
             "intact": int(served.intact),
             "trained": int(served.trained),
+            "kind": served.kind,
+            "path": served.path,
+            "sha256": served.sha256,
+            "model": served.model,
             "time": round(time.time(), 3),
         }
         words = [word for field in fields.items() for word in field]
@@ -154,6 +166,7 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
             version=PolicyVersion(int(fields["epoch"]), int(fields["step"])),
             intact=bool(int(fields["intact"])),
             trained=bool(int(fields["trained"])),
+            **{name: fields.get(name, "") for name in ("kind", "path", "sha256", "model")},
         )
     except (KeyError, ValueError) as error:
         raise BadServedRecord(

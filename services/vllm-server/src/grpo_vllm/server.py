@@ -1,4 +1,4 @@
-"""Puts engine, routes and sockets together and serves until told to stop."""
+"""The engine process: engine, routes and sockets put together, serving until told to stop."""
 
 from __future__ import annotations
 
@@ -14,111 +14,122 @@ import structlog
 
 from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
-from grpo_vllm.admission import PROCESSOR
-from grpo_vllm.applications import control_app, include_control, public_app
+from grpo_vllm.adapters import AdapterSwitch
+from grpo_vllm.applications import (
+    Serving,
+    control_app,
+    include_control,
+    private_app,
+    public_app,
+)
 from grpo_vllm.arena import dtype_name
 from grpo_vllm.beginning import Beginning, begin_after
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.bridge_file import announced
+from grpo_vllm.channel import EngineEnd
+from grpo_vllm.connections import ParkingLot
+from grpo_vllm.draining import Drain
+from grpo_vllm.engine_arguments import parsed_engine_arguments
 from grpo_vllm.engine_internals import (
     EngineControl,
-    check_requests_with,
-    current_platform,
     device_type,
+    let_handlers_stop,
     open_engine,
-    parse_engine_arguments,
-    refuse_parallel_engines,
 )
-from grpo_vllm.http_servers import Endpoint, HttpServer, bound_socket, serve_until
-from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.http_servers import Endpoint, HttpServer, serve_until
+from grpo_vllm.in_flight import InFlight, InFlightCounter
+from grpo_vllm.readiness_gate import ReadinessGate
 from grpo_vllm.served_record import NoRecord, ServedRecord, ServedWeights, WeightsRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weight_server import import_from_worker, serve_weights
 
 log = structlog.get_logger()
 
-LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
-
 
 class EngineDied(GrpoError):
     """The engine ended, or does not answer any more, while the server was up."""
 
 
-def run(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `EngineDied` when the engine goes first."""
+def run(settings: ServerSettings, plan: EnginePlan) -> None:
+    """Serve until drained, SIGTERM or SIGINT. Raises `EngineDied` when the engine goes first."""
     # The engine starts inside a blocking call; until the loop's own handlers stand, SIGTERM must
     # unwind the stack, or the engine's processes would outlive this one.
     signal.signal(signal.SIGTERM, _unwind)
-    asyncio.run(_serve(settings))
+    asyncio.run(_serve(settings, plan))
 
 
 def _unwind(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def engine_arguments(settings: ServerSettings) -> list[str]:
-    """Our options as vLLM's, then the user's own, which win where both name one."""
-    ours = [
-        *("--model", settings.model),
-        *("--host", settings.host),
-        *("--port", str(settings.port)),
-        *("--logprobs-mode", LOGPROBS_MODE),
-        # Else the model's own defaults for top_p and the like would apply to /v1 requests unseen.
-        *("--generation-config", "vllm"),
-    ]
-    if settings.share_weights:
-        ours += ["--load-format", LOAD_FORMAT, "--worker-extension-cls", WORKER_EXTENSION]
-    return [*ours, *settings.engine_arguments]
-
-
-async def _serve(settings: ServerSettings) -> None:
-    arguments = _parsed_engine_arguments(settings)
+async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
+    arguments = parsed_engine_arguments(settings, plan.weights)
+    channel = EngineEnd(plan.channel)
     async with contextlib.AsyncExitStack() as stack:
-        public = stack.enter_context(bound_socket(settings.host, settings.port))
-        control = _control_socket(settings, stack)
         record = await _open_record(settings, stack)
         served = await record.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
-        beginning = begin_after(served, settings.await_weights)
+        beginning = _beginning(settings, plan.weights, served)
         bridge = await _begin(settings, engine, beginning, record)
+        in_flight = InFlight(on_dropped=channel.dropped)
+        adapters = await _adapters(settings, engine, arguments, in_flight, plan.weights)
+        serving = Serving(settings, engine, bridge, in_flight, adapters)
         shared = await stack.enter_async_context(_sharing(settings, engine, bridge))
-        app = await public_app(engine, arguments, bridge, shared)
-        if control is None and settings.public_is_loopback:
-            include_control(app, settings, engine, bridge)
-        endpoints = [Endpoint(HttpServer.gated(app, bridge, settings.write_back_hold_s), public)]
-        if control is not None:
-            endpoints.append(Endpoint(HttpServer(control_app(settings, engine, bridge)), control))
-        log.info("serving", host=settings.host, port=settings.port, model=settings.model)
+        app = await public_app(serving, arguments, shared)
+        if plan.control is None and settings.public_is_loopback:
+            include_control(app, serving)
+        lot = ParkingLot()
+        gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
+        public = HttpServer(gated, lot=lot)
+        let_handlers_stop(app, public)
+        drain = Drain(public, lot, in_flight, channel)
+        endpoints = [
+            Endpoint(public, _listening(plan.public)),
+            Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
+        ]
+        if plan.control is not None:
+            endpoints.append(Endpoint(HttpServer(control_app(serving)), _listening(plan.control)))
+        log.info(
+            "serving",
+            host=settings.host,
+            port=settings.port,
+            model=str(plan.weights.checkpoint or settings.model),
+            policy_version=tuple(bridge.version),
+        )
+        arrival = asyncio.create_task(_arrive(public, plan.parked, channel))
         await serve_until(lambda: engine.errored or bridge.engine.broken, endpoints)
+        await arrival
         if engine.errored:
             raise EngineDied("the engine process ended; its last lines in this log say why")
         if bridge.engine.broken:
             raise EngineDied("the engine did not resume after a pause")
 
 
-def _parsed_engine_arguments(settings: ServerSettings) -> argparse.Namespace:
-    arguments = parse_engine_arguments(engine_arguments(settings))
-    if settings.share_weights:
-        refuse_parallel_engines(arguments)
-    if current_platform.is_cpu():
-        check_requests_with(PROCESSOR, arguments)
-    return arguments
+async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
+    await server.adopt(parked)
+    channel.serving()
 
 
-def _control_socket(
-    settings: ServerSettings, stack: contextlib.AsyncExitStack
-) -> socket.socket | None:
-    if settings.control_port is None:
-        return None
-    return stack.enter_context(bound_socket(settings.control_host, settings.control_port))
+def _listening(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=descriptor)
 
 
 async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
-    """Weights that nobody can write are always the checkpoint's: there is nothing to remember."""
+    """Of weights that a trainer writes here. Others come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
         return NoRecord()
     return await stack.enter_async_context(ServedRecord(settings.redis_url, settings.run_id))
+
+
+def _beginning(
+    settings: ServerSettings, weights: PlannedWeights, served: ServedWeights | None
+) -> Beginning:
+    if not settings.share_weights:
+        return Beginning(weights.version)
+    if served is None and weights.in_memory:  # without Redis the supervisor alone remembers
+        served = ServedWeights(weights.version, intact=False, trained=weights.trained)
+    return begin_after(served, settings.await_weights)
 
 
 async def _begin(
@@ -131,6 +142,22 @@ async def _begin(
     if beginning.missing:
         bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
     return bridge
+
+
+async def _adapters(
+    settings: ServerSettings,
+    engine: Any,
+    arguments: argparse.Namespace,
+    in_flight: InFlight,
+    weights: PlannedWeights,
+) -> AdapterSwitch | None:
+    """Raises `AdapterRefused` where the engine does not take the adapter that it is to serve."""
+    if not settings.enable_lora:
+        return None
+    adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)
+    if weights.adapter is not None:
+        await adapters.load(weights.adapter, weights.version)
+    return adapters
 
 
 @contextlib.asynccontextmanager

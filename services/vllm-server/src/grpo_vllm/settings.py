@@ -5,20 +5,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
 from grpo_core.bridge_config import FILE_NAME
 from grpo_core.redis_names import DEFAULT_RUN_ID
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would break the importance ratio, or the sharing, without a word."""
+HEALTH_PORT_ABOVE = 1000
+LAST_PORT = 65535
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's own choice."""
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -84,6 +90,48 @@ class ServerSettings(CommandSettings):
         gt=0,
         description="How long a trainer may take before requests are refused at once, in seconds",
     )
+    enable_lora: bool = Field(
+        False,
+        description="Take LoRA adapters: the served name answers from the newest, "
+        "<name>@base from the model itself",
+    )
+    max_lora_rank: int = Field(
+        16, description=f"Largest rank of an adapter, one of {', '.join(map(str, LORA_RANKS))}"
+    )
+    max_loras: int = Field(
+        2, ge=2, description="Adapters that one batch may mix: those before the newest included"
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="The only directory that adapters and checkpoints are taken from, the "
+        "trainer's <save path>/served_weights (default: none are taken)",
+    )
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        validate_default=True,
+        description="TCP port of /healthz, /readyz and /status on --control-host, which answer "
+        "while the engine restarts too (default: 1000 above --port)",
+    )
+    drain_s: float = Field(
+        60.0,
+        ge=0,
+        description="How long requests under way may take before a restart, in seconds; those "
+        "that take longer are answered 503",
+    )
+    stop_grace_s: float = Field(
+        8.0, gt=0, description="How long the engine process may take to end, in seconds"
+    )
+    engine_deadline_s: float = Field(
+        1800.0, gt=0, description="How long an engine may take to start, in seconds"
+    )
+    restart_limit: int = Field(
+        5,
+        ge=1,
+        description="Engine starts that may fail in a row before the server gives up: it then "
+        "answers 503 until it is told what to serve",
+    )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (RUN_ID)")
     log_level: str = Field("INFO", description="Least severe level that is logged")
     engine_arguments: CliUnknownArgs
@@ -105,6 +153,33 @@ class ServerSettings(CommandSettings):
     def bridge_config_required(self) -> bool:
         """Somebody said where it shall be, so somebody looks for it there."""
         return bool(self.model_fields_set & {"bridge_config_path", "logdir"})
+
+    @field_validator("health_port")
+    @classmethod
+    def _health_port_is_near_the_public_one(
+        cls, value: int | None, info: ValidationInfo
+    ) -> int | None:
+        port: int | None = info.data.get("port")
+        if value is not None or port is None:
+            return value
+        above = port + HEALTH_PORT_ABOVE
+        return above if above <= LAST_PORT else port - HEALTH_PORT_ABOVE
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _rank_is_one_of_vllms(cls, value: int) -> int:
+        if value not in LORA_RANKS:
+            raise ValueError(f"one of {', '.join(map(str, LORA_RANKS))}")
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_and_writing_in_place_are_two_modes(self) -> Self:
+        if self.share_weights and self.enable_lora:
+            raise ValueError(
+                "--enable-lora and --share-weights: a trainer either writes the weights in place "
+                "or sends adapters; choose one"
+            )
+        return self
 
     @field_validator("redis_url")
     @classmethod
@@ -148,3 +223,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def load_server_settings(argv: Sequence[str]) -> ServerSettings:
+    """Ends the process with status 2 and a line per mistake."""
+    return load_settings(
+        ServerSettings,
+        argv,
+        variables={
+            "share_weights": SHARE_WEIGHTS_VARIABLE,
+            "bridge_config_path": "VLLM_BRIDGE_CONFIG_PATH",
+            "logdir": "LOGDIR",
+        },
+    )

@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from grpo_core.errors import GrpoError
+from grpo_core.weight_files import UnusableWeights
+from grpo_vllm.adapters import AdapterRefused
 from grpo_vllm.bridge import BridgeConflict
 from grpo_vllm.engine_switch import EngineTimeout
 from grpo_vllm.generate_request import BadGenerateRequest
@@ -29,8 +31,10 @@ class NotOffered(GrpoError):
 
 STATUS: dict[type[GrpoError], int] = {
     BadGenerateRequest: 400,
+    AdapterRefused: 409,
     BridgeConflict: 409,
     BodyTooLarge: 413,
+    UnusableWeights: 422,
     NotOffered: 501,
     EngineTimeout: 503,
     GenerationFailed: 503,

@@ -8,21 +8,29 @@ from typing import Any
 from fastapi import APIRouter
 
 from grpo_core.bridge_config import BridgeConfig
+from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.routes.answers import AnsweringRoute
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What does not change while the server runs. `shared`: None where nothing is shared."""
+    """What does not change while the server runs. `shared`: None where nothing is shared.
+
+    `max_model_len`: tokens of a prompt and its completion; `kv_block_size`: tokens whose keys and
+    values are cached together."""
 
     name: str
     dtype: str
     device: str
     shared: BridgeConfig | None
+    max_model_len: int = 0
+    kv_block_size: int = 0
 
 
-def bridge_facts_router(bridge: WeightBridge, model: ServedModel) -> APIRouter:
+def bridge_facts_router(
+    bridge: WeightBridge, model: ServedModel, adapters: AdapterSwitch | None = None
+) -> APIRouter:
     """`GET /bridge/info` and `GET /bridge/state_dict_info`."""
     router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
     shared = model.shared
@@ -30,11 +38,17 @@ def bridge_facts_router(bridge: WeightBridge, model: ServedModel) -> APIRouter:
     @router.get("/info")
     async def get_info() -> dict[str, Any]:
         refusal = bridge.refusal()
+        adapter = adapters.current if adapters else None
         return {
             "enabled": shared is not None,
             "shared_weights": shared is not None,
             "model_name": model.name,
+            "dtype": model.dtype,
             "device": model.device,
+            "max_model_len": model.max_model_len,
+            "kv_block_size": model.kv_block_size,
+            "lora_enabled": adapters is not None,
+            "adapter": {"name": adapter.name, "path": str(adapter.directory)} if adapter else None,
             "generation": shared.generation if shared else None,
             "weights_socket": str(shared.weights_socket) if shared else None,
             "policy_version": list(bridge.version),

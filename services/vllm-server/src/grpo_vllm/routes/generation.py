@@ -10,6 +10,7 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.disconnection import unless_disconnected
 from grpo_vllm.generate_request import parse_generate_request
@@ -23,13 +24,20 @@ HEALTH_DEADLINE_S = 5.0
 ONE_TOKEN = b'{"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0}'
 
 
-def generation_router(engine: Any, bridge: WeightBridge) -> APIRouter:
+def generation_router(
+    engine: Any, bridge: WeightBridge, adapters: AdapterSwitch | None = None
+) -> APIRouter:
     """`POST /generate` and `GET /health_generate`."""
     router = APIRouter(route_class=AnsweringRoute)
 
+    def start(body: bytes) -> Generation:
+        request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())
+        adapter = adapters.current if adapters else None
+        return Generation(engine, request, lambda: bridge.version, adapter)
+
     @router.post("/generate")
     async def post_generate(request: Request) -> Response:
-        generation = _generation(engine, bridge, await _body(request))
+        generation = start(await _body(request))
         if generation.request.stream:
             return await _stream(request, generation)
         answer = await unless_disconnected(
@@ -45,7 +53,7 @@ def generation_router(engine: Any, bridge: WeightBridge) -> APIRouter:
     async def get_health_generate() -> Response:
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                await _whole_answer(_generation(engine, bridge, ONE_TOKEN))
+                await _whole_answer(start(ONE_TOKEN))
         except TimeoutError:
             raise GenerationFailed(
                 f"no token within {HEALTH_DEADLINE_S:g} s; is the server paused or overloaded?"
@@ -53,11 +61,6 @@ def generation_router(engine: Any, bridge: WeightBridge) -> APIRouter:
         return Response()
 
     return router
-
-
-def _generation(engine: Any, bridge: WeightBridge, body: bytes) -> Generation:
-    request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())
-    return Generation(engine, request, lambda: bridge.version)
 
 
 async def _whole_answer(generation: Generation) -> dict[str, Any]:

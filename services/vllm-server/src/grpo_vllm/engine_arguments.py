@@ -1,0 +1,56 @@
+"""Our options as vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+
+from grpo_vllm.adapters import BASE_SUFFIX
+from grpo_vllm.admission import PROCESSOR
+from grpo_vllm.engine_internals import (
+    check_requests_with,
+    current_platform,
+    parse_engine_arguments,
+    refuse_parallel_engines,
+)
+from grpo_vllm.engine_plan import PlannedWeights
+from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.settings import ServerSettings
+
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
+
+
+def parsed_engine_arguments(
+    settings: ServerSettings, weights: PlannedWeights
+) -> argparse.Namespace:
+    """A wrong flag ends the process with status 2, in vLLM's own words."""
+    arguments = parse_engine_arguments(engine_arguments(settings, weights))
+    # What serves a checkpoint of this run answers under the name that it was configured with.
+    names = arguments.served_model_name or [settings.model]
+    arguments.served_model_name = list(names)
+    if settings.enable_lora:
+        arguments.served_model_name.append(names[0] + BASE_SUFFIX)
+    if settings.share_weights:
+        refuse_parallel_engines(arguments)
+    if current_platform.is_cpu():
+        check_requests_with(PROCESSOR, arguments)
+    return arguments
+
+
+def engine_arguments(settings: ServerSettings, weights: PlannedWeights) -> list[str]:
+    """Ours, then the user's own, which win where both name one."""
+    ours = [
+        *("--model", str(weights.checkpoint or settings.model)),
+        *("--tokenizer", settings.model),
+        *("--host", settings.host),
+        *("--port", str(settings.port)),
+        *("--logprobs-mode", LOGPROBS_MODE),
+        # Else the model's own defaults for top_p and the like would apply to /v1 requests unseen.
+        *("--generation-config", "vllm"),
+    ]
+    if settings.share_weights:
+        ours += ["--load-format", LOAD_FORMAT, "--worker-extension-cls", WORKER_EXTENSION]
+    if settings.enable_lora:
+        ours += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
+        ours += ["--max-loras", str(settings.max_loras)]
+    return [*ours, *settings.engine_arguments]

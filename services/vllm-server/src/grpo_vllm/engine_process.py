@@ -1,0 +1,41 @@
+"""`python -m grpo_vllm.engine_process PLAN OPTION...`: started by the supervisor alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_vllm.engine_plan import EnginePlan
+from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.settings import load_server_settings
+
+EXIT_FAILED = 1
+
+
+def main() -> None:
+    plan = EnginePlan.model_validate_json(sys.argv[1])
+    settings = load_server_settings(sys.argv[2:])
+    configure_logging("vllm-server", settings.log_level)
+    # Inherited by the engine's processes: our plugin registers there only where it is wanted.
+    os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM's development routes pause, resume and call workers for anyone, without a token; its
+    # routes for adapters take any path.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
+
+    from grpo_vllm import server
+
+    try:
+        server.run(settings, plan)
+    except GrpoError as error:
+        structlog.get_logger().error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What the supervisor alone asks of its engine process, over a private socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_vllm.bridge import WeightBridge
+from grpo_vllm.engine_internals import generation_tokens
+from grpo_vllm.in_flight import InFlight
+from grpo_vllm.routes.answers import AnsweringRoute
+from grpo_vllm.routes.lora import AdapterControl, described
+
+
+class DrainRequest(BaseModel):
+    """`within_s`: how long requests under way may take."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    within_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def engine_router(
+    bridge: WeightBridge,
+    in_flight: InFlight,
+    adapters: AdapterControl,
+    drain: Callable[[float], None],
+) -> APIRouter:
+    """`GET /engine/status` and `POST /engine/drain`, after which the process ends."""
+    router = APIRouter(prefix="/engine", route_class=AnsweringRoute)
+
+    @router.get("/status")
+    async def get_status() -> dict[str, Any]:
+        refusal = bridge.refusal()
+        current = adapters.adapters.current if adapters.adapters else None
+        return {
+            "policy_version": list(bridge.version),
+            "state": bridge.state.value,
+            "reason": refusal.reason if refusal else "",
+            "adapter": described(current) if current else None,
+            "in_flight": len(in_flight),
+            "generation_tokens": generation_tokens(),
+        }
+
+    @router.post("/drain")
+    async def post_drain(request: DrainRequest) -> dict[str, str]:
+        drain(request.within_s)
+        return {"status": "draining"}
+
+    return router

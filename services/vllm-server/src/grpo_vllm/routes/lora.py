@@ -1,0 +1,152 @@
+"""Adapters by hand: for an operator, and for the supervisor, which checks what it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from grpo_core.weight_files import (
+    WeightKind,
+    inside,
+    require_complete,
+    require_rank,
+)
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.adapters import AdapterSwitch, LoadedAdapter
+from grpo_vllm.bridge import BridgeConflict, WeightBridge
+from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+
+LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
+NO_LORA = "this server takes no adapters: start it with --enable-lora"
+NO_DIRECTORY = "this server takes no weights from disk: start it with --weights-dir"
+
+
+class LoadRequest(BaseModel):
+    """`policy_version`: what the adapter is called; default: the next epoch's first. A name of the
+    caller's own is accepted, as the archived server did, and not used: see `AdapterSwitch`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    adapter_path: Annotated[
+        str, Field(min_length=1, validation_alias=AliasChoices("adapter_path", "lora_path"))
+    ]
+    adapter_name: Annotated[
+        str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))
+    ] = ""
+    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
+
+
+class UnloadRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    adapter_name: Annotated[
+        str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))
+    ] = ""
+
+
+@dataclass(frozen=True)
+class AdapterControl:
+    """What the routes work with. `weights_dir`: where adapters are taken from."""
+
+    bridge: WeightBridge
+    adapters: AdapterSwitch | None
+    weights_dir: Path | None
+    max_rank: int
+
+    def switch(self) -> AdapterSwitch:
+        if self.adapters is None:
+            raise NotOffered(NO_LORA)
+        return self.adapters
+
+    async def load(self, request: LoadRequest) -> LoadedAdapter:
+        switch = self.switch()
+        if self.weights_dir is None:
+            raise NotOffered(NO_DIRECTORY)
+        directory = inside(request.adapter_path, self.weights_dir)
+        require_complete(WeightKind.ADAPTER, directory)
+        require_rank(directory, self.max_rank)
+        served = self.bridge.version
+        version = PolicyVersion(*(request.policy_version or (served.epoch + 1, 0)))
+        if version < served:
+            raise BridgeConflict(
+                f"policy version {tuple(version)} is older than {tuple(served)}, which is served"
+            )
+        loaded = await switch.load(directory, version)
+        if version > served:
+            await self.bridge.adopt(version)
+        return loaded
+
+    async def unload(self, request: UnloadRequest) -> None:
+        switch = self.switch()
+        current = switch.current
+        if current is None:
+            raise BridgeConflict("no adapter is loaded")
+        if request.adapter_name not in ("", current.name, switch.served_name):
+            raise BridgeConflict(f"{request.adapter_name}: {current.name} is loaded")
+        await switch.unload()
+        # The model again, in the middle of a run: a name that no trainer has used.
+        await self.bridge.adopt(PolicyVersion(self.bridge.version.epoch + 1, 0))
+
+
+def lora_router(control: AdapterControl) -> APIRouter:
+    """`POST /lora/load`, `POST /lora/unload`, and the same under vLLM's names."""
+    router = APIRouter(route_class=AnsweringRoute)
+
+    async def load(request: LoadRequest) -> dict[str, Any]:
+        loaded = await control.load(request)
+        return {"status": "ok", **described(loaded), **_in_use(control)}
+
+    async def unload(request: UnloadRequest) -> dict[str, Any]:
+        await control.unload(request)
+        return {"status": "ok", "policy_version": list(control.bridge.version)}
+
+    _at(router, ("/lora/load", "/v1/load_lora_adapter"), load, LOAD_BODY)
+    _at(router, ("/lora/unload", "/v1/unload_lora_adapter"), unload, '{"adapter_name": name}')
+    return router
+
+
+def lora_status_router(control: AdapterControl) -> APIRouter:
+    """`GET /lora/status`, for anyone."""
+    router = APIRouter(route_class=AnsweringRoute)
+
+    @router.get("/lora/status")
+    async def get_status() -> dict[str, Any]:
+        adapters = control.adapters
+        current = adapters.current if adapters else None
+        return {
+            "lora_enabled": adapters is not None,
+            "served_name": adapters.served_name if adapters else None,
+            "policy_version": list(control.bridge.version),
+            "adapter": described(current) if current else None,
+            **_in_use(control),
+        }
+
+    return router
+
+
+def described(adapter: LoadedAdapter) -> dict[str, Any]:
+    return {
+        "adapter_name": adapter.name,
+        "adapter_path": str(adapter.directory),
+        "policy_version": list(adapter.version),
+    }
+
+
+def _in_use(control: AdapterControl) -> dict[str, list[str]]:
+    used = control.adapters.in_use() if control.adapters else []
+    return {"in_use": [str(adapter.directory) for adapter in used]}
+
+
+def _at(
+    router: APIRouter,
+    paths: tuple[str, ...],
+    handler: Callable[..., Awaitable[dict[str, Any]]],
+    body: str,
+) -> None:
+    for path in paths:
+        router.post(path, summary=body)(handler)

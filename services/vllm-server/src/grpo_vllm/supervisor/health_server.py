@@ -1,0 +1,53 @@
+"""Answers of the supervisor itself: on its health port, and for an engine that is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from grpo_core.handoff import ServerStatus, SupervisorState
+
+RETRY_AFTER_S = 10
+HEALTH_PATHS = ("/healthz", "/readyz", "/status")
+
+
+def health_app(status: Callable[[], ServerStatus], ready: Callable[[], bool]) -> Starlette:
+    """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
+    `/status`: everything that is known."""
+
+    async def healthz(_request: Request) -> Response:
+        now = status()
+        return _answer(now, now.state is not SupervisorState.FAILED)
+
+    async def readyz(_request: Request) -> Response:
+        return _answer(status(), ready())
+
+    async def everything(_request: Request) -> Response:
+        return JSONResponse(status().model_dump(mode="json"))
+
+    handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
+    return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+
+
+def _answer(status: ServerStatus, good: bool) -> Response:
+    body = {"state": status.state.value, "reason": status.reason}
+    return JSONResponse(body, 200 if good else 503)
+
+
+class GivenUp:
+    """503 for every request on the public port, with the reason. Plain ASGI."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+        response = JSONResponse({"detail": self._reason}, 503, headers=headers)
+        await response(scope, receive, send)

@@ -1,0 +1,65 @@
+"""Is the memory of an engine that has ended free again?
+
+On the host that follows from its processes being gone, all of which the supervisor reaps. On a GPU
+the driver frees a process's memory some time after its end, and an engine that starts too early
+finds too little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+
+import structlog
+
+log = structlog.get_logger()
+
+GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 10.0
+DEADLINE_S = 60.0
+SLACK_MIB = 512
+"""What others on the GPU may have taken meanwhile."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """MiB in use on each visible GPU; empty where there is none."""
+
+    used_mib: tuple[int, ...] = ()
+
+    def exceeds(self, before: GpuMemory) -> bool:
+        pairs = zip(self.used_mib, before.used_mib, strict=False)
+        return any(now > then + SLACK_MIB for now, then in pairs)
+
+
+def gpu_memory() -> GpuMemory:
+    """By `nvidia-smi`; none where that is not there or does not work."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return GpuMemory()
+    try:
+        answer = subprocess.run(
+            [command, *GPU_QUERY],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=True,
+        )
+        return GpuMemory(tuple(int(line) for line in answer.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("nvidia-smi does not say how much memory is in use", reason=str(error))
+        return GpuMemory()
+
+
+async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> bool:
+    """Wait until no more GPU memory is in use than `before` the engine started."""
+    give_up_at = time.monotonic() + deadline_s
+    while before.used_mib and (await asyncio.to_thread(gpu_memory)).exceeds(before):
+        if time.monotonic() >= give_up_at:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True

@@ -1,0 +1,27 @@
+"""The public port while no engine is started any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterable
+
+from grpo_vllm.http_servers import HttpServer
+from grpo_vllm.supervisor.health_server import GivenUp
+from grpo_vllm.supervisor.sockets import duplicate
+
+
+@contextlib.asynccontextmanager
+async def refusing(
+    public: socket.socket, reason: str, parked: Iterable[int]
+) -> AsyncIterator[None]:
+    """Everybody is answered 503 inside the context, those on parked connections too."""
+    server = HttpServer(GivenUp(reason))
+    serving = asyncio.create_task(server.serve(sockets=[duplicate(public)]))
+    try:
+        await server.adopt(parked)
+        yield
+    finally:
+        server.should_exit = True
+        await serving

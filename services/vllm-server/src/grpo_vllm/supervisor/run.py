@@ -1,0 +1,89 @@
+"""Puts the supervisor's parts together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Sequence
+
+import structlog
+
+from grpo_core.orphans import adopt_orphans, children
+from grpo_vllm.http_servers import HttpServer
+from grpo_vllm.served_record import NoRecord, ServedRecord
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.supervisor.command_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.first_weights import first_weights
+from grpo_vllm.supervisor.health_server import health_app
+from grpo_vllm.supervisor.sockets import Sockets, duplicate
+from grpo_vllm.supervisor.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+def supervise(settings: ServerSettings, arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    Raises:
+        OSError: an address is taken.
+        GrpoError: it is not known, or not there, what is to be served.
+    """
+    adopt_orphans()
+    _allow_many_connections()
+    with Sockets.open(settings) as sockets:
+        return asyncio.run(_run(settings, arguments, sockets))
+
+
+async def _run(settings: ServerSettings, arguments: Sequence[str], sockets: Sockets) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        control: CommandStream | NoControlPlane = NoControlPlane()
+        record: ServedRecord | NoRecord = NoRecord()
+        if settings.redis_url is not None:
+            record = await stack.enter_async_context(
+                ServedRecord(settings.redis_url, settings.run_id)
+            )
+            control = await stack.enter_async_context(
+                CommandStream(settings.redis_url, settings.run_id)
+            )
+        weights = await first_weights(settings, record)
+        supervisor = Supervisor(settings, arguments, sockets, weights, control, record)
+        _handle_signals(supervisor)
+        await stack.enter_async_context(_health(supervisor, sockets))
+        return await supervisor.run()
+
+
+@contextlib.asynccontextmanager
+async def _health(supervisor: Supervisor, sockets: Sockets) -> AsyncIterator[None]:
+    server = HttpServer(health_app(supervisor.status, supervisor.ready))
+    serving = asyncio.create_task(server.serve(sockets=[duplicate(sockets.health)]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _handle_signals(supervisor: Supervisor) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, supervisor)
+
+
+def _reap_strangers(supervisor: Supervisor) -> None:
+    """As the first process of a container, or as the nearest subreaper, we inherit what the
+    engine's processes leave behind."""
+    if not supervisor.engine_pid:
+        return  # one is being started or has just ended, and is waited for elsewhere
+    for pid in children() - {supervisor.engine_pid}:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _allow_many_connections() -> None:
+    """Each parked connection is a descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

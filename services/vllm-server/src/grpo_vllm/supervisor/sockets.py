@@ -1,0 +1,62 @@
+"""The sockets that stay open while engine processes come and go."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from grpo_core.closing import ClosesOnExit
+from grpo_vllm.http_servers import BACKLOG, bound_socket
+from grpo_vllm.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Sockets(ClosesOnExit):
+    """All listening. `private_path`: of the unix socket between supervisor and engine process."""
+
+    public: socket.socket
+    control: socket.socket | None
+    health: socket.socket
+    private: socket.socket
+    private_path: Path
+
+    @classmethod
+    def open(cls, settings: ServerSettings) -> Self:
+        """Raises `OSError` naming the address that is taken."""
+        assert settings.health_port is not None, "settings fill it in"
+        public = _listening(settings.host, settings.port)
+        control = None
+        if settings.control_port is not None:
+            control = _listening(settings.control_host, settings.control_port)
+        health = _listening(settings.control_host, settings.health_port)
+        path = Path(tempfile.mkdtemp(prefix="grpo-engine-")) / "private.sock"
+        private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        private.bind(str(path))
+        private.listen(BACKLOG)
+        return cls(public, control, health, private, path)
+
+    def close(self) -> None:
+        for each in (self.public, self.control, self.health, self.private):
+            if each is not None:
+                each.close()
+        self.private_path.unlink(missing_ok=True)
+        self.private_path.parent.rmdir()
+
+
+def duplicate(listening: socket.socket) -> socket.socket:
+    """The same socket for somebody who will close it."""
+    return socket.socket(fileno=os.dup(listening.fileno()))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        bound = bound_socket(host, port)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    # From here on callers queue instead of being refused.
+    bound.listen(BACKLOG)
+    return bound
