@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.unit.local.records import metrics_object
 
 COMMON = """
-import json, os, pathlib, subprocess, sys, time, urllib.request
+import json, os, pathlib, signal, subprocess, sys, time, urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 def option(name):
@@ -95,6 +95,12 @@ TRAINER = f"""
 from stand_in_common import *
 note_pid("trainer")
 print(*sys.argv[1:], flush=True)
+print("CUDA_VISIBLE_DEVICES=" + os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
+def end(number, _):
+    print("ending after", signal.Signals(number).name, flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
 if os.environ.get("STAND_IN_FAILING_MODE") == option("--weight-bridge-mode"):
     raise SystemExit("no such module: lm_tail")
 template = {metrics_object(1)!r}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from grpo_local.memory import MIB
 from grpo_local.modes import ModeName
 from grpo_local.run_facts import RunFacts
 
 NOT_KNOWN = "-"
-MIB = 2**20
 
 
 class ModeResult(BaseModel):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 SAMPLE_EVERY_S = 1.0
+MIB = 2**20
 
 
 class MemoryPeaks:
@@ -18,8 +19,9 @@ class MemoryPeaks:
     tell, the resident set size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = SAMPLE_EVERY_S) -> None:
         self.peak_bytes: dict[str, int] = {}
+        self._every_s = every_s
         self._next_at = 0.0
 
     def watch(self, pids: Mapping[str, int]) -> None:
@@ -28,7 +30,7 @@ class MemoryPeaks:
             return
         for name, pid in pids.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
-        self._next_at = time.monotonic() + SAMPLE_EVERY_S
+        self._next_at = time.monotonic() + self._every_s
 
 
 def tree_bytes(pid: int) -> int:
