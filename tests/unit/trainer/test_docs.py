@@ -22,7 +22,7 @@ def section(title: str) -> str:
 def test_every_option() -> None:
     named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
     fields = {name.replace("_", "-") for name in TrainerSettings.model_fields}
-    assert named == fields | {"model"}
+    assert named == fields | {"model", "vllm-gpu-memory-utilization"}
 
 
 def test_every_metric() -> None:

@@ -43,12 +43,12 @@ OUTCOME = StepOutcome(
     step=7,
     steps=10,
     lr=1e-4,
-    intake=Intake([], unusable_groups=3, repeated_groups=1),
+    intake=Intake([], unusable_groups=3, repeated_groups=1, stale_groups=2),
     facts=FACTS,
     gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),
     fresh=Distance(tokens=2, mean=0.01, max=0.02, surely=0.0),
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
-    alignment=Alignment(mean=1e-6, max=2e-6, moved=0.01),
+    alignment=Alignment(mean=1e-6, max=2e-6, moved=0.01, sampled_mean=3e-6),
     times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),
     save_s=0.25,
 )
@@ -62,7 +62,7 @@ def test_every_value_by_hand() -> None:
             **{"reward/zero_variance_fraction": 0.1},
             **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
             **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},
-            **{"data/repeated_groups": 1},
+            **{"data/repeated_groups": 1, "data/stale_groups": 2},
             **{"train/loss": 0.5, "train/grad_norm": 1.5, "train/lr": 1e-4},
             **{"train/pos_logp": -0.5, "train/neg_logp": -1.5},
             **{"train/step_time": 2.0, "train/data_fetch_time": 0.5},
@@ -76,7 +76,7 @@ def test_every_value_by_hand() -> None:
             **{"alignment/diff_abs_p99": 1.1, "alignment/diff_max": 1.1, "alignment/kl_k3": 0.1},
             **{"alignment/fresh_fraction": 0.5, "alignment/fresh_diff_abs_mean": 0.01},
             **{"alignment/probe_abs_mean": 1e-6, "alignment/probe_max": 2e-6},
-            **{"alignment/probe_moved": 0.01},
+            **{"alignment/probe_moved": 0.01, "alignment/sampled_abs_mean": 3e-6},
             **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
         }
     )

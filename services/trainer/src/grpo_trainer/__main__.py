@@ -10,14 +10,13 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.settings import load_settings
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.settings import parse_settings
 
 EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = load_settings(TrainerSettings, sys.argv[1:] if argv is None else argv)
+    settings = parse_settings(sys.argv[1:] if argv is None else argv)
     configure_logging("trainer", settings.log_level)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

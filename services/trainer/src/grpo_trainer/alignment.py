@@ -34,11 +34,13 @@ class Alignment:
 
     `moved`: mean |change| of the trainer's own since the probe before. Where it is below the
     tolerance, a server that still serves the weights of the probe before would pass as well.
+    `sampled_mean`: mean over tokens that the server sampled for the check, where it did.
     """
 
     mean: float
     max: float
     moved: float
+    sampled_mean: float | None = None
 
 
 def dtype_of(policy: Any) -> torch.dtype:
@@ -78,12 +80,17 @@ class AlignmentProbe:
         self._before = ours
         return Alignment(float(difference.mean()), float(difference.max()), moved)
 
-    @torch.no_grad()
     def _ours(self) -> Tensor:
-        device = next(self._policy.parameters()).device
-        ids = torch.tensor([self._token_ids], device=device)
-        one = torch.ones(1, device=device)
-        return token_logprobs(self._policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()  # [T-1]
+        return logprobs_of(self._policy, self._token_ids)  # [T-1]
+
+
+@torch.no_grad()
+def logprobs_of(policy: Any, token_ids: list[int]) -> Tensor:
+    """The policy's log-probabilities of token_ids[1:] at temperature 1: [T] → [T-1]"""
+    device = next(policy.parameters()).device
+    ids = torch.tensor([token_ids], device=device)
+    one = torch.ones(1, device=device)
+    return token_logprobs(policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()
 
 
 def require_written(optimizer: MasterOptimizer, step: int) -> None:

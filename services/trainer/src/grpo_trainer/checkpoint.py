@@ -1,23 +1,56 @@
-"""Saves the trained model where and how transformers expects it."""
+"""Saves what was trained where and how its users expect it.
+
+A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
+`PeftModel.from_pretrained`; its tokenizer lies beside each.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from grpo_trainer.save_path import whole_directory
+from grpo_trainer.modes import Mode
+from grpo_trainer.save_path import remove_directory, whole_directory
 
 log = structlog.get_logger()
 
 FINAL_MODEL = "final_model"
+FINAL_ADAPTER = "final_adapter"
 
 
-def step_directory(step: int) -> str:
-    """Of the model after so many steps."""
-    return f"step_{step}"
+@dataclass(frozen=True)
+class CheckpointNames:
+    """What a mode calls its directories below the save path. `stem`: before the step's number."""
+
+    stem: str
+    final: str
+
+    def after(self, step: int) -> str:
+        return f"{self.stem}{step}"
+
+    def step_of(self, name: str) -> int | None:
+        """None where the directory is not one of these."""
+        found = re.fullmatch(re.escape(self.stem) + r"(\d+)", name)
+        return int(found[1]) if found else None
+
+
+MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
+ADAPTER_NAMES = CheckpointNames("adapter_step_", FINAL_ADAPTER)
+
+
+def names_in_mode(mode: Mode) -> CheckpointNames:
+    return ADAPTER_NAMES if mode.trains_adapter else MODEL_NAMES
+
+
+def save_checkpoint(policy: Any, mode: Mode, model_name: str, target: Path) -> None:
+    """What `mode` trains. Raises as `save_model`."""
+    save = save_adapter if mode.trains_adapter else save_model
+    save(policy, model_name, target)
 
 
 def save_model(policy: Any, model_name: str, target: Path) -> None:
@@ -26,13 +59,52 @@ def save_model(policy: Any, model_name: str, target: Path) -> None:
     Raises:
         CheckpointNotSaved: the disk is full, or the like.
     """
-    from transformers import AutoTokenizer, GenerationConfig
-
     with whole_directory(target) as directory:
-        with contextlib.suppress(OSError):  # most models have one; without, the configuration's
-            policy.generation_config = GenerationConfig.from_pretrained(model_name)
-        # Views share one storage, which would be taken for tied weights: save separate tensors.
-        tensors = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        policy.save_pretrained(directory, state_dict=tensors)
-        AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)
+        write_model(policy, model_name, directory)
+        _write_tokenizer(model_name, directory)
     log.info("saved", directory=str(target))
+
+
+def save_adapter(policy: Any, model_name: str, target: Path) -> None:
+    """Write adapter and tokenizer to `target`, complete and durable or not at all.
+
+    Raises:
+        CheckpointNotSaved: the disk is full, or the like.
+    """
+    with whole_directory(target) as directory:
+        write_adapter(policy, directory)
+        _write_tokenizer(model_name, directory)
+    log.info("saved", directory=str(target))
+
+
+def write_model(policy: Any, model_name: str, directory: Path) -> None:
+    """Weights, configuration and generation configuration, as transformers has them."""
+    from transformers import GenerationConfig
+
+    with contextlib.suppress(OSError):  # most models have one; without, the configuration's
+        policy.generation_config = GenerationConfig.from_pretrained(model_name)
+    # Views share one storage, which would be taken for tied weights: save separate tensors.
+    tensors = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    policy.save_pretrained(directory, state_dict=tensors)
+
+
+def write_adapter(policy: Any, directory: Path) -> None:
+    """Adapter weights in float32 and their configuration, as PEFT has them."""
+    # "auto" asks the model hub whether the vocabulary has grown; ours never does.
+    policy.save_pretrained(str(directory), save_embedding_layers=False)
+
+
+def remove_old_checkpoints(save_path: Path, names: CheckpointNames, kept: int) -> None:
+    """All but the `kept` that were written last. The final one does not count and stays."""
+    written = [p for p in save_path.iterdir() if names.step_of(p.name) is not None]
+    # By time: where a run begins anew in one place, its lower steps are the newer ones.
+    written.sort(key=lambda path: (path.stat().st_mtime_ns, names.step_of(path.name) or 0))
+    for path in written[:-kept]:
+        remove_directory(path)
+        log.info("removed an old checkpoint", directory=str(path))
+
+
+def _write_tokenizer(model_name: str, directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)

@@ -9,9 +9,11 @@ GrpoError (grpo_core)
 ├── StateError              a saved state cannot be gone on from
 │   ├── NoSuchState         --resume names a directory that holds none
 │   ├── DamagedState        its files are not what was written
-│   ├── StateMismatch       it is of another model or optimizer
+│   ├── StateMismatch       it is of another model, mode, adapter or optimizer
 │   └── StateOfAnotherRun   run-api's run has not handed out its batches
 ├── MissingPackage          an option needs a package that is not installed
+├── NoInferenceServer       nothing answers at the server's URL; says what to start
+├── StaleData               every batch that comes is older than --max-staleness
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
 ├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
 ├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
@@ -19,7 +21,9 @@ GrpoError (grpo_core)
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
     ├── MovedParameters     parameters left the memory they share with the server
     ├── TornWeights         the server may hold half an update of an earlier trainer
-    ├── LostServer          the server that shared the weights is gone
+    ├── LostServer          the server is gone
+    ├── WeightsRefused      the server takes no such weights
+    ├── NotPublished        the server did not come to serve new weights in time
     └── ServedWeightsDiffer the server answers with other weights than the trainer's
 """
 
@@ -89,7 +93,7 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """A state of another model or optimizer. Lists every difference."""
+    """A state of another model, mode, adapter or optimizer. Lists every difference."""
 
 
 class StateOfAnotherRun(StateError):
@@ -98,6 +102,14 @@ class StateOfAnotherRun(StateError):
 
 class MissingPackage(GrpoError):
     """An optional package is needed and not installed. Names the install line."""
+
+
+class NoInferenceServer(GrpoError):
+    """No inference server answers, or the one that was started ended. Says what to start."""
+
+
+class StaleData(GrpoError):
+    """Nothing that came was young enough for --max-staleness until the deadline."""
 
 
 class WandbUnavailable(GrpoError):
@@ -129,7 +141,15 @@ class TornWeights(WeightSyncError):
 
 
 class LostServer(WeightSyncError):
-    """The inference server closed its end, or restarted with other memory."""
+    """The inference server went away and did not come back in time."""
+
+
+class WeightsRefused(WeightSyncError):
+    """The server takes no such weights, for the reason that it gives. It serves those before."""
+
+
+class NotPublished(WeightSyncError):
+    """The server did not come to serve new weights within the deadline."""
 
 
 class ServedWeightsDiffer(WeightSyncError):

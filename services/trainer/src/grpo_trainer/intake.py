@@ -1,4 +1,4 @@
-"""What becomes of a batch at the door: repeats are recognised, unusable groups dropped.
+"""What becomes of a batch at the door: repeats are recognised, stale and unusable groups dropped.
 
 One bad group is data: it is counted and training goes on with the rest. Bad groups as a rule are a
 broken environment: the run ends with the error that names why.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_trainer.errors import UnusableGroup
 from grpo_trainer.group_checks import UsableGroup, usable_group
 from grpo_trainer.repeats import RecentBatches
+from grpo_trainer.staleness import BEGINNING, Lineage, stale_groups
 
 log = structlog.get_logger()
 
@@ -27,11 +28,15 @@ REPEAT_EVERY_STEPS = 50
 
 @dataclass(frozen=True)
 class Intake:
-    """A batch as it is trained on, and what was noticed at the door."""
+    """A batch as it is trained on, and what was noticed at the door.
+
+    `groups`: none where all that could be trained on is stale.
+    """
 
     groups: list[UsableGroup]
     unusable_groups: int
     repeated_groups: int
+    stale_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,16 @@ class Doorkeeper:
 
     Args:
         vocab_size: token ids lie below it
+        lineage: says how old groups are
+        max_staleness: in steps; older groups are dropped, None: none
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, lineage: Lineage = BEGINNING, max_staleness: int | None = None
+    ) -> None:
         self._vocab_size = vocab_size
+        self._lineage = lineage
+        self._max_staleness = max_staleness
         self._batches = RecentBatches()
         self._tallies: deque[_Tally] = deque(maxlen=WINDOW_BATCHES)
         self._said: set[tuple[str, int | None]] = set()
@@ -66,11 +77,15 @@ class Doorkeeper:
         if repeated and step >= self._quiet_until:
             log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
             self._quiet_until = step + REPEAT_EVERY_STEPS
-        usable, problems = self._sort(groups)
-        self._tallies.append(_Tally(len(problems), len(groups)))
+        facts = [RolloutFacts.of(group) for group in groups]
+        stale = stale_groups(facts, self._lineage, step, self._max_staleness)
+        young = [group for place, group in enumerate(groups) if place not in stale]
+        usable, problems = self._sort(young)
+        self._tallies.append(_Tally(len(problems), len(young)))
         if problems:
-            self._refuse_systematic(problems, len(usable))
-        return Intake(usable, len(problems), repeated)
+            self._refuse_systematic(problems, len(usable), len(stale))
+        named = [replace(one, facts=self._lineage.renamed(one.facts)) for one in usable]
+        return Intake(named, len(problems), repeated, len(stale))
 
     def _sort(self, groups: Sequence[ScoredGroup]) -> tuple[list[UsableGroup], list[UnusableGroup]]:
         usable, problems = [], []
@@ -98,10 +113,10 @@ class Doorkeeper:
         self._said.add((what, env_id))
         return is_news
 
-    def _refuse_systematic(self, problems: list[UnusableGroup], usable: int) -> None:
+    def _refuse_systematic(self, problems: list[UnusableGroup], usable: int, stale: int) -> None:
         first = problems[0]
         reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
-        if not usable:
+        if not usable and not stale:
             raise UnusableGroup(
                 first.reason, f"{first}\n\nNo group of the batch can be trained on ({reasons})."
             )

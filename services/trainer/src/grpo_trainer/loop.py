@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ import torch
 
 from grpo_core.bearer_token import plain
 from grpo_core.errors import LeasesFull
-from grpo_core.inference_client import BridgeClient
 from grpo_core.run_api_client import LeasedBatch, TrainerClient
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (
     Alignment,
     AlignmentProbe,
@@ -25,22 +26,25 @@ from grpo_trainer.alignment import (
     tolerance_of,
 )
 from grpo_trainer.batch import CollationLimits, collate
+from grpo_trainer.benchmark import Stopwatch, server_status
+from grpo_trainer.errors import StaleData
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.healthy_ranges import RangeWatch
-from grpo_trainer.intake import Doorkeeper
+from grpo_trainer.intake import Doorkeeper, Intake
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.resume import find_state, rejoin, take_up
 from grpo_trainer.rollout_check import RolloutCheck
 from grpo_trainer.save_path import hold_save_path
 from grpo_trainer.saving import Saver
+from grpo_trainer.server_process import inference_server
 from grpo_trainer.settings import AUTO, TrainerSettings
 from grpo_trainer.sinks import Write, open_sinks
+from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.trainer_state import Position
-from grpo_trainer.weight_sync.attachment import WeightPlaces
-from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.base import Published, WeightSync
+from grpo_trainer.weight_sync.build import build_weight_sync
 
 log = structlog.get_logger()
 
@@ -60,6 +64,7 @@ class Run:
     ranges: RangeWatch
     saver: Saver
     write_record: Write
+    stopwatch: Stopwatch
     started: float
 
 
@@ -85,12 +90,18 @@ def train(settings: TrainerSettings) -> None:
                 anew="--resume never, or another --save-path",
             )
             return
-        with open_sinks(settings) as write_record, _weight_sync(settings) as sync:
+        with (
+            open_sinks(settings) as write_record,
+            inference_server(settings),
+            _weight_sync(settings) as sync,
+        ):
             run, position = begin(settings, api, sync, store, saved, write_record)
             while position.step < settings.training_steps:
                 position = run_step(run, position)
                 # After the record: a state must not hold a step that nobody knows of.
                 run.saver.step_taken(position)
+            if settings.benchmark:
+                report_times(run)
 
 
 def begin(
@@ -112,6 +123,7 @@ def begin(
     else:
         at = take_up(saved, policy, optimizer, api, settings)
     version = sync.start(optimizer, at.step, at.epoch)
+    lineage = Lineage(version, sync.begun_as)
     position = replace(at, epoch=version.epoch)
     saver = Saver(settings, policy, optimizer, api, store)
     # A state that the user named may lie elsewhere, and may be gone on from in another run.
@@ -123,11 +135,12 @@ def begin(
         policy=policy,
         optimizer=optimizer,
         probe=AlignmentProbe(policy),
-        door=Doorkeeper(policy.config.vocab_size),
+        door=Doorkeeper(policy.config.vocab_size, lineage, settings.max_staleness),
         rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(dtype_of(policy))),
         ranges=RangeWatch(),
         saver=saver,
         write_record=write_record,
+        stopwatch=Stopwatch(),
         started=time.monotonic(),
     )
     return run, position
@@ -142,16 +155,16 @@ def run_step(run: Run, position: Position) -> Position:
         That after the step.
     """
     settings, step, watch = run.settings, position.step, StepWatch()
-    leased = next_batch(run, position.batch_id)
+    taken = take_batch(run, position)
     watch.fetched()
-    intake = run.door.admit(leased.groups, step)
+    intake = taken.intake
     batch = collate(intake.groups, CollationLimits(settings.seq_len, settings.batch_size))
     gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step)
     held = PolicyVersion(position.epoch, step)
     fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
     watch.computed()
     published = run.sync.apply(run.optimizer, step)
-    alignment = verify(run, step)
+    alignment = verify(run, step, published)
     outcome = StepOutcome(
         step=step,
         steps=settings.training_steps,
@@ -166,7 +179,43 @@ def run_step(run: Run, position: Position) -> Position:
         save_s=run.saver.seconds,
     )
     report(run, outcome)
-    return Position(step + 1, leased.id, published.version.epoch)
+    return Position(step + 1, taken.batch_id, published.version.epoch)
+
+
+@dataclass(frozen=True)
+class TakenBatch:
+    """One that can be trained on. `intake.stale_groups` counts those of batches passed over."""
+
+    batch_id: int
+    intake: Intake
+
+
+def take_batch(run: Run, position: Position) -> TakenBatch:
+    """Wait for a batch of which something can be trained on.
+
+    One whose groups are all stale is done with: the next state holds its id, and with that it is
+    acknowledged. No step is taken on it.
+
+    Raises:
+        StaleData: nothing else came for as long as a batch may take.
+        DuplicatedBatch, UnusableGroup: see `Doorkeeper`; and as `next_batch`.
+    """
+    began, last, stale = time.monotonic(), position.batch_id, 0
+    while True:
+        leased = next_batch(run, last)
+        intake = run.door.admit(leased.groups, position.step)
+        stale += intake.stale_groups
+        if intake.groups:
+            return TakenBatch(leased.id, replace(intake, stale_groups=stale))
+        last = leased.id
+        run.saver.batch_passed_over(replace(position, batch_id=last))
+        log.warning("passed over a batch of stale groups", batch_id=last, groups=len(leased.groups))
+        if time.monotonic() - began >= run.settings.batch_deadline_s:
+            raise StaleData(
+                f"{stale} groups came in {run.settings.batch_deadline_s:g} s, and all are more "
+                f"than --max-staleness {run.settings.max_staleness} steps old. Let less data wait "
+                "(fewer or slower environments), or allow older data"
+            )
 
 
 def next_batch(run: Run, last_batch: int) -> LeasedBatch:
@@ -194,10 +243,22 @@ def report(run: Run, outcome: StepOutcome) -> None:
     log.info("step", **record)
     run.write_record(record)
     run.ranges.look(record)
+    run.stopwatch.add(record, outcome.published.is_served)
 
 
-def verify(run: Run, step: int) -> Alignment | None:
-    """After the first update and every N-th: does the server serve these weights?"""
+def report_times(run: Run) -> None:
+    """To standard output, and to benchmark.json."""
+    settings = run.settings
+    summary = run.stopwatch.summary(settings.weight_bridge_mode, server_status(settings))
+    summary.write(settings.save_path)
+    sys.stdout.write(f"\n{summary}")
+
+
+def verify(run: Run, step: int, published: Published) -> Alignment | None:
+    """Where both sides read one memory: does the server serve these weights? After the first update
+    and every N-th. The other modes have proven every publication by now."""
+    if run.settings.mode.hands_off:
+        return published.alignment
     every = run.settings.verify_every_steps
     if every == 0 or (step != 0 and (step + 1) % every != 0):
         return None
@@ -209,25 +270,11 @@ def verify(run: Run, step: int) -> Alignment | None:
 
 def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
     return MasterOptimizer(
-        policy.parameters(),
+        trained_parameters(policy).values(),
         lr=settings.lr,
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-    )
-
-
-def build_weight_sync(settings: TrainerSettings) -> WeightSync:
-    """The object that stands for the mode."""
-    return SharedVllm(
-        bridge=BridgeClient(
-            settings.inference_url, settings.service_deadline_s, settings.vllm_control_url
-        ),
-        model_name=settings.model_name,
-        places=WeightPlaces(settings.weights_socket, settings.vllm_config_path),
-        dtype=settings.dtype,
-        lease_s=settings.pause_lease_s,
-        return_deadline_s=settings.server_return_deadline_s,
     )
 
 

@@ -104,6 +104,7 @@ def _data(facts: BatchFacts, intake: Intake) -> dict[str, float | None]:
         "data/truncated_fraction": facts.truncated_fraction,
         "data/unusable_groups": intake.unusable_groups,
         "data/repeated_groups": intake.repeated_groups,
+        "data/stale_groups": intake.stale_groups,
     }
 
 
@@ -154,6 +155,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         found["alignment/probe_abs_mean"] = probe.mean
         found["alignment/probe_max"] = probe.max
         found["alignment/probe_moved"] = probe.moved
+        found["alignment/sampled_abs_mean"] = probe.sampled_mean
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from grpo_core.run_api_client import TrainerClient
-from grpo_trainer.checkpoint import FINAL_MODEL, save_model, step_directory
+from grpo_trainer.checkpoint import names_in_mode, remove_old_checkpoints, save_checkpoint
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.state_store import StateStore
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be saved after a step: models by their directories, and a state."""
+    """What is to be saved after a step: models (or adapters) by their directories, and a state."""
 
     models: tuple[str, ...]
     state: bool
@@ -29,9 +29,10 @@ class Due:
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
     """Args: step: steps taken so far; saved_step: those in the newest state."""
     interval, is_last = settings.checkpoint_interval, step == settings.training_steps
-    models = [step_directory(step)] if interval and step % interval == 0 else []
+    names = names_in_mode(settings.mode)
+    models = [names.after(step)] if interval and step % interval == 0 else []
     if is_last:
-        models.append(FINAL_MODEL)
+        models.append(names.final)
     state_is_due = 0 < settings.state_interval <= step - saved_step
     return Due(tuple(models), bool(models) or state_is_due)
 
@@ -82,9 +83,13 @@ class Saver:
             return
         started = time.monotonic()
         for name in due.models:
-            save_model(self._policy, self._settings.model_name, self._settings.save_path / name)
+            self._save_model(name)
         self._save_state(position)
         self.seconds = time.monotonic() - started
+
+    def batch_passed_over(self, position: Position) -> None:
+        """A batch was done with and no step taken on it: the next state holds it."""
+        self._position = position
 
     def release_batches(self) -> bool:
         """Save the state early, so that run-api may let go of batches. False where the newest state
@@ -93,6 +98,14 @@ class Saver:
             return False
         self._save_state(self._position)
         return True
+
+    def _save_model(self, name: str) -> None:
+        settings = self._settings
+        target = settings.save_path / name
+        save_checkpoint(self._policy, settings.mode, settings.model_name, target)
+        if settings.keep_checkpoints is not None:
+            names = names_in_mode(settings.mode)
+            remove_old_checkpoints(settings.save_path, names, settings.keep_checkpoints)
 
     def _save_state(self, position: Position) -> None:
         started = time.monotonic()

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal, Self
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from grpo_core.bearer_token import usable_token
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
+from grpo_trainer.mode_settings import ModeSettings
+from grpo_trainer.option_lists import joined_lists
 
 AUTO, NEVER = "auto", "never"
+LISTS = ("--lora-target-modules", "--lora-layer-indices")
 
 
-class TrainerSettings(CommandSettings):
+class TrainerSettings(ModeSettings):
     """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
 
     model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
-
-    model_name: Annotated[str, Field(validation_alias=AliasChoices("model_name", "model"))] = Field(
-        description="Hub id or directory of the model to train"
-    )
-    weight_bridge_mode: Literal["shared_vllm"] = Field(
-        description="How new weights reach the inference server; shared_vllm: both hold one copy"
-    )
 
     training_steps: int = Field(10, ge=1, description="Optimizer steps to take")
     batch_size: int = Field(2, ge=1, description="Sequences per forward pass (micro-batch)")
@@ -85,19 +82,29 @@ class TrainerSettings(CommandSettings):
     verify_every_steps: int = Field(
         10,
         ge=0,
-        description="Compare served and trained log-probabilities after the first update and then "
-        "every so many steps; 0: never",
+        description="shared_vllm: compare served and trained log-probabilities after the first "
+        "update and then every so many steps; 0: never. The other modes compare after every "
+        "publication",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Drop groups with a completion that is more steps old (default: none)",
     )
 
     save_path: Path = Field(
         Path("trained_model_checkpoints"),
-        description="Directory that receives final_model/, step_<n>/ and trainer_state/",
+        description="Directory that receives final_model/ and step_<n>/ (of an adapter: "
+        "final_adapter/ and adapter_step_<n>/), trainer_state/ and served_weights/",
     )
     checkpoint_interval: int = Field(
         3,
         ge=0,
         description="Steps between two saved models (step_<n>/); 0: only the final one. Told to "
         "environments, which save their own state that often",
+    )
+    keep_checkpoints: int | None = Field(
+        None, ge=1, description="Keep the newest so many of those (default: all)"
     )
     state_interval: int = Field(
         10,
@@ -111,6 +118,9 @@ class TrainerSettings(CommandSettings):
         "one; never: train from the start; or the directory of a state",
     )
     metrics_file: Path | None = Field(None, description="JSONL file with one record per step")
+    benchmark: bool = Field(
+        False, description="At the end print where the time went, and write benchmark.json"
+    )
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases as well")
     wandb_project: str = Field(
         "",
@@ -139,6 +149,18 @@ class TrainerSettings(CommandSettings):
     def _wandb_has_a_group(cls, value: str, info: ValidationInfo) -> str:
         return _random_group() if info.data.get("use_wandb") and not value else value
 
+    @model_validator(mode="after")
+    def _data_can_be_fresh_enough(self) -> Self:
+        """Right before a publication the newest data is this old."""
+        oldest = self.publish_every_steps - 1
+        if self.max_staleness is not None and self.max_staleness < oldest:
+            raise ValueError(
+                f"--max-staleness {self.max_staleness}: the server gets new weights every "
+                f"{oldest + 1} steps, so what it samples is up to {oldest} steps old; allow that "
+                "much, or publish more often"
+            )
+        return self
+
     @property
     def inference_url(self) -> str:
         return self.vllm_url or f"http://127.0.0.1:{self.vllm_port}"
@@ -155,6 +177,11 @@ class TrainerSettings(CommandSettings):
             starting_step=first_step,
             num_steps=self.training_steps,
         )
+
+
+def parse_settings(argv: Sequence[str]) -> TrainerSettings:
+    """Those of a command line, or the process ends with status 2 and a line per mistake."""
+    return load_settings(TrainerSettings, joined_lists(argv, LISTS))
 
 
 def _random_group() -> str:

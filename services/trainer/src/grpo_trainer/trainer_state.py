@@ -9,14 +9,16 @@ The learning rate follows from the step and the settings, which may change betwe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.errors import StateMismatch
+from grpo_trainer.modes import Mode
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.rng_state import RngState
 from grpo_trainer.settings import TrainerSettings
@@ -41,8 +43,25 @@ class FileFacts(BaseModel):
     sha256: str
 
 
+class LoraRecord(BaseModel):
+    """How the adapter was made. `layers`: None for all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    r: int
+    alpha: int
+    dropout: float
+    target_modules: tuple[str, ...]
+    layers: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> Self | None:
+        return None if settings.lora is None else cls(**asdict(settings.lora))
+
+
 class StateRecord(BaseModel):
-    """`trainer_state.json`. `parameters`: name → shape; `files`: all others of the directory."""
+    """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
+    the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -51,6 +70,8 @@ class StateRecord(BaseModel):
     batch_id: int = Field(ge=0)
     epoch: int = Field(ge=0)
     model_name: str
+    mode: str = Mode.SHARED_VLLM
+    lora: LoraRecord | None = None
     optimizer: str
     parameters: dict[str, tuple[int, ...]]
     rng: RngState
@@ -77,6 +98,8 @@ def capture(
         batch_id=position.batch_id,
         epoch=position.epoch,
         model_name=settings.model_name,
+        mode=settings.weight_bridge_mode,
+        lora=LoraRecord.of(settings),
         optimizer=settings.optimizer,
         parameters=shapes,
         rng=RngState.capture(),
@@ -95,12 +118,10 @@ def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, whe
     """Args: where: the state's directory, for the message.
 
     Raises:
-        StateMismatch: another model or optimizer; lists every difference.
+        StateMismatch: another model, mode, adapter or optimizer; lists every difference.
     """
     ours, saved = _shapes(policy), record.parameters
-    problems = []
-    if record.optimizer != settings.optimizer:
-        problems.append(f"optimizer: saved {record.optimizer}, now {settings.optimizer}")
+    problems = _other_options(record, settings)
     problems += [f"{name}: not in the state" for name in ours if name not in saved]
     problems += [f"{name}: not in the model" for name in saved if name not in ours]
     problems += [
@@ -116,6 +137,20 @@ def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, whe
         )
 
 
+def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
+    now = LoraRecord.of(settings)
+    pairs: list[tuple[str, object, object]] = [
+        ("mode", record.mode, settings.weight_bridge_mode),
+        ("optimizer", record.optimizer, settings.optimizer),
+    ]
+    if record.lora is not None and now is not None:
+        pairs += [
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name))
+            for name in LoraRecord.model_fields
+        ]
+    return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
+
+
 def _shapes(policy: Any) -> dict[str, tuple[int, ...]]:
-    """In the order of the optimizer's masters."""
-    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+    """Of what is trained, in the order of the optimizer's masters."""
+    return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}

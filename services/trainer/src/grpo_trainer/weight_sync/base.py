@@ -6,19 +6,28 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.alignment import Alignment
 from grpo_trainer.optimizer import MasterOptimizer
 
 
 @dataclass(frozen=True)
 class Published:
-    """One update as it went out."""
+    """One update as it went out.
+
+    `version` names the weights that the trainer holds now, whether or not anybody serves them.
+    """
 
     version: PolicyVersion
     grad_norm: float
     optimizer_s: float
     """Seconds of the optimizer step; serving goes on meanwhile where the mode allows."""
     publish_s: float
-    """Seconds from asking the server to stop until it serves the new weights."""
+    """Seconds from the end of the optimizer step until the server serves the new weights; 0 where
+    they were not published."""
+    is_served: bool = True
+    """False where the server goes on with older weights."""
+    alignment: Alignment | None = None
+    """What the proof of the publication measured, in modes that demand one."""
 
 
 class WeightSync(Protocol):
@@ -32,14 +41,20 @@ class WeightSync(Protocol):
         """
 
     def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
-        """Bring the server to the weights of `step`, the optimizer's masters, and announce them.
+        """Have the server serve the weights of `step`, the optimizer's masters; returns the name
+        that they have from now on.
 
         Args:
             last_epoch: of the state that the run goes on from; a later one is opened.
         """
 
+    @property
+    def begun_as(self) -> PolicyVersion | None:
+        """Where `start` found its weights served already: the name under which they are. None where
+        it published them itself."""
+
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Take the optimizer step with index `step` and serve its result."""
+        """Take the optimizer step with index `step`, and serve its result where that is due."""
 
     def tend(self) -> None:
         """Called while the trainer waits: mend what happened to the server meanwhile."""

@@ -100,6 +100,11 @@ class SharedVllm:
         self._version = _opened_after(self._version, last_epoch)
         return self._publish(step)
 
+    @property
+    def begun_as(self) -> PolicyVersion | None:
+        """Never: what `start` serves has a name of this run."""
+        return None
+
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Step on the masters while serving goes on, then write them into the served weights.
 

@@ -1,0 +1,73 @@
+"""The object that stands for the mode."""
+
+from __future__ import annotations
+
+from grpo_core.bearer_token import plain
+from grpo_core.handoff import Action
+from grpo_core.inference_client import BridgeClient
+from grpo_trainer.mode_settings import served_weights_directory
+from grpo_trainer.modes import Mode
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.trained_weights import Adapter, TrainedWeights, WholeModel
+from grpo_trainer.weight_sync.attachment import WeightPlaces
+from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.weight_sync.handed_off import Cadence, HandedOff
+from grpo_trainer.weight_sync.handoff import Handoff
+from grpo_trainer.weight_sync.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.served_files import ServedFiles
+from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
+
+ACTIONS = {
+    Mode.LORA_ONLY: Action.LOAD_ADAPTER,
+    Mode.LORA_RESTART: Action.RESTART_WITH_ADAPTER,
+    Mode.NONE: Action.RESTART_WITH_CHECKPOINT,
+}
+
+
+def build_weight_sync(settings: TrainerSettings) -> WeightSync:
+    """Nothing is asked of anybody yet."""
+    bridge = BridgeClient(
+        settings.inference_url, settings.service_deadline_s, settings.vllm_control_url
+    )
+    if settings.mode is Mode.SHARED_VLLM:
+        return _shared(settings, bridge)
+    return _handed_off(settings, bridge)
+
+
+def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
+    return SharedVllm(
+        bridge=bridge,
+        model_name=settings.model_name,
+        places=WeightPlaces(settings.weights_socket, settings.vllm_config_path),
+        dtype=settings.dtype,
+        lease_s=settings.pause_lease_s,
+        return_deadline_s=settings.server_return_deadline_s,
+    )
+
+
+def _handed_off(settings: TrainerSettings, bridge: BridgeClient) -> HandedOff:
+    url, action = plain(settings.redis_url), ACTIONS[settings.mode]
+    assert url is not None, "the settings refuse these modes without --redis-url"
+    link = HandoffLink(url, settings.run_id, settings.service_deadline_s)
+    watch = SupervisorWatch(link, settings.server_return_deadline_s)
+    return HandedOff(
+        bridge=bridge,
+        link=link,
+        watch=watch,
+        handoff=Handoff(link, watch, action, settings.publish_deadline_s),
+        weights=_weights(settings),
+        files=ServedFiles(served_weights_directory(settings.save_path)),
+        dtype=settings.dtype,
+        cadence=Cadence(
+            every_steps=settings.publish_every_steps,
+            last_step=settings.training_steps,
+            at_start=not action.restarts,
+        ),
+    )
+
+
+def _weights(settings: TrainerSettings) -> TrainedWeights:
+    if settings.lora is None:
+        return WholeModel(settings.model_name)
+    return Adapter(settings.model_name, settings.lora)
