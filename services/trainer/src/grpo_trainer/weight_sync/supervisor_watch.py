@@ -14,7 +14,7 @@ from grpo_trainer.weight_sync.handoff_link import HandoffLink
 
 log = structlog.get_logger()
 
-POLL_S = 0.2
+POLL_S = 0.1
 
 
 class SupervisorWatch:

@@ -1,0 +1,299 @@
+"""The trainer's side of the hand-off, on a real Redis, against a supervisor played by a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.handoff import (
+    Action,
+    Command,
+    Outcome,
+    OutcomeState,
+    ServerStatus,
+    SupervisorState,
+    commands_key,
+    outcome_key,
+    status_key,
+)
+from grpo_core.wire import PolicyVersion
+from grpo_local.processes import free_port
+from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_trainer.errors import LostServer, NotPublished, WeightsRefused
+from grpo_trainer.weight_sync import handoff, supervisor_watch
+from grpo_trainer.weight_sync.handoff import Handoff, WeightFiles
+from grpo_trainer.weight_sync.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
+
+Reply = Callable[["StandIn", Command], None]
+FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)
+
+
+class StandIn:
+    """Answers the n-th command with the n-th reply, and says every 50 ms that it is there."""
+
+    def __init__(self, url: str, run_id: str, replies: list[Reply]) -> None:
+        self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
+        self.run_id = run_id
+        self.seen: list[Command] = []
+        self.says = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
+        self.speaks = True
+        self._replies = iter(replies)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def __enter__(self) -> StandIn:
+        while not self.redis.exists(status_key(self.run_id)):
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.redis.close()
+
+    def answer(self, command: Command, state: OutcomeState, **fields: str) -> None:
+        written = Outcome(state=state, **fields).on_the_wire()
+        self.redis.hset(outcome_key(self.run_id, command.id), mapping=written)
+
+    def serve(self, command: Command, path: str | None = None) -> None:
+        self.says = self.says.model_copy(
+            update={"epoch": command.epoch, "step": command.step, "path": path or command.path}
+        )
+
+    def _work(self) -> None:
+        place = "0"
+        while not self._stop.wait(0.05):
+            if self.speaks:
+                status = self.says.model_copy(update={"time": time.time()}).on_the_wire()
+                self.redis.hset(status_key(self.run_id), mapping=status)
+            for _, entries in self.redis.xread({commands_key(self.run_id): place}) or []:
+                for found, fields in entries:
+                    place = found
+                    self.seen.append(Command.from_wire(fields))
+                    next(self._replies)(self, self.seen[-1])
+
+
+def done(server: StandIn, command: Command) -> None:
+    server.serve(command)
+    server.answer(command, OutcomeState.ACCEPTED)
+    server.answer(command, OutcomeState.DONE, in_use=json.dumps(["/weights/epoch_1_step_2"]))
+
+
+def says(state: OutcomeState, reason: str) -> Reply:
+    return lambda server, command: server.answer(command, state, reason=reason)
+
+
+def silence(_server: StandIn, _command: Command) -> None:
+    """Nothing is answered."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(supervisor_watch, "STATUS_STALE_S", 0.5)
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+@pytest.fixture
+def link(redis_url: str, run_id: str) -> Iterator[HandoffLink]:
+    with HandoffLink(redis_url, run_id, deadline_s=2.0) as opened:
+        yield opened
+
+
+def asking(link: HandoffLink, deadline_s: float = 10.0, return_s: float = 1.0) -> Handoff:
+    watch = SupervisorWatch(link, return_deadline_s=return_s)
+    return Handoff(link, watch, Action.LOAD_ADAPTER, deadline_s)
+
+
+def test_a_command_says_everything_and_its_answer_what_must_stay(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    with StandIn(redis_url, run_id, [done]) as server:
+        assert asking(link).serve(FILES) == {Path("/weights/epoch_1_step_2")}
+    (command,) = server.seen
+    assert (command.action, command.version) == (Action.LOAD_ADAPTER, (1, 3))
+    assert (command.path, command.sha256) == ("/weights/epoch_1_step_3", "0" * 64)
+    assert link.newest_epoch() == 1
+
+
+def test_busy_and_failed_are_asked_again_under_another_id(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    replies = [says(OutcomeState.BUSY, "another"), says(OutcomeState.FAILED, "no memory"), done]
+    with StandIn(redis_url, run_id, replies) as server:
+        asking(link).serve(FILES)
+    assert len({command.id for command in server.seen}) == 3
+
+
+def test_a_refusal_ends_it_at_once_with_the_reason(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    replies = [says(OutcomeState.REFUSED, "rank 64, at most 16")]
+    with (
+        StandIn(redis_url, run_id, replies) as server,
+        pytest.raises(WeightsRefused, match="rank 64, at most 16"),
+    ):
+        asking(link).serve(FILES)
+    assert len(server.seen) == 1
+
+
+def test_a_failure_that_stays_is_named_at_the_deadline(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    replies = [says(OutcomeState.FAILED, "no memory")] * 50
+    with (
+        StandIn(redis_url, run_id, replies),
+        pytest.raises(NotPublished, match=r"\(1, 3\) is not served after 1 s \(failed: no memory"),
+    ):
+        asking(link, deadline_s=1.0).serve(FILES)
+
+
+def test_a_command_without_an_answer_is_named_at_the_deadline(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    with StandIn(redis_url, run_id, [silence]), pytest.raises(NotPublished, match="not seen"):
+        asking(link, deadline_s=0.5).serve(FILES)
+
+
+def test_a_command_that_redis_lost_is_sent_again(
+    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.3)
+
+    def forget(server: StandIn, _command: Command) -> None:
+        server.redis.delete(commands_key(server.run_id))
+
+    with StandIn(redis_url, run_id, [forget, done]) as server:
+        asking(link).serve(FILES)
+    assert len(server.seen) == 2
+
+
+def test_what_is_served_counts_where_its_answer_was_lost(
+    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repeat is refused, because the version is not a new one any more."""
+    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.3)
+
+    def carry_out_and_forget(server: StandIn, command: Command) -> None:
+        server.serve(command)
+        server.redis.delete(commands_key(server.run_id))
+
+    replies = [carry_out_and_forget, says(OutcomeState.REFUSED, "not a new version")]
+    with StandIn(redis_url, run_id, replies):
+        assert asking(link).serve(FILES) == frozenset()
+
+
+def test_the_same_version_from_another_directory_does_not_count(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    def elsewhere(server: StandIn, command: Command) -> None:
+        server.serve(command, path="/weights/of_another_run")
+        server.answer(command, OutcomeState.REFUSED, reason="taken")
+
+    with StandIn(redis_url, run_id, [elsewhere]), pytest.raises(WeightsRefused, match="taken"):
+        asking(link).serve(FILES)
+
+
+def test_a_supervisor_that_falls_silent_is_lost(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    def fall_silent(server: StandIn, _command: Command) -> None:
+        server.speaks = False
+
+    with (
+        StandIn(redis_url, run_id, [fall_silent]),
+        pytest.raises(LostServer, match="says nothing in Redis"),
+    ):
+        asking(link, return_s=0.3).serve(FILES)
+
+
+def test_a_failed_server_is_lost_with_the_reason_it_gives(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    watch = SupervisorWatch(link, return_deadline_s=0.4)
+    with StandIn(redis_url, run_id, []) as server:
+        watch.look()
+        server.says = server.says.model_copy(
+            update={"state": SupervisorState.FAILED, "reason": "5 crashes in 60 s"}
+        )
+        time.sleep(0.2)
+        watch.look()  # asked a moment ago
+        with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
+            watch.await_serving()
+
+
+def test_a_server_that_comes_back_in_time_is_waited_for(
+    redis_url: str, run_id: str, link: HandoffLink
+) -> None:
+    watch = SupervisorWatch(link, return_deadline_s=5.0)
+    with StandIn(redis_url, run_id, []) as server:
+        server.says = server.says.model_copy(update={"state": SupervisorState.RESTARTING})
+        time.sleep(0.2)
+        threading.Timer(
+            0.5, lambda: setattr(server, "says", ServerStatus(state="serving", epoch=4, step=2))
+        ).start()
+        assert watch.await_serving().version == (4, 2)
+
+
+def test_nobody_ever_said_anything(link: HandoffLink) -> None:
+    with pytest.raises(LostServer, match="says nothing in Redis"):
+        SupervisorWatch(link, return_deadline_s=0.3).await_serving()
+
+
+def test_a_redis_that_restarts_is_survived(tmp_path: Path, run_id: str) -> None:
+    port = free_port()
+    server = start_redis(port, tmp_path, bundled_redis())
+    with HandoffLink(f"redis://127.0.0.1:{port}/0", run_id, deadline_s=10.0) as link:
+        first, second = asking_command(), asking_command()
+        link.send(first)
+        time.sleep(1.1)  # on the disk by then
+        server.kill()
+        sending = threading.Thread(target=link.send, args=(second,))
+        sending.start()
+        time.sleep(0.5)
+        server = start_redis(port, tmp_path, bundled_redis())
+        sending.join()
+        try:
+            assert link.has(first)
+            with Redis(port=port, decode_responses=True) as plain:
+                entries = plain.xrange(commands_key(run_id))
+            assert [fields["id"] for _, fields in entries] == [first.id, second.id]
+        finally:
+            server.kill()
+
+
+def test_a_redis_that_stays_away_is_named_without_its_password(run_id: str) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    with (
+        HandoffLink(url, run_id, deadline_s=0.3) as link,
+        pytest.raises(
+            ServiceUnavailable, match=r"Redis not usable at redis://127\.0\.0\.1"
+        ) as told,
+    ):
+        link.status()
+    assert "secret" not in str(told.value)
+
+
+def asking_command() -> Command:
+    return Command(
+        id=uuid.uuid4().hex,
+        action=Action.LOAD_ADAPTER,
+        epoch=1,
+        step=1,
+        path="/weights/x",
+        sha256="0" * 64,
+    )

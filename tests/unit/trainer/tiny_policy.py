@@ -1,0 +1,44 @@
+"""A random tiny model on disk, what is trained of it, and a way to move it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer.adapter import trained_parameters
+from grpo_trainer.mode_settings import LoraOptions
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
+
+LORA = LoraOptions(r=4, alpha=32, dropout=0.0, target_modules=("q_proj", "v_proj"), layers=None)
+VOCABULARY = 259
+
+
+def model_directory(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """Random weights: nothing is taught, so it is made in a moment."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    recipe = Recipe(layers=2, width=32, max_positions=256, **changes)
+    build_model(len(tokenizer), recipe).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def optimizer_of(policy: Any, lr: float = 0.05) -> MasterOptimizer:
+    return MasterOptimizer(trained_parameters(policy).values(), lr, 0, 0.0, 1.0)
+
+
+def gather_gradient(policy: Any, seed: int) -> None:
+    """Of a supervised loss on random tokens: any gradient will do."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (4, 20), generator=generator)
+    policy(input_ids=ids, labels=ids).loss.backward()
+
+
+def move(policy: Any, optimizer: MasterOptimizer, step: int) -> None:
+    """One whole update."""
+    gather_gradient(policy, seed=step)
+    optimizer.step(step)
+    optimizer.write_into_parameters()
