@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.run_api_client import TrainerClient
-from grpo_trainer.checkpoint import FINAL_MODEL
+from grpo_trainer.checkpoint import FINAL_MODEL, MODEL_NAMES, remove_old_checkpoints
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.saving import Due, Saver, due_after
 from grpo_trainer.settings import TrainerSettings
@@ -141,3 +142,49 @@ def test_a_run_api_that_is_away_is_named_and_the_state_is_there(tmp_path: Path) 
         with pytest.raises(ServiceUnavailable, match="Atropos API not reachable"):
             rig.saver.step_taken(Position(step=1, batch_id=STEPS + 1, epoch=1))  # no such route
         assert on_disk(rig.save_path) == ["000001_step_0", "000002_step_1"]
+
+
+def test_an_adapter_has_directories_of_its_own() -> None:
+    redis = "redis://127.0.0.1:6379/0"
+    chosen = settings(weight_bridge_mode="lora_only", redis_url=redis, checkpoint_interval=2)
+    assert due_after(2, 0, chosen) == Due(("adapter_step_2",), True)
+    assert due_after(STEPS, 0, chosen) == Due(("adapter_step_4", "final_adapter"), True)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (None, ["step_1", "step_2", "step_3", "step_4"]),
+        (2, ["step_3", "step_4"]),
+        (1, ["step_4"]),
+    ],
+)
+def test_old_models_are_removed_once_a_newer_one_is_there(
+    kept: int | None, expected: list[str], tmp_path: Path
+) -> None:
+    with bench(tmp_path, checkpoint_interval=1, keep_checkpoints=kept) as rig:
+        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
+        take_steps(rig.saver, STEPS)
+        assert names(rig.save_path) == [FINAL_MODEL, *expected, "trainer_state"]
+
+
+def test_models_of_a_run_that_began_anew_are_the_newer_ones(tmp_path: Path) -> None:
+    for written_at_s, step in enumerate((90, 100, 1)):
+        (tmp_path / f"step_{step}").mkdir()
+        os.utime(tmp_path / f"step_{step}", (written_at_s, written_at_s))
+    for other in ("step_x", "adapter_step_5", "final_model", "mystep_3"):
+        (tmp_path / other).mkdir()
+    remove_old_checkpoints(tmp_path, MODEL_NAMES, kept=2)
+    assert names(tmp_path) == [
+        *("adapter_step_5", "final_model", "mystep_3"),
+        *("step_1", "step_100", "step_x"),
+    ]
+
+
+def test_a_batch_that_was_passed_over_is_acknowledged_with_the_next_state(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
+        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
+        rig.saver.batch_passed_over(Position(step=0, batch_id=2, epoch=1))
+        assert rig.seen == []
+        assert rig.saver.release_batches()
+        assert rig.seen == [(2, ["000001_step_0", "000002_step_0"])]

@@ -24,6 +24,7 @@ from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
 
 BLOCK = 16
+UNTRAINED = PolicyVersion(0, 0)
 VERSIONS = [PolicyVersion(1, step) for step in range(4)]
 
 
@@ -32,7 +33,7 @@ class StandIn:
     """Serves `model` under `version`."""
 
     model: Any
-    version: PolicyVersion = PolicyVersion(0, 0)
+    version: PolicyVersion = UNTRAINED
     blocks: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def swap(self, model: Any, version: PolicyVersion, keep_cache: bool = False) -> None:

@@ -1,0 +1,93 @@
+"""The summary of a run: numbers added up by hand, and the layout that users know."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from grpo_core.handoff import ServerStatus, SupervisorState, status_key
+from grpo_trainer.benchmark import FILE_NAME, Stopwatch, server_status
+from grpo_trainer.settings import TrainerSettings
+
+SERVER = ServerStatus(
+    state=SupervisorState.SERVING,
+    epoch=1,
+    step=3,
+    restarts=2,
+    dropped_requests=0,
+    generation_tokens=99,
+)
+
+
+def record(time_s: float, sync_s: float, reward: float | None) -> dict[str, float]:
+    times = {"step_time": 2.0, "sync_time": sync_s, "data_fetch_time": 0.5, "compute_time": 1.0}
+    found = {f"train/{name}": value for name, value in times.items()} | {"time_s": time_s}
+    return found if reward is None else found | {"reward/mean": reward}
+
+
+def stopped() -> Stopwatch:
+    watch = Stopwatch()
+    watch.add(record(2.0, 0.0, reward=0.25), is_served=False)
+    watch.add(record(5.0, 0.0, reward=0.5), is_served=False)
+    watch.add(record(63.0, 24.0, reward=0.75), is_served=True)
+    return watch
+
+
+def test_every_number_by_hand(tmp_path: Path) -> None:
+    stopped().summary("none", SERVER).write(tmp_path)
+    written = json.loads((tmp_path / FILE_NAME).read_text())
+    assert written.pop("peak_rss_bytes") > 10_000_000
+    assert written == {
+        **{"mode": "none", "steps": 3, "total_s": 63.0, "step_s_mean": 2.0},
+        **{"sync_s_total": 24.0, "sync_s_mean": 24.0, "publishes": 1},
+        **{"fetch_s_total": 1.5, "compute_s_total": 3.0, "peak_cuda_bytes": None},
+        **{"restarts": 2, "dropped_requests": 0, "generation_tokens": 99},
+        **{"reward_first": 0.25, "reward_last": 0.75},
+    }
+
+
+def test_the_layout_that_users_know() -> None:
+    text = str(stopped().summary("lora_restart", SERVER))
+    for line in (
+        "BENCHMARK SUMMARY (lora_restart)",
+        "  Total training time:     63.00s (1.05 min)",
+        "  Total steps:             3",
+        "  TIMING BREAKDOWN:",
+        "    Avg step time:         2.00s",
+        "    Avg sync time:         24.00s (x1 syncs)",
+        "    Avg data fetch time:   0.50s",
+        "    Restarts:              2",
+    ):
+        assert line in text.splitlines()
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    watch = Stopwatch()
+    watch.add(record(2.0, 0.0, reward=None), is_served=False)
+    summary = watch.summary("shared_vllm", None)
+    assert (summary.sync_s_mean, summary.restarts, summary.reward_first) == (None, None, None)
+    assert "INFERENCE SERVER" not in str(summary)
+    assert Stopwatch().summary("none", None).steps == 0
+
+
+def test_the_server_is_asked_through_redis(redis_url: str) -> None:
+    run_id = uuid.uuid4().hex[:8]
+    fields = {"model_name": "m", "weight_bridge_mode": "shared_vllm", "run_id": run_id}
+    assert server_status(TrainerSettings(**fields)) is None
+    with_redis = TrainerSettings(**fields, redis_url=redis_url)
+    assert server_status(with_redis) is None
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(status_key(run_id), mapping=SERVER.on_the_wire())  # type: ignore[arg-type]
+    assert server_status(with_redis) == SERVER
+
+
+def test_a_redis_that_is_away_does_not_spoil_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 0.2)
+    away = TrainerSettings(
+        model_name="m", weight_bridge_mode="shared_vllm", redis_url="redis://127.0.0.1:1/0"
+    )
+    assert server_status(away) is None

@@ -1,0 +1,111 @@
+"""A trainer that goes on from its state takes the steps that it would have taken: to the last bit,
+with dropout, in every mode that has its weights for itself.
+
+On fixed batches, without a server: what is compared is everything between a batch and the masters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer.adapter import trained_parameters
+from grpo_trainer.alignment import logprobs_of
+from grpo_trainer.errors import StateMismatch
+from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.loop import build_optimizer
+from grpo_trainer.modes import Mode
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.state_store import StateStore
+from grpo_trainer.trainer_state import Position, capture, require_fit, restore
+from grpo_trainer.weight_sync.build import _weights
+from tests.unit.trainer.groups import collated, group
+from tests.unit.trainer.tiny_policy import model_directory
+
+STEPS = 6
+MODES = [Mode.LORA_ONLY, Mode.LORA_RESTART, Mode.NONE]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_directory(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def settings(model: str, mode: str, **changes: Any) -> TrainerSettings:
+    fixed: dict[str, Any] = {"model_name": model, "weight_bridge_mode": mode, "lr": 0.01}
+    if mode != Mode.NONE:
+        fixed |= {"lora_dropout": 0.3, "lora_r": 4}
+    if mode != Mode.SHARED_VLLM:
+        fixed |= {"redis_url": "redis://127.0.0.1:6379/0"}
+    return TrainerSettings(**(fixed | changes))
+
+
+class Trainer:
+    """As `loop.begin` makes one, from the same seed."""
+
+    def __init__(self, chosen: TrainerSettings) -> None:
+        torch.manual_seed(chosen.seed)
+        self.settings = chosen
+        self.policy = _weights(chosen).load(torch.bfloat16).eval()
+        self.optimizer = build_optimizer(self.policy, chosen)
+
+    def take(self, steps: range) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each."""
+        taken = []
+        for step in steps:
+            batch = collated(group(), group(scores=[0.0, 1.0 + step]))
+            loss = accumulate_gradients(self.policy, batch, 0.2, step).loss
+            taken.append((loss, self.optimizer.step(step)))
+            self.optimizer.write_into_parameters()
+            logprobs_of(self.policy, [1, 2, 3])  # what a check asks draws nothing
+        return taken
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in trained_parameters(self.policy).values()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_is_the_uninterrupted_one(mode: Mode, model: str, tmp_path: Path) -> None:
+    alone = Trainer(settings(model, mode))
+    expected = alone.take(range(STEPS))
+    killed = Trainer(settings(model, mode))
+    assert killed.take(range(3)) == expected[:3]
+    store = StateStore(tmp_path)
+    position = Position(step=3, batch_id=3, epoch=1)
+    store.save(capture(killed.policy, killed.optimizer, killed.settings, position))
+    killed.take(range(3, 5))  # lost
+
+    torch.manual_seed(99)
+    again = Trainer(settings(model, mode))
+    saved = store.newest()
+    assert saved is not None
+    require_fit(saved.record, again.policy, again.settings, "here")
+    restore(saved.load(), again.policy, again.optimizer)
+    again.optimizer.write_into_parameters()
+    assert again.take(range(3, STEPS)) == expected[3:]
+    for mine, theirs in zip(again.weights(), alone.weights(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_state_of_another_mode_or_adapter_lists_every_difference(model: str) -> None:
+    saved = Trainer(settings(model, "lora_only"))
+    at = Position(step=1, batch_id=1, epoch=1)
+    record = capture(saved.policy, saved.optimizer, saved.settings, at).record
+
+    other = Trainer(settings(model, "lora_restart", lora_alpha=8, lora_layer_indices="1"))
+    with pytest.raises(StateMismatch) as told:
+        require_fit(record, other.policy, other.settings, "here")
+    lines = str(told.value).splitlines()
+    assert lines[1:4] == [
+        "  mode: saved lora_only, now lora_restart",
+        "  lora alpha: saved 32, now 8",
+        "  lora layers: saved None, now (1,)",
+    ]
+    assert sum("not in the model" in line for line in lines) == 4
+
+    whole = Trainer(settings(model, "none"))
+    with pytest.raises(StateMismatch, match="mode: saved lora_only, now none"):
+        require_fit(record, whole.policy, whole.settings, "here")
