@@ -12,6 +12,7 @@ from grpo_local.health import HealthProbe
 from grpo_local.launch import Launch
 from grpo_local.memory import MemoryPeaks
 from grpo_local.metrics_file import MetricsFile, StepRecord
+from grpo_local.modes import Mode
 from grpo_local.processes import ManagedProcess, ProcessFailed
 from grpo_local.progress import StepTable
 from grpo_local.run_directory import RunDirectory, create_run_directory
@@ -27,6 +28,7 @@ from grpo_local.summary import summarise, summary_lines
 
 EXIT_FAILED = 1
 FOLLOW_POLL_S = 0.2
+INDENT = 9 * " "
 
 
 class NoTrainingStep(GrpoError):
@@ -71,7 +73,7 @@ def _train_and_report(
         try:
             hand_off = launch.all_services(weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
-            records = follow_training(stack, run, sizes, screen)
+            records = follow_training(stack, run, sizes, settings.weight_mode, screen)
             training_s = time.monotonic() - training_started
             status = server_status(hand_off.redis_url, hand_off.run_id)
         finally:
@@ -100,7 +102,7 @@ def _publication(settings: DemoSettings, sizes: Sizes) -> str:
 
 
 def follow_training(
-    stack: Stack, run: RunDirectory, sizes: Sizes, screen: Screen
+    stack: Stack, run: RunDirectory, sizes: Sizes, mode: Mode, screen: Screen
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of all steps.
 
@@ -121,6 +123,8 @@ def follow_training(
             last_step_at = time.monotonic()
             for line, is_header in table.lines(record):
                 screen.line(line, style="bold" if is_header else None)
+            if news := mode.news(record.step, record.sync_s):
+                screen.line(f"{INDENT}{news}", style="dim")
         if finished:
             return _all_steps(records, sizes.steps, trainer)
         if time.monotonic() - last_step_at > sizes.step_deadline_s:

@@ -43,6 +43,12 @@ class Mode:
             return f"{what} is loaded {_every(every_steps)}, beside the running engine"
         return f"the engine restarts on {what} {_every(every_steps)}, which takes about 20 s"
 
+    def news(self, step: int, publish_s: float) -> str | None:
+        """What the user is told below the line of a step, beside its numbers."""
+        if not self.restarts_engine or publish_s == 0.0:
+            return None
+        return f"the engine restarted on the weights of step {step}, {publish_s:.1f} s"
+
 
 MODES: Mapping[ModeName, Mode] = {
     mode.name: mode

@@ -14,6 +14,8 @@ LORA_LR_FACTOR = 10.0
 """An adapter takes about ten times the learning rate of the whole model."""
 STEPS_WITH_RESTARTS = 60
 """A restart takes about 20 s even with the tiny model: six of them are enough to wait for."""
+RESTART_DEADLINE_S = 180.0
+"""Other programs may slow a restart down as they slow a start down."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def _for_the_mode(sizes: Sizes, mode: Mode) -> Sizes:
     if mode.trains_adapter:
         sizes = replace(sizes, lr=LORA_LR_FACTOR * sizes.lr)
     if mode.restarts_engine:
-        sizes = replace(sizes, steps=min(sizes.steps, STEPS_WITH_RESTARTS))
+        patience_s = sizes.step_deadline_s + RESTART_DEADLINE_S
+        steps = min(sizes.steps, STEPS_WITH_RESTARTS)
+        sizes = replace(sizes, steps=steps, step_deadline_s=patience_s)
     return sizes
 
 
