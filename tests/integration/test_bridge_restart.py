@@ -87,7 +87,7 @@ def probe(url: str, deadline_s: float) -> GenerateAnswer:
     give_up_at = time.monotonic() + deadline_s
     while True:
         try:
-            answer = httpx.post(f"{url}/generate", json=body, timeout=60.0)
+            answer = httpx.post(f"{url}/generate", json=body, timeout=START_DEADLINE_S)
             return GenerateAnswer.model_validate(answer.raise_for_status().json())
         except httpx.ConnectError:
             assert time.monotonic() < give_up_at, f"nothing listened within {deadline_s} s"
@@ -167,8 +167,10 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
         lines = broken_stream(second, lambda: kill_engine(second))
         assert "error" in lines[-1]
         assert "text" not in lines[-1]
-        wait_for(lambda: second.process.exit_code is not None, deadline_s=30.0)
-        assert second.process.exit_code == 1
+        wait_for(lambda: second.status()["crashes"] == 1, deadline_s=30.0)
+        # Its supervisor lives on; the engine that it starts waits for the weights again.
+        assert second.process.exit_code is None
+        assert second.status()["state"] == "restarting"
     assert not second.bridge_config.exists()
 
 

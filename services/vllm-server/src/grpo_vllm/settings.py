@@ -99,7 +99,7 @@ class ServerSettings(CommandSettings):
         16, description=f"Largest rank of an adapter, one of {', '.join(map(str, LORA_RANKS))}"
     )
     max_loras: int = Field(
-        2, ge=2, description="Adapters that one batch may mix: those before the newest included"
+        4, ge=2, description="Adapters that one batch may mix: those before the newest included"
     )
     weights_dir: Path | None = Field(
         None,

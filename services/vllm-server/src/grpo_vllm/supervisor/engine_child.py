@@ -21,6 +21,7 @@ from grpo_vllm.engine_plan import EnginePlan
 
 log = structlog.get_logger()
 
+ENGINE_COMMAND = (sys.executable, "-m", "grpo_vllm.engine_process")
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 _PR_SET_PDEATHSIG = 1
@@ -63,10 +64,10 @@ class EngineChild:
         arguments: Sequence[str],
         channel: SupervisorEnd,
         private_path: Path,
+        command: Sequence[str],
     ) -> EngineChild:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "grpo_vllm.engine_process", plan.model_dump_json(), *arguments),
+            *(*command, plan.model_dump_json(), *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=plan.descriptors(),
             preexec_fn=_die_with_parent,

@@ -16,6 +16,7 @@ from grpo_vllm.http_servers import HttpServer
 from grpo_vllm.served_record import NoRecord, ServedRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.command_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.engine_child import ENGINE_COMMAND
 from grpo_vllm.supervisor.first_weights import first_weights
 from grpo_vllm.supervisor.health_server import health_app
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
@@ -24,7 +25,11 @@ from grpo_vllm.supervisor.supervisor import Supervisor
 log = structlog.get_logger()
 
 
-def supervise(settings: ServerSettings, arguments: Sequence[str]) -> int:
+def supervise(
+    settings: ServerSettings,
+    arguments: Sequence[str],
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     Raises:
@@ -34,10 +39,15 @@ def supervise(settings: ServerSettings, arguments: Sequence[str]) -> int:
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
-        return asyncio.run(_run(settings, arguments, sockets))
+        return asyncio.run(_run(settings, arguments, sockets, engine_command))
 
 
-async def _run(settings: ServerSettings, arguments: Sequence[str], sockets: Sockets) -> int:
+async def _run(
+    settings: ServerSettings,
+    arguments: Sequence[str],
+    sockets: Sockets,
+    engine_command: Sequence[str],
+) -> int:
     async with contextlib.AsyncExitStack() as stack:
         control: CommandStream | NoControlPlane = NoControlPlane()
         record: ServedRecord | NoRecord = NoRecord()
@@ -49,7 +59,9 @@ async def _run(settings: ServerSettings, arguments: Sequence[str], sockets: Sock
                 CommandStream(settings.redis_url, settings.run_id)
             )
         weights = await first_weights(settings, record)
-        supervisor = Supervisor(settings, arguments, sockets, weights, control, record)
+        supervisor = Supervisor(
+            settings, arguments, sockets, weights, control, record, engine_command
+        )
         _handle_signals(supervisor)
         await stack.enter_async_context(_health(supervisor, sockets))
         return await supervisor.run()

@@ -33,7 +33,12 @@ from grpo_vllm.engine_plan import EnginePlan, PlannedWeights
 from grpo_vllm.served_record import WeightsRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.command_stream import ControlPlane
-from grpo_vllm.supervisor.engine_child import EngineChild, EngineDoesNotAnswer, EngineRefused
+from grpo_vllm.supervisor.engine_child import (
+    ENGINE_COMMAND,
+    EngineChild,
+    EngineDoesNotAnswer,
+    EngineRefused,
+)
 from grpo_vllm.supervisor.first_weights import found_serving, recorded
 from grpo_vllm.supervisor.memory import GpuMemory, gpu_memory, memory_is_back
 from grpo_vllm.supervisor.orders import newest_first, planned
@@ -70,6 +75,7 @@ class Supervisor:
     arguments: the command line, for engine processes
     weights: what the first engine is to serve
     record: learns what is served; where weights are shared, the engine process tells it instead
+    engine_command: starts an engine process; the plan and `arguments` follow
     """
 
     def __init__(
@@ -80,9 +86,11 @@ class Supervisor:
         weights: PlannedWeights,
         control: ControlPlane,
         record: WeightsRecord,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         self._settings = settings
         self._arguments = list(arguments)
+        self._engine_command = engine_command
         self._sockets = sockets
         self._weights = weights
         self._control = control
@@ -182,7 +190,13 @@ class Supervisor:
             parked=parked,
             weights=self._weights,
         )
-        engine = await EngineChild.start(plan, self._arguments, self._channel, sockets.private_path)
+        engine = await EngineChild.start(
+            plan,
+            self._arguments,
+            self._channel,
+            sockets.private_path,
+            self._engine_command,
+        )
         theirs.close()
         self._engine = engine
         log.info(

@@ -1,0 +1,97 @@
+"""What a directory of weights must hold before anybody serves from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_core.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MODEL_CONFIG,
+    UnusableWeights,
+    WeightKind,
+    adapter_rank,
+    check_weights,
+    directory_digest,
+    require_rank,
+)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "root" / "adapter"
+    path.mkdir(parents=True)
+    (path / ADAPTER_CONFIG).write_text('{"r": 8, "rank_pattern": {"q_proj": 24}}')
+    (path / ADAPTER_WEIGHTS).write_bytes(b"\0" * 1000)
+    return path
+
+
+def test_a_whole_one_is_taken(adapter: Path) -> None:
+    digest = directory_digest(adapter)
+    taken = check_weights(WeightKind.ADAPTER, str(adapter), digest, adapter.parent)
+    assert taken == adapter.resolve()
+
+
+@pytest.mark.parametrize("change", ["byte", "length", "name", "further file"])
+def test_every_change_shows_in_the_digest(adapter: Path, change: str) -> None:
+    before = directory_digest(adapter)
+    weights = adapter / ADAPTER_WEIGHTS
+    if change == "byte":
+        weights.write_bytes(b"\0" * 999 + b"\1")
+    elif change == "length":
+        weights.write_bytes(b"\0" * 999)
+    elif change == "name":
+        weights.rename(adapter / "other.safetensors")
+    else:
+        (adapter / "empty").touch()
+    assert directory_digest(adapter) != before
+
+
+def test_the_digest_does_not_depend_on_where_it_lies(adapter: Path) -> None:
+    before = directory_digest(adapter)
+    assert directory_digest(adapter.rename(adapter.with_name("elsewhere"))) == before
+
+
+@pytest.mark.parametrize("name", ["..", "../adapter-outside", ".", "link"])
+def test_nothing_outside_the_root_is_taken(adapter: Path, name: str) -> None:
+    root = adapter.parent
+    outside = root.parent / "adapter-outside"
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    with pytest.raises(UnusableWeights, match="is not below"):
+        check_weights(WeightKind.ADAPTER, str(root / name), "", root)
+
+
+@pytest.mark.parametrize("missing", [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+def test_a_half_written_adapter_is_refused(adapter: Path, missing: str) -> None:
+    (adapter / missing).unlink()
+    with pytest.raises(UnusableWeights, match=f"no {missing}: not a whole adapter"):
+        check_weights(WeightKind.ADAPTER, str(adapter), "", adapter.parent)
+
+
+def test_a_half_written_checkpoint_is_refused_naming_everything(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    with pytest.raises(UnusableWeights) as refused:
+        check_weights(WeightKind.CHECKPOINT, str(tmp_path / "c"), "", tmp_path)
+    assert f"no {MODEL_CONFIG}, no *.safetensors" in str(refused.value)
+
+
+def test_other_bytes_than_announced_are_refused(adapter: Path) -> None:
+    with pytest.raises(UnusableWeights, match="announced 0000"):
+        check_weights(WeightKind.ADAPTER, str(adapter), "0" * 64, adapter.parent)
+
+
+def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
+    assert adapter_rank(adapter) == 24
+    require_rank(adapter, 24)
+    with pytest.raises(UnusableWeights, match=r"rank 24, .* at most 16; .* --max-lora-rank 24"):
+        require_rank(adapter, 16)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"r": null}', "[]", '{"r": 4, "rank_pattern": 3}'])
+def test_a_configuration_that_is_none_is_refused(adapter: Path, text: str) -> None:
+    (adapter / ADAPTER_CONFIG).write_text(text)
+    with pytest.raises(UnusableWeights, match="not a LoRA configuration"):
+        adapter_rank(adapter)

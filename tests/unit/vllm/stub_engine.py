@@ -1,0 +1,115 @@
+"""An engine process without an engine: real sockets, real draining, answers at once.
+
+`POST /generate {"seconds": s}` takes so long and says which process answered, under which version.
+It does not start where the directory in STUB_ENGINE_DIRECTORY holds a file `broken`, or where the
+weights that it is to serve do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from grpo_vllm.channel import EngineEnd
+from grpo_vllm.connections import ParkingLot
+from grpo_vllm.draining import Drain
+from grpo_vllm.engine_plan import EnginePlan
+from grpo_vllm.http_servers import Endpoint, HttpServer, serve_until
+from grpo_vllm.in_flight import InFlight, InFlightCounter
+
+DIRECTORY = "STUB_ENGINE_DIRECTORY"
+BROKEN = "broken"
+BAD_RANK = "bad-rank"
+
+
+class StubEngine:
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan = plan
+        self.version = list(plan.weights.version)
+        self.path = str(plan.weights.directory or "")
+        self.in_flight = InFlight()
+
+    async def generate(self, request: Request) -> Response:
+        begun = list(self.version)
+        await asyncio.sleep((await request.json())["seconds"])
+        client = request.client
+        return JSONResponse(
+            {
+                "pid": os.getpid(),
+                "policy_version": [[begun, list(self.version)]],
+                "port": client.port if client else 0,
+            }
+        )
+
+    async def status(self, _request: Request) -> Response:
+        adapter = {"adapter_path": self.path} if self.path else None
+        return JSONResponse(
+            {
+                "policy_version": self.version,
+                **{"state": "serving", "reason": "", "adapter": adapter},
+                **{"in_flight": len(self.in_flight), "generation_tokens": 7},
+            }
+        )
+
+    async def load(self, request: Request) -> Response:
+        asked = await request.json()
+        if (Path(asked["adapter_path"]) / BAD_RANK).exists():
+            return JSONResponse({"detail": "the engine does not like it"}, 409)
+        self.version, self.path = asked["policy_version"], asked["adapter_path"]
+        return JSONResponse({"in_use": [self.path]})
+
+    async def serve(self) -> None:
+        channel = EngineEnd(self.plan.channel)
+        self.in_flight.on_dropped = channel.dropped
+        lot = ParkingLot()
+        app = Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/health", lambda _request: Response()),
+            ]
+        )
+        public = HttpServer(InFlightCounter(app, self.in_flight), lot=lot)
+        drain = Drain(public, lot, self.in_flight, channel)
+
+        async def post_drain(request: Request) -> Response:
+            drain.begin((await request.json())["within_s"])
+            return JSONResponse({})
+
+        private = Starlette(
+            routes=[
+                Route("/engine/status", self.status),
+                Route("/engine/drain", post_drain, methods=["POST"]),
+                Route("/lora/load", self.load, methods=["POST"]),
+            ]
+        )
+        endpoints = [
+            Endpoint(public, socket.socket(fileno=self.plan.public)),
+            Endpoint(HttpServer(private), socket.socket(fileno=self.plan.private)),
+        ]
+        arrival = asyncio.create_task(self._arrive(public, channel))
+        await serve_until(lambda: False, endpoints)
+        await arrival
+
+    async def _arrive(self, public: HttpServer, channel: EngineEnd) -> None:
+        await public.adopt(self.plan.parked)
+        channel.serving()
+
+
+def main() -> None:
+    plan = EnginePlan.model_validate_json(sys.argv[1])
+    places = [Path(os.environ[DIRECTORY]), plan.weights.directory]
+    if any(place is not None and (place / BROKEN).exists() for place in places):
+        raise SystemExit(3)
+    asyncio.run(StubEngine(plan).serve())
+
+
+if __name__ == "__main__":
+    main()

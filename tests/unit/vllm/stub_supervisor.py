@@ -1,0 +1,15 @@
+"""`vllm-api-server` with the stand-in for its engine; nothing else differs."""
+
+from __future__ import annotations
+
+import sys
+
+from grpo_core.logs import configure_logging
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.run import supervise
+
+if __name__ == "__main__":
+    settings = load_server_settings(sys.argv[1:])
+    configure_logging("vllm-server", settings.log_level)
+    command = (sys.executable, "-m", "tests.unit.vllm.stub_engine")
+    raise SystemExit(supervise(settings, sys.argv[1:], command))
