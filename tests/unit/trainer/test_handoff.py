@@ -8,9 +8,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.handoff import (
@@ -274,6 +276,27 @@ def test_a_redis_that_restarts_is_survived(tmp_path: Path, run_id: str) -> None:
             assert [fields["id"] for _, fields in entries] == [first.id, second.id]
         finally:
             server.kill()
+
+
+class LosesAnAnswer(HandoffLink):
+    """The first command that it adds is carried out, and the connection breaks behind it."""
+
+    has_lost = False
+
+    def _attempt(self, *command: Any) -> Any:
+        answer = super()._attempt(*command)
+        if command[0] == "XADD" and not self.has_lost:
+            self.has_lost = True
+            raise RedisConnectionError("broken")
+        return answer
+
+
+def test_a_command_whose_receipt_was_lost_is_not_sent_twice(redis_url: str, run_id: str) -> None:
+    with LosesAnAnswer(redis_url, run_id, deadline_s=5.0) as link:
+        link.send(asking_command())
+        assert link.has_lost
+    with Redis.from_url(redis_url) as plain:
+        assert plain.xlen(commands_key(run_id)) == 1
 
 
 def test_a_redis_that_stays_away_is_named_without_its_password(run_id: str) -> None:

@@ -135,6 +135,26 @@ def test_the_weights_of_the_publication_before_are_served(run: Run) -> None:
     assert "it still serves the weights of the publication before" in run.refusal()
 
 
+@pytest.mark.parametrize("base_is_served", [False, True])
+def test_an_update_below_the_tolerance_of_its_data_type(base_is_served: bool, model: Path) -> None:
+    """Of bfloat16: noise is 0.003, the tolerance 0.05, and this update lies in between."""
+    policy = WholeModel(str(model)).load(torch.bfloat16).eval()
+    base, server = copy.deepcopy(policy), StandIn(copy.deepcopy(policy))
+    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    optimizer = optimizer_of(policy, lr=0.001)
+    for step in range(2):
+        before = copy.deepcopy(policy)
+        move(policy, optimizer, step)
+        server.swap(policy, VERSIONS[step])
+        assert 0.003 < proof.require(VERSIONS[step], "After step").moved < 0.05
+    before = copy.deepcopy(policy)
+    move(policy, optimizer, 2)
+    server.swap(base if base_is_served else before, VERSIONS[2])
+    cause = "was started with, without" if base_is_served else "publication before"
+    with pytest.raises(ServedWeightsDiffer, match=cause):
+        proof.require(VERSIONS[2], "After step 2")
+
+
 def test_weights_of_another_run_are_served(run: Run) -> None:
     run.update()
     other = copy.deepcopy(run.before)
@@ -146,7 +166,9 @@ def test_weights_of_another_run_are_served(run: Run) -> None:
 
 
 def test_keys_and_values_that_outlive_the_swap(run: Run) -> None:
-    """What is computed afresh agrees to the last digits: only the sampled part can tell."""
+    """What is computed afresh agrees to the last digits: only the sampled part can tell. The cache
+    had forgotten the prompt since the proof before."""
+    run.server.blocks.clear()
     run.update()
     run.server.swap(run.policy, VERSIONS[3], keep_cache=True)
     told = run.refusal()
