@@ -7,7 +7,13 @@ from collections.abc import Generator
 
 import pytest
 
-pytest_plugins = ["tests.fixtures.inference", "tests.fixtures.redis", "tests.fixtures.run_api"]
+pytest_plugins = [
+    # In the order in which they import each other.
+    "tests.fixtures.inference",
+    "tests.fixtures.redis",
+    "tests.fixtures.run_api",
+    "tests.fixtures.handed_off",
+]
 
 EXCUSED_SKIPS = ("no GPU",)
 """Starts of reasons that CI cannot do anything about. Any other skip there is a failure."""

@@ -38,19 +38,30 @@ class Ports:
     redis: int
     run_api: int
     server: int
+    health: int
+
+
+SHARED = "shared_vllm"
+RESTART_EVERY_STEPS = 3
+LORA_MODES = ("lora_only", "lora_restart")
 
 
 class Rig:
-    """Args: directory: logs, metrics, Redis' files; sockets: a short path for the weight socket."""
+    """Args:
+    directory: logs, metrics, Redis' files
+    sockets: a short path for the weight socket
+    mode: how weights reach the server
+    """
 
-    def __init__(self, directory: Path, sockets: Path, model: Path) -> None:
+    def __init__(self, directory: Path, sockets: Path, model: Path, mode: str = SHARED) -> None:
+        self.mode = mode
         self._directory = directory
         self._stages = directory / "stages"
         self._stages.mkdir()
         (directory / REDIS).mkdir()
         self._socket = sockets / "weights.sock"
         self._model = str(model)
-        self._ports = Ports(free_port(), free_port(), free_port())
+        self._ports = Ports(free_port(), free_port(), free_port(), free_port())
         self._processes: dict[str, ManagedProcess] = {}
         self._starts = 0
         self.metrics = directory / "metrics.jsonl"
@@ -95,11 +106,25 @@ class Rig:
         self._processes[name].kill()
 
     def kill_engine(self) -> None:
-        """The process that computes, under the server that answers HTTP."""
+        """Everything under the supervisor: the process that answers HTTP and those that compute."""
         children = psutil.Process(self._processes[SERVER].pid).children(recursive=True)
         for child in children:
             child.kill()
         assert children, "the server has no engine process"
+
+    def kill_supervisor_alone(self) -> None:
+        """Its engine must go with it, by the kernel's hand."""
+        supervisor = psutil.Process(self._processes[SERVER].pid)
+        below = supervisor.children(recursive=True)
+        supervisor.kill()
+        psutil.wait_procs(below, timeout=10.0)
+        assert not [child for child in below if child.is_running()]
+
+    def server_status(self) -> dict[str, Any]:
+        """What the supervisor says of itself."""
+        url = f"http://127.0.0.1:{self._ports.health}/status"
+        answer: dict[str, Any] = httpx.get(url, timeout=5).json()
+        return answer
 
     def close(self) -> None:
         for process in reversed(self._processes.values()):
@@ -173,9 +198,16 @@ class Rig:
         if name == RUN_API:
             return httpx.get(f"{self.run_api_url}/health", timeout=5).status_code == 200
         if name == SERVER:
-            return bool(self.bridge_info()["enabled"])
+            return bool(self.bridge_info()["state"])
         log = self._processes[name].log_path.read_text()
-        return ("registered" if name == ENVIRONMENT else "attached to the server") in log
+        return any(said in log for said in self._said_when_ready(name))
+
+    def _said_when_ready(self, name: str) -> tuple[str, ...]:
+        if name == ENVIRONMENT:
+            return ("registered",)
+        if self.mode == SHARED:
+            return ("attached to the server",)
+        return ("published", "the server has these weights already")
 
     def _variables(self) -> Mapping[str, str]:
         return {
@@ -211,13 +243,23 @@ class Rig:
             *(sys.executable, "-m", "grpo_vllm"),
             *("--model", self._model),
             *("--port", str(self._ports.server)),
-            "--share-weights",
-            *("--weights-socket", str(self._socket)),
-            *("--bridge-config-path", str(self._directory / "vllm_bridge_config.json")),
+            *("--health-port", str(self._ports.health)),
+            *self._how_weights_come(),
             *self._redis_flags(),
             *("--dtype", "float32"),
             *SMALL,
         ]
+
+    def _how_weights_come(self) -> list[str]:
+        if self.mode == SHARED:
+            config = self._directory / "vllm_bridge_config.json"
+            return [
+                "--share-weights",
+                *("--weights-socket", str(self._socket)),
+                *("--bridge-config-path", str(config)),
+            ]
+        lora = ["--enable-lora"] if self.mode in LORA_MODES else []
+        return [*lora, "--weights-dir", str(self.checkpoints / "served_weights")]
 
     def _environment(self) -> list[str]:
         return [
@@ -235,7 +277,8 @@ class Rig:
         return [
             *(sys.executable, "-m", "tests.faults.staged_trainer"),
             *("--model-name", self._model),
-            *("--weight-bridge-mode", "shared_vllm"),
+            *("--weight-bridge-mode", self.mode),
+            *self._hand_off_flags(),
             *("--atropos-url", self.run_api_url),
             *("--vllm-port", str(self._ports.server)),
             *("--training-steps", str(STEPS)),
@@ -249,6 +292,12 @@ class Rig:
             *("--checkpoint-interval", "0"),
             *("--state-interval", str(STATE_INTERVAL)),
         ]
+
+    def _hand_off_flags(self) -> list[str]:
+        if self.mode == SHARED:
+            return []
+        restarts = ["--vllm-restart-interval", str(RESTART_EVERY_STEPS)]
+        return [*self._redis_flags(), *([] if self.mode == "lora_only" else restarts)]
 
     def _redis_flags(self) -> list[str]:
         url = f"redis://127.0.0.1:{self._ports.redis}/0"

