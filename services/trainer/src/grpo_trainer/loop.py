@@ -13,8 +13,7 @@ import structlog
 import torch
 
 from grpo_core.bearer_token import plain
-from grpo_core.errors import LeasesFull
-from grpo_core.run_api_client import LeasedBatch, TrainerClient
+from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (
@@ -27,10 +26,9 @@ from grpo_trainer.alignment import (
 )
 from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.benchmark import Stopwatch, server_status
-from grpo_trainer.errors import StaleData
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.healthy_ranges import RangeWatch
-from grpo_trainer.intake import Doorkeeper, Intake
+from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.resume import find_state, rejoin, take_up
@@ -42,9 +40,12 @@ from grpo_trainer.settings import AUTO, TrainerSettings
 from grpo_trainer.sinks import Write, open_sinks
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
+from grpo_trainer.taking import next_batch, take_batch
 from grpo_trainer.trainer_state import Position
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
+
+__all__ = ["Run", "begin", "build_weight_sync", "next_batch", "run_step", "train"]
 
 log = structlog.get_logger()
 
@@ -180,61 +181,6 @@ def run_step(run: Run, position: Position) -> Position:
     )
     report(run, outcome)
     return Position(step + 1, taken.batch_id, published.version.epoch)
-
-
-@dataclass(frozen=True)
-class TakenBatch:
-    """One that can be trained on. `intake.stale_groups` counts those of batches passed over."""
-
-    batch_id: int
-    intake: Intake
-
-
-def take_batch(run: Run, position: Position) -> TakenBatch:
-    """Wait for a batch of which something can be trained on.
-
-    One whose groups are all stale is done with: the next state holds its id, and with that it is
-    acknowledged. No step is taken on it.
-
-    Raises:
-        StaleData: nothing else came for as long as a batch may take.
-        DuplicatedBatch, UnusableGroup: see `Doorkeeper`; and as `next_batch`.
-    """
-    began, last, stale = time.monotonic(), position.batch_id, 0
-    while True:
-        leased = next_batch(run, last)
-        intake = run.door.admit(leased.groups, position.step)
-        stale += intake.stale_groups
-        if intake.groups:
-            return TakenBatch(leased.id, replace(intake, stale_groups=stale))
-        last = leased.id
-        run.saver.batch_passed_over(replace(position, batch_id=last))
-        log.warning("passed over a batch of stale groups", batch_id=last, groups=len(leased.groups))
-        if time.monotonic() - began >= run.settings.batch_deadline_s:
-            raise StaleData(
-                f"{stale} groups came in {run.settings.batch_deadline_s:g} s, and all are more "
-                f"than --max-staleness {run.settings.max_staleness} steps old. Let less data wait "
-                "(fewer or slower environments), or allow older data"
-            )
-
-
-def next_batch(run: Run, last_batch: int) -> LeasedBatch:
-    """Args: last_batch: id of the one trained on last, 0 where this line of training begins."""
-    deadline_s, tend = run.settings.batch_deadline_s, run.sync.tend
-    try:
-        leased = run.api.next_batch(deadline_s, meanwhile=tend)
-    except LeasesFull as full:
-        log.warning("run-api asks for batches to be acknowledged; saving early", reason=str(full))
-        if not run.saver.release_batches():
-            raise
-        leased = run.api.next_batch(deadline_s, meanwhile=tend)
-    if 0 < last_batch < leased.id - 1:
-        log.warning(
-            "batches are missing here: a state that this run does not go on from held them",
-            first=last_batch + 1,
-            last=leased.id - 1,
-        )
-    return leased
 
 
 def report(run: Run, outcome: StepOutcome) -> None:

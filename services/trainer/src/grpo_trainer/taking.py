@@ -1,0 +1,94 @@
+"""Waits for the batch that the next step trains on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from grpo_core.errors import LeasesFull
+from grpo_core.run_api_client import LeasedBatch, TrainerClient
+from grpo_trainer.errors import StaleData
+from grpo_trainer.intake import Doorkeeper, Intake
+from grpo_trainer.saving import Saver
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.trainer_state import Position
+from grpo_trainer.weight_sync.base import WeightSync
+
+log = structlog.get_logger()
+
+
+class Taker(Protocol):
+    """What of a run has to do with its batches."""
+
+    @property
+    def settings(self) -> TrainerSettings: ...
+
+    @property
+    def api(self) -> TrainerClient: ...
+
+    @property
+    def sync(self) -> WeightSync: ...
+
+    @property
+    def door(self) -> Doorkeeper: ...
+
+    @property
+    def saver(self) -> Saver: ...
+
+
+@dataclass(frozen=True)
+class TakenBatch:
+    """One that can be trained on. `intake.stale_groups` counts those of batches passed over."""
+
+    batch_id: int
+    intake: Intake
+
+
+def take_batch(run: Taker, position: Position) -> TakenBatch:
+    """Wait for a batch of which something can be trained on.
+
+    One whose groups are all stale is done with: the next state holds its id, and with that it is
+    acknowledged. No step is taken on it.
+
+    Raises:
+        StaleData: nothing else came for as long as a batch may take.
+        DuplicatedBatch, UnusableGroup: see `Doorkeeper`; and as `next_batch`.
+    """
+    began, last, stale = time.monotonic(), position.batch_id, 0
+    while True:
+        leased = next_batch(run, last)
+        intake = run.door.admit(leased.groups, position.step)
+        stale += intake.stale_groups
+        if intake.groups:
+            return TakenBatch(leased.id, replace(intake, stale_groups=stale))
+        last = leased.id
+        run.saver.batch_passed_over(replace(position, batch_id=last))
+        log.warning("passed over a batch of stale groups", batch_id=last, groups=len(leased.groups))
+        if time.monotonic() - began >= run.settings.batch_deadline_s:
+            raise StaleData(
+                f"{stale} groups came in {run.settings.batch_deadline_s:g} s, and all are more "
+                f"than --max-staleness {run.settings.max_staleness} steps old. Let less data wait "
+                "(fewer or slower environments), or allow older data"
+            )
+
+
+def next_batch(run: Taker, last_batch: int) -> LeasedBatch:
+    """Args: last_batch: id of the one trained on last, 0 where this line of training begins."""
+    deadline_s, tend = run.settings.batch_deadline_s, run.sync.tend
+    try:
+        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+    except LeasesFull as full:
+        log.warning("run-api asks for batches to be acknowledged; saving early", reason=str(full))
+        if not run.saver.release_batches():
+            raise
+        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+    if 0 < last_batch < leased.id - 1:
+        log.warning(
+            "batches are missing here: a state that this run does not go on from held them",
+            first=last_batch + 1,
+            last=leased.id - 1,
+        )
+    return leased
