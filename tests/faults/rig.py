@@ -278,7 +278,7 @@ class Rig:
             *(sys.executable, "-m", "tests.faults.staged_trainer"),
             *("--model-name", self._model),
             *("--weight-bridge-mode", self.mode),
-            *self._hand_off_flags(),
+            *self._mode_flags(),
             *("--atropos-url", self.run_api_url),
             *("--vllm-port", str(self._ports.server)),
             *("--training-steps", str(STEPS)),
@@ -286,16 +286,15 @@ class Rig:
             *("--gradient-accumulation-steps", "2"),
             *("--lr", "1e-4"),
             *("--seq-len", "128"),
-            *("--verify-every-steps", "1"),
             *("--metrics-file", str(self.metrics)),
             *("--save-path", str(self.checkpoints)),
             *("--checkpoint-interval", "0"),
             *("--state-interval", str(STATE_INTERVAL)),
         ]
 
-    def _hand_off_flags(self) -> list[str]:
+    def _mode_flags(self) -> list[str]:
         if self.mode == SHARED:
-            return []
+            return ["--verify-every-steps", "1"]
         restarts = ["--vllm-restart-interval", str(RESTART_EVERY_STEPS)]
         return [*self._redis_flags(), *([] if self.mode == "lora_only" else restarts)]
 

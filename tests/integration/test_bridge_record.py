@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from grpo_core.redis_names import run_prefix
+from grpo_core.redis_names import served_weights_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.processes import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
@@ -60,7 +60,7 @@ async def test_the_next_server_of_the_run_reads_what_the_last_one_noted(
 async def test_somebody_elses_value_under_the_key_is_named(
     record: ServedRecord, redis_url: str, run_id: str
 ) -> None:
-    key = run_prefix(run_id) + "served-weights"
+    key = served_weights_key(run_id)
     with redis.Redis.from_url(redis_url) as client:
         client.hset(key, "epoch", "many")
         with pytest.raises(BadServedRecord, match=r"served-weights.*delete that key"):

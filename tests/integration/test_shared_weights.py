@@ -30,7 +30,7 @@ from tests.fixtures.inference import (
 from tests.integration.engine_load import posted_in_background, running_requests, wait_for
 from tests.integration.memory_maps import weight_mappings
 from tests.integration.trainer_side import AttachedTrainer, attached_trainer
-from tests.negative_controls import grpo_negative_controls
+from tests.negative_controls.plugin import control_plugin
 
 FLOAT32_TOLERANCE = 1e-4
 STEPS = 3
@@ -230,24 +230,6 @@ def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
         assert "use another weight-bridge mode" in log
     finally:
         stop_inference(server)
-
-
-def control_plugin(control: str, directory: Path) -> dict[str, str]:
-    """Environment that makes vLLM load the control instead of our plugin."""
-    metadata = directory / "grpo_negative_controls-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: grpo-negative-controls\nVersion: 0\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ngrpo_negative_controls = grpo_negative_controls:register\n"
-    )
-    source = Path(grpo_negative_controls.__file__).parent
-    return {
-        "PYTHONPATH": f"{directory}:{source}",
-        "VLLM_PLUGINS": "grpo_negative_controls",
-        grpo_negative_controls.VARIABLE: control,
-    }
 
 
 def test_parameters_that_left_the_shared_memory_stop_the_step(

@@ -1,4 +1,4 @@
-"""Servers that pretend to share their weights and do not: what the alignment check must catch.
+"""Servers that pretend to serve the trainer's weights and do not: what its checks must catch.
 
 Loaded as a vLLM plugin in place of the real one (VLLM_PLUGINS), by tests only.
 """
@@ -6,6 +6,8 @@ Loaded as a vLLM plugin in place of the real one (VLLM_PLUGINS), by tests only.
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 from torch import nn
 
@@ -13,6 +15,31 @@ VARIABLE = "GRPO_NEGATIVE_CONTROL"
 
 
 def register() -> None:
+    control = os.environ[VARIABLE]
+    if control == "kept_kv":
+        reuse_adapter_names()
+    else:
+        register_layers(control)
+
+
+def reuse_adapter_names() -> None:
+    """Every version of the adapter under one name and one path: vLLM takes the keys and values that
+    it has cached for those of the newest."""
+    from vllm.lora.request import LoRARequest
+
+    from grpo_vllm import adapters
+
+    link = Path(tempfile.mkdtemp(prefix="grpo-")) / "policy"
+
+    def under_one_name(_name: str, number: int, path: str) -> LoRARequest:
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+        return LoRARequest("policy", number, str(link))
+
+    adapters.LoRARequest = under_one_name
+
+
+def register_layers(control: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
     from grpo_vllm.loader import SharedModelLoader
@@ -44,5 +71,5 @@ def register() -> None:
             "stock": StockLayers,
             "stock_unchecked": UncheckedStockLayers,
             "packed_lm_head": PackedLmHead,
-        }[os.environ[VARIABLE]]
+        }[control]
     )

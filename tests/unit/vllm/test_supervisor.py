@@ -34,12 +34,15 @@ def test_a_restart_keeps_requests_and_connections(tmp_path: Path, redis_url: str
         ThreadPoolExecutor(1) as pool,
     ):
         before = idle.post("/generate", json={"seconds": 0}).json()
-        under_way = pool.submit(server.generate, 1.5)
+        under_way = pool.submit(
+            httpx.post, f"{server.url}/generate", json={"seconds": 1.5}, timeout=60
+        )
         time.sleep(0.3)
         sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
         server.wait_for(state="draining")
         while_draining = idle.post("/generate", json={"seconds": 0}).json()
-        assert under_way.result()["policy_version"] == [[[0, 0], [0, 0]]]
+        assert under_way.result().json()["policy_version"] == [[[0, 0], [0, 0]]]
+        assert under_way.result().headers["connection"] == "close"
         assert server.sender.outcome(sent).state is OutcomeState.DONE
         assert while_draining["policy_version"] == [[[1, 1], [1, 1]]]
         assert while_draining["port"] == before["port"], "the connection was closed"

@@ -51,10 +51,6 @@ class InFlight:
             self._fewer.clear()
             await self._fewer.wait()
 
-    def oldest_generation(self) -> int:
-        """Of the requests under way; the current one where there are none."""
-        return min((r.generation for r in self._requests), default=self.generation)
-
     def give_up_all(self) -> None:
         """End every request with a 503 or, where its answer has begun, by breaking it off."""
         for request in self._requests:

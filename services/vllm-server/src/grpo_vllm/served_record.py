@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import GrpoError
-from grpo_core.redis_names import run_prefix
+from grpo_core.redis_names import served_weights_key
 from grpo_core.retry import async_retrying
 from grpo_core.wire import PolicyVersion
 
@@ -80,7 +80,7 @@ class ServedRecord(ClosesOnAsyncExit):
 
     def __init__(self, url: str, run_id: str) -> None:
         self._where = _without_password(url)
-        self._key = run_prefix(run_id) + "served-weights"
+        self._key = served_weights_key(run_id)
         self._redis: Redis = Redis.from_url(
             url,
             socket_connect_timeout=ATTEMPT_DEADLINE_S,
