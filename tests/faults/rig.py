@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -109,7 +110,8 @@ class Rig:
         """Everything under the supervisor: the process that answers HTTP and those that compute."""
         children = psutil.Process(self._processes[SERVER].pid).children(recursive=True)
         for child in children:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # one took it with it
+                child.kill()
         assert children, "the server has no engine process"
 
     def kill_supervisor_alone(self) -> None:
