@@ -82,6 +82,11 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites
 	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh lint unit integration compat faults soak e2e
 
+.PHONY: test-full
+test-full: test ## The same, and every mode end to end with three seeds (half an hour more)
+	@DEMO_MODES=shared_vllm,lora_only,lora_restart,none DEMO_SEEDS=0,1,2 \
+	  $(BIN)/python -m pytest tests/e2e/test_demo_modes.py $(PYTEST_FLAGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
 	@$(BIN)/ruff check $(PACKAGES) tests benchmarks

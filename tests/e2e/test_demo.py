@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.tiny_model import expected_accuracy, sum_examples
+from tests.e2e.left_over import processes_that_log_below
 
 STEPS = 160
 WINDOW = 20
@@ -96,18 +96,4 @@ def test_what_the_user_sees(run: tuple[Path, str]) -> None:
 
 
 def test_no_process_is_left(run: tuple[Path, str]) -> None:
-    """Every process of a run, engine included, keeps its log open as its standard output."""
-    logs = (run[0] / "logs").resolve()
-    left = [
-        process.pid
-        for process in psutil.process_iter()
-        if logs in standard_output(process.pid).parents
-    ]
-    assert left == []
-
-
-def standard_output(pid: int) -> Path:
-    try:
-        return Path(f"/proc/{pid}/fd/1").readlink()
-    except OSError:  # ended meanwhile, or not ours to look at
-        return Path("/")
+    assert processes_that_log_below(run[0] / "logs") == []

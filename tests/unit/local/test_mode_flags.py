@@ -96,7 +96,7 @@ def test_sizes_of_each_mode() -> None:
     assert sizes_for(settings("--mode", "shared_vllm")) == whole
     assert sizes_for(settings("--mode", "none")) == replace(whole, steps=60, step_deadline_s=300.0)
     lora = sizes_for(settings("--mode", "lora_only"))
-    assert lora == replace(whole, lr=10 * whole.lr)
+    assert lora == replace(whole, lr=6 * whole.lr)
     assert lora.lora_target_modules == EVERY_LINEAR_LAYER
     own = sizes_for(settings("--mode", "lora_only", "--model", "some/model", "--lr", "1e-6"))
     assert (own.lr, own.lora_target_modules) == (1e-6, ())

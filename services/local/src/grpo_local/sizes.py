@@ -10,8 +10,9 @@ from grpo_local.settings import DemoSettings, TaskName
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 """An adapter on two layers alone cannot teach the tiny model much."""
-LORA_LR_FACTOR = 10.0
-"""An adapter takes about ten times the learning rate of the whole model."""
+LORA_LR_FACTOR = 6.0
+"""The tiny model learns faster from an adapter at 2e-3 than at 1e-3; from 3e-3 on every step clips
+a fifth of its tokens."""
 STEPS_WITH_RESTARTS = 60
 """A restart takes about 20 s even with the tiny model: six of them are enough to wait for."""
 RESTART_DEADLINE_S = 180.0
@@ -99,7 +100,11 @@ def _for_the_mode(sizes: Sizes, mode: Mode) -> Sizes:
     if mode.restarts_engine:
         patience_s = sizes.step_deadline_s + RESTART_DEADLINE_S
         steps = min(sizes.steps, STEPS_WITH_RESTARTS)
-        sizes = replace(sizes, steps=steps, step_deadline_s=patience_s)
+        sizes = replace(
+            sizes,
+            steps=steps,
+            step_deadline_s=patience_s,
+        )
     return sizes
 
 

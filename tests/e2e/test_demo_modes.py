@@ -1,0 +1,157 @@
+"""The other ways of new weights to the server, as `make compare` runs them: side by side, because
+one that waits for its engine leaves a core to the others.
+
+    DEMO_MODES   modes to run, separated by commas; those that test_demo.py leaves out when not set
+    DEMO_SEEDS   seeds of each, separated by commas; 0 when not set
+
+`make test-full` sets both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from grpo_core.handoff import ServerStatus
+from grpo_local.modes import MODES, Mode
+from grpo_trainer.tiny_model import expected_accuracy, sum_examples
+from tests.e2e.left_over import processes_that_log_below
+
+STEPS = 30
+RESTART_EVERY_STEPS = 10
+FORWARD_PASSES = 6
+"""Of 64 sequences per step, three times the demo's: few steps shall show what was learnt."""
+DEADLINE_S = 900
+NOISE = 1e-4
+"""Of log-probabilities of float32 weights, computed by two programs."""
+
+WINDOW = 10
+"""Steps at either end whose mean rewards are compared. Up to the first restart the original
+weights are sampled from, in the last ten steps those of step 20."""
+MIN_RISE = 0.04
+"""Of that mean. The reward of single steps of 384 sequences scatters with a standard deviation of
+0.03, so the difference of two such means has a standard error of 0.013: three of those."""
+MIN_RISE_SAVED = 0.05
+"""Of the saved model's exact accuracy, which has no sampling noise. Seen after 20 steps: 0.08 to
+0.1."""
+MODES_TO_RUN = os.environ.get("DEMO_MODES", "lora_only,lora_restart,none").split(",")
+SEEDS = [int(seed) for seed in os.environ.get("DEMO_SEEDS", "0").split(",")]
+
+
+@dataclass(frozen=True)
+class Run:
+    mode: Mode
+    directory: Path
+    output: str
+    """What the run told its user."""
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def mean_reward(self, steps: slice) -> float:
+        rewards = [record["reward/mean"] for record in self.records[steps]]
+        return sum(rewards) / len(rewards)
+
+    @property
+    def server(self) -> ServerStatus:
+        summary: Any = json.loads((self.directory / "summary.json").read_text())
+        return ServerStatus.model_validate(summary["server"])
+
+    @property
+    def publish_every(self) -> int:
+        return self.mode.publish_every_steps(RESTART_EVERY_STEPS, load_every_steps=1)
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
+def comparison(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Path,  # noqa: ARG001
+) -> Path:
+    """Directory of one short run in each mode. They find `tiny_model` in the cache."""
+    directory = tmp_path_factory.mktemp("compared") / "modes"
+    command = [
+        *(sys.executable, "-m", "grpo_local.compare_command", "--side-by-side"),
+        *("--modes", ",".join(MODES_TO_RUN), "--steps", str(STEPS), "--seed", str(request.param)),
+        *("--directory", str(directory), "--"),
+        *("--vllm-restart-interval", str(RESTART_EVERY_STEPS)),
+        *("--gradient-accumulation-steps", str(FORWARD_PASSES)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    told = [f"{path.name}\n{path.read_text()}" for path in (directory / "logs").glob("*.log")]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *told])
+    return directory
+
+
+@pytest.fixture(params=MODES_TO_RUN)
+def run(request: pytest.FixtureRequest, comparison: Path) -> Run:
+    output = (comparison / "logs" / f"{request.param}.log").read_text()
+    return Run(MODES[request.param], comparison / request.param, output)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_the_reward_rises_beyond_chance(run: Run) -> None:
+    assert [int(record["step"]) for record in run.records] == list(range(1, STEPS + 1))
+    first, last = run.mean_reward(slice(WINDOW)), run.mean_reward(slice(-WINDOW, None))
+    assert last - first > MIN_RISE, f"{first:.3f} → {last:.3f}"
+
+
+def test_after_every_publication_the_server_served_the_new_weights(run: Run) -> None:
+    probed = {int(r["step"]): r for r in run.records if "alignment/probe_max" in r}
+    assert max(record["alignment/probe_max"] for record in probed.values()) < NOISE
+    if not run.mode.shares_memory:  # there it is asked after the first and every tenth
+        published = set(range(run.publish_every, STEPS + 1, run.publish_every))
+        assert set(probed) == published | {STEPS}
+    # With the weights before, the check would have failed.
+    assert max(record["alignment/probe_moved"] for record in probed.values()) > 100 * NOISE
+    fresh = [r["alignment/diff_max"] for r in run.records if r["staleness/max"] == 0]
+    assert all(difference < NOISE for difference in fresh)
+
+
+def test_the_engine_restarted_as_often_as_it_should_and_dropped_nothing(run: Run) -> None:
+    assert run.server.dropped_requests == 0
+    assert run.server.crashes == 0
+    if run.mode.restarts_engine:
+        assert run.server.restarts == -(-STEPS // RESTART_EVERY_STEPS) >= 2
+    else:
+        assert run.server.restarts == 0
+
+
+def test_the_saved_weights_are_ordinary_ones_and_have_learnt(run: Run, tiny_model: Path) -> None:
+    final = run.directory / "checkpoints" / run.mode.final_directory
+    examples = sum_examples(AutoTokenizer.from_pretrained(tiny_model))
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    before = expected_accuracy(base, *examples)
+    after = expected_accuracy(loaded(run, base, final), *examples)
+    assert after - before > MIN_RISE_SAVED, f"{before:.3f} → {after:.3f}"
+
+
+def loaded(run: Run, base: PreTrainedModel, final: Path) -> Any:
+    if run.mode.trains_adapter:
+        return PeftModel.from_pretrained(base, final).eval()
+    return AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32).eval()
+
+
+def test_what_the_user_sees(run: Run) -> None:
+    restarts = run.server.restarts
+    said = f"{restarts} engine restart{'' if restarts == 1 else 's'}, 0 dropped requests"
+    for words in (f"mode {run.mode.name}: ", said, f"checkpoints/{run.mode.final_directory}"):
+        assert words in run.output
+    assert run.output.count("the engine restarted on the weights of step") == restarts
+    assert max(len(line) for line in run.output.splitlines()) <= 140  # paths included
+
+
+def test_no_process_is_left(run: Run) -> None:
+    assert processes_that_log_below(run.directory / "logs") == []
