@@ -169,7 +169,9 @@ class Rig:
                 held.unlink(missing_ok=True)
 
     def bridge_info(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.server_url}/bridge/info", timeout=5).json()
+        """Waits while there is no engine."""
+        url = f"{self.server_url}/bridge/info"
+        answer: dict[str, Any] = httpx.get(url, timeout=START_DEADLINE_S).json()
         return answer
 
     def wait_for_end_of_pause(self, deadline_s: float) -> None:
