@@ -1,4 +1,4 @@
-"""Which weights this run has served, kept in Redis. The only module here that speaks Redis.
+"""Which weights this run has served, kept in Redis.
 
 A server that starts again reads it to know that its checkpoint is older than the run.
 """
