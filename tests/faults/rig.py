@@ -79,8 +79,11 @@ class Rig:
     def start(self, name: str, *flags: str) -> ManagedProcess:
         """Start one process and wait until it is ready. A later flag wins over an earlier."""
         process = self.launch(name, *flags)
-        process.wait_until(lambda: self._ready(name), START_DEADLINE_S)
+        self.wait_until_ready(name)
         return process
+
+    def wait_until_ready(self, name: str, deadline_s: float = START_DEADLINE_S) -> None:
+        self._processes[name].wait_until(lambda: self._ready(name), deadline_s)
 
     def launch(self, name: str, *flags: str) -> ManagedProcess:
         """The same without waiting."""
@@ -155,12 +158,12 @@ class Rig:
         return time.monotonic() - started
 
     @contextmanager
-    def held_at(self, stage: str) -> Iterator[None]:
+    def held_at(self, stage: str, deadline_s: float = STEP_DEADLINE_S) -> Iterator[None]:
         """The trainer stands still at this stage of a step while the block runs."""
         wanted, held = self._stages / staged_trainer.WANTED, self._stages / staged_trainer.HELD
         wanted.write_text(stage)
         # What an earlier stop left there may not be gone yet, hence the comparison.
-        self.wait_until(lambda: _content(held) == stage, STEP_DEADLINE_S)
+        self.wait_until(lambda: _content(held) == stage, deadline_s)
         try:
             yield
         finally:

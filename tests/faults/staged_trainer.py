@@ -22,7 +22,7 @@ from grpo_trainer.optimizer import MasterOptimizer
 
 VARIABLE = "GRPO_TEST_STAGES"
 WANTED, HELD = "wanted", "held"
-HOLD_DEADLINE_S = 120.0
+HOLD_DEADLINE_S = 300.0
 _POLL_S = 0.02
 
 WAITING = "waiting"
