@@ -6,12 +6,18 @@ import gzip
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+import redis
 
+from grpo_core.redis_names import served_weights_key
+from grpo_core.run_api_client import TrainerClient
+from grpo_core.wire import PolicyVersion, Registration, ScoredGroup
 from tests.integration.run_api_calls import (
+    REGISTRATION,
     group,
     next_batch,
     register,
@@ -90,6 +96,53 @@ def test_without_gzip_a_batch_is_the_same(http: httpx.Client, trainer: int) -> N
     assert plain.headers["vary"] == encoded.headers["vary"] == "Accept-Encoding"
     assert plain.content == encoded.content
     assert plain.json()["batch"][0]["tokens"] == large["tokens"]
+
+
+@pytest.fixture
+def serve(redis_url: str) -> Iterator[Callable[[int, int], None]]:
+    """Say, in vllm-server's place, which version it serves."""
+    with redis.Redis.from_url(redis_url) as connection:
+        key = served_weights_key("tests")
+        yield lambda epoch, step: connection.hset(key, mapping={"epoch": epoch, "step": step})
+        connection.delete(key)
+
+
+def test_a_lease_says_under_which_version_each_group_was_received(
+    http: httpx.Client, trainer: int, serve: Callable[[int, int], None]
+) -> None:
+    submit(http, 1)
+    serve(3, 17)
+    submit(http, 2)
+    first = lease(http, trainer)
+    assert list(first.json()) == ["batch_id", "received_under", "batch"]
+    assert first.json()["received_under"] == [None, [3, 17]]
+    serve(3, 18)
+    again = register(http).json()["uuid"]
+    assert lease(http, again).content == first.content
+
+
+def test_a_plain_poll_is_answered_as_ever(
+    http: httpx.Client, serve: Callable[[int, int], None]
+) -> None:
+    serve(3, 17)
+    start(http)
+    submit(http, 1, 2)
+    answer = http.get("/batch").json()
+    assert list(answer) == ["batch"]
+    assert [sorted(served) for served in answer["batch"]] == [sorted(ScoredGroup.model_fields)] * 2
+
+
+def test_the_client_reads_it(
+    http: httpx.Client, run_api_url: str, serve: Callable[[int, int], None]
+) -> None:
+    with TrainerClient(run_api_url) as client:
+        client.register(Registration.model_validate(REGISTRATION))
+        submit(http, 1)
+        serve(3, 17)
+        submit(http, 2)
+        batch = client.next_batch(deadline_s=5.0)
+    assert batch.received_under == [None, PolicyVersion(3, 17)]
+    assert [group.tokens[0][0] for group in batch.groups] == [1, 2]
 
 
 def test_asking_is_what_starts_the_run(http: httpx.Client, trainer: int) -> None:

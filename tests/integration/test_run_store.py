@@ -199,14 +199,25 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
     assert await run.status() == (0, 1)
 
 
-async def test_run_of_the_former_layout_is_left_alone(run: Run) -> None:
-    former = f"{run.link.former_prefix}trainer"
-    await run.link.call("HSET", former, "batch_size", "4")
+@pytest.mark.parametrize("layout", ["", "2:"])
+async def test_run_of_a_former_layout_is_left_alone(run: Run, layout: str) -> None:
+    former = f"{run.link.run_prefix}{layout}"
+    await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
     with pytest.raises(Refused, match="stored by a former version"):
         await run.register()
-    assert await run.link.call("HGET", former, "batch_size") == b"4"
+    assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
     await run.store.reset()
     await run.register()
+
+
+async def test_reset_leaves_nothing_of_the_layout_with_staged_groups(run: Run) -> None:
+    former = f"{run.link.run_prefix}2:"
+    await run.link.call("SET", f"{former}staged:a", "payload")
+    await run.link.call("HSET", f"{former}large", "1", f"{former}staged:a")
+    await run.link.call("HSET", f"{former}leases", "1", "0 4 5 5 1:4:7")
+    await run.link.call("SET", f"{former}last_group_id", "1")
+    await run.store.reset()
+    assert await run.link.call("KEYS", f"{former}*") == []
 
 
 async def test_ids_that_nobody_registered_are_one_sender(run: Run) -> None:

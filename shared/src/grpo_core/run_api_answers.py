@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.errors import (
     LeasesFull,
@@ -15,13 +15,14 @@ from grpo_core.errors import (
     TrainerSuperseded,
     UnknownBatch,
 )
-from grpo_core.wire import ScoredGroup, WireModel
+from grpo_core.wire import PolicyVersion, ScoredGroup, WireModel
 
 SERVICE = "Atropos API"
 """Name in messages: users search for "Atropos API not reachable"."""
 
 M = TypeVar("M", bound=WireModel)
 
+_VERSIONS: TypeAdapter[list[PolicyVersion | None]] = TypeAdapter(list[PolicyVersion | None])
 _NOT_FOUND, _CONFLICT = 404, 409
 _LEASES_FULL = "leases_full"
 _SUPERSEDED, _UNKNOWN_BATCH = "another trainer has registered", "was ever handed out"
@@ -30,10 +31,15 @@ _SUPERSEDED, _UNKNOWN_BATCH = "another trainer has registered", "was ever handed
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """A batch that stays this trainer's until it is acknowledged. Ids of a run count from 1."""
+    """A batch that stays this trainer's until it is acknowledged. Ids of a run count from 1.
+
+    `received_under`: for each group the version that was served when run-api received it. No newer
+    weights sampled it, older ones may have. None where no server had said what it serves.
+    """
 
     id: int
     groups: list[ScoredGroup]
+    received_under: list[PolicyVersion | None]
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:
@@ -97,4 +103,22 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | None:
         groups = [ScoredGroup.model_validate(group) for group in answer["batch"]]
     except ValidationError as error:
         raise ProtocolViolation(f"{SERVICE}: broken group in batch {batch_id}: {error}") from error
-    return LeasedBatch(batch_id, groups)
+    return LeasedBatch(batch_id, groups, _received_under(answer, batch_id, len(groups)))
+
+
+def _received_under(
+    answer: dict[str, Any], batch_id: int, groups: int
+) -> list[PolicyVersion | None]:
+    try:
+        versions = _VERSIONS.validate_python(answer.get("received_under"))
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {batch_id} does not say which versions its groups were received "
+            f"under; is run-api of the trainer's version? {error}"
+        ) from error
+    if len(versions) != groups:
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {batch_id} has {groups} groups, received under {len(versions)} "
+            "versions"
+        )
+    return versions

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 # pydantic takes the one of `typing` from Python 3.12 on
 from typing_extensions import TypedDict
 
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire import ScoredGroup, Step
 
 
 class Greeting(TypedDict):
@@ -116,9 +116,11 @@ class PolledBatch(_Streamed):
 
 
 class LeasedBatch(_Streamed):
-    """To a poll with `trainer`."""
+    """To a poll with `trainer`. `received_under`: for each group the version that was served when
+    it was received, [epoch, step]; null where no server had said what it serves."""
 
     batch_id: int = Field(ge=1)
+    received_under: list[tuple[Step, Step] | None]
     batch: list[ServedGroup]
 
 

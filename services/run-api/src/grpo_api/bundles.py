@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_api.exact_sums import Kind
+from grpo_core.wire import PolicyVersion
 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group whose payload lies in Redis under `id`. Ids grow with the order of arrival."""
+    """A group whose payload lies in Redis under `id`. Ids grow with the order of arrival.
+
+    `received_under`: the version that was served when it was received, None where nobody had said.
+    """
 
     id: int
     sequences: int
     stored_bytes: int
+    received_under: PolicyVersion | None = None
 
 
 @dataclass(frozen=True)

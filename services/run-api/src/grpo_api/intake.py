@@ -105,10 +105,10 @@ class Intake:
         fill = (await self._store.environments.view()).counters.fill
         if fill.reaches(limits):
             return NotPlaced.FULL
-        groups, payloads = submission.sent.groups, self._store.payloads
-        async with payloads.staged([group.payload for group in groups]) as names:
-            staged = replace(submission, sent=SentGroups(groups, payloads.staged_prefix, names))
-            return await self._queue_or_place(staged, limits)
+        payloads = self._store.payloads
+        async with payloads.staged([group.payload for group in submission.sent.groups]) as names:
+            staged = replace(submission.sent, staged_prefix=payloads.staged_prefix, staged=names)
+            return await self._queue_or_place(replace(submission, sent=staged), limits)
 
     async def _queue_or_place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         outcome = await self._store.groups.queue_whole(submission.sent, submission.receipt, limits)
@@ -136,8 +136,9 @@ class Intake:
         """`MOVED` where the run changed between reading and committing."""
         groups = submission.sent.groups
         opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
+        under = submission.sent.received_under or opened.served
         arrivals = [
-            Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload)))
+            Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload), under))
             for id_, group in enumerate(groups, start=opened.first_id)
         ]
         placement = await self._decide(arrivals, opened.state)
@@ -163,6 +164,9 @@ class Intake:
         return replace(state, partners=others)
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
+        # while it waits the server may go on to versions that cannot have sampled it
+        served = await self._store.groups.served()
+        submission = replace(submission, sent=replace(submission.sent, received_under=served))
         # Asked before there is a place to wait in: it must not depend on who else waits.
         if _is_waited_for(submission, await self._store.environments.view()):
             return await self._let_in(submission)

@@ -8,7 +8,7 @@ from enum import Enum
 
 from grpo_api.payloads import PackedGroup
 from grpo_api.placement import IntakeState
-from grpo_core.wire import Registration
+from grpo_core.wire import PolicyVersion, Registration
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Lease:
     Attributes:
         age_at_lease_s: how long its oldest group had been queued when the batch was formed.
         group_ids: in the order that they are served in.
+        received_under: for each of them the version that was served when it was received.
     """
 
     batch_id: int
@@ -25,6 +26,7 @@ class Lease:
     sequences: int
     age_at_lease_s: float
     group_ids: tuple[int, ...]
+    received_under: tuple[PolicyVersion | None, ...]
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,14 @@ class SentGroups:
     Attributes:
         staged_prefix, staged: where their payloads were stored beforehand; '' and nothing where
             they are stored with the groups.
+        received_under: the version that was served when they came, where they had to wait since;
+            None: the one that is served now.
     """
 
     groups: Sequence[PackedGroup]
     staged_prefix: str = ""
     staged: Sequence[str] = ()
+    received_under: PolicyVersion | None = None
 
     def with_content(self) -> Iterator[tuple[PackedGroup, bytes | str]]:
         """Each group and its payload, or the name that it was staged under."""
@@ -108,10 +113,14 @@ class SentGroups:
 
 @dataclass(frozen=True)
 class OpenIntake:
-    """A submission that waits to be placed: under which trainer, its groups' ids, what it meets."""
+    """A submission that waits to be placed: under which trainer, its groups' ids, what it meets.
+
+    `served`: the version that the server says it serves, None where it has said nothing.
+    """
 
     trainer_id: bytes
     first_id: int
+    served: PolicyVersion | None
     state: IntakeState
 
 

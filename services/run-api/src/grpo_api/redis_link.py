@@ -18,9 +18,9 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable
-from grpo_core.redis_names import run_prefix
+from grpo_core.redis_names import run_prefix, served_weights_key
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Changes whenever the keys or what is written in them do: no version touches another's."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
@@ -52,8 +52,9 @@ class RedisLink:
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
-        self.former_prefix = run_prefix(run_id)
+        self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
+        self.served_weights = served_weights_key(run_id)
         self._deadline_s = deadline_s
         pool = BlockingConnectionPool.from_url(
             url,

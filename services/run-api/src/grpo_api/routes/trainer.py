@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from grpo_api.dependencies import Dispatcher, Store
 from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.openapi import json_body, linked, refusals
-from grpo_api.records import DueBatch
+from grpo_api.records import DueBatch, Lease
 from grpo_api.store import RunStore
 from grpo_core.wire import Registration, TrainerInfo
 
@@ -114,13 +115,19 @@ async def batch(
 async def _answer(
     store: RunStore, due: DueBatch, is_plain: bool, compressed: bool
 ) -> StreamingResponse:
-    head = b"" if is_plain else f'"batch_id":{due.lease.batch_id},'.encode()
+    head = b"" if is_plain else _head(due.lease)
     pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces
     # what is not compressed here gets its Vary from the middleware
     headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"} if compressed else {}
     body = _noting_delivery(encoded, store, due) if is_plain else encoded
     return StreamingResponse(body, media_type="application/json", headers=headers)
+
+
+def _head(lease: Lease) -> bytes:
+    """What the answer to a lease says before its groups."""
+    under = json.dumps(lease.received_under, separators=(",", ":"))
+    return f'"batch_id":{lease.batch_id},"received_under":{under},'.encode()
 
 
 async def _noting_delivery(

@@ -1,7 +1,7 @@
 -- Register a trainer, unless that changes the run's batch size in a state not approved of.
 --
 -- KEYS  1 trainer (hash)  2 connected (set)  3 queued_kinds (hash)
---       4 trainer (hash) of the former layout
+--       then trainer (hash) of each former layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
 --       5 fingerprint of a state that the new batch size was found to suit, or ''
 -- Returns {'registered', step}
@@ -11,7 +11,7 @@
 -- The fingerprint covers what the batch size must suit: kinds in the queue, environments, leases.
 -- Keeps queue, environments and step. What is not acknowledged is handed out again.
 
-local trainer, connected, kinds, former_trainer = unpack(KEYS)
+local trainer, connected, kinds = unpack(KEYS)
 local registration, batch_size, starting_step, trainer_id, approved = unpack(ARGV)
 
 local function sorted(command, key)
@@ -25,8 +25,10 @@ local function number(field)
 end
 
 local current = redis.call('HGET', trainer, 'batch_size')
-if redis.call('EXISTS', former_trainer) == 1 then
-  return {'former layout'}
+for i = 4, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 1 then
+    return {'former layout'}
+  end
 end
 local unacknowledged = number('last_batch') - number('acknowledged')
 if current and current ~= batch_size then

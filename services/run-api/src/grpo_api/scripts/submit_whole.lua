@@ -4,8 +4,10 @@
 -- KEYS  1 trainer (hash)       2 group_sizes (hash)   3 queue (zset)   4 payloads (hash)
 --       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
 --       9 last_group_id (string)  10 resets (string)     11 large (hash)   12 receipt (string)
+--       13 served weights (hash, vllm-server's: epoch, step)
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 most queued groups
 --       4 most stored bytes, queued and buffered  5 prefix of staged payloads, '' for payloads here
+--       6 version that they were received under, as it is written, '' for the one served now
 --       then for each group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  a call before this one was carried out under the same receipt
@@ -15,8 +17,8 @@
 --         {'unstaged'}           a staged payload is not there any more
 
 local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, large,
-  receipt = unpack(KEYS)
-local staged, first = ARGV[5], 6
+  receipt, served_weights = unpack(KEYS)
+local staged, first = ARGV[5], 7
 
 -- a receipt counts for the run that it was written in, not for what follows a reset
 local run = redis.call('GET', resets) or '0'
@@ -57,6 +59,16 @@ local function sender(env_id)
   return redis.call('HEXISTS', group_sizes, env_id) == 1 and env_id or '-'
 end
 
+local function received_under()
+  if ARGV[6] ~= '' then
+    return ARGV[6]
+  end
+  local served = redis.call('HMGET', served_weights, 'epoch', 'step')
+  local version = (served[1] or '') .. '.' .. (served[2] or '')
+  return string.match(version, '^%d+%.%d+$') and '@' .. version or ''
+end
+
+local under = received_under()
 local time = redis.call('TIME')
 local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 local id, groups, sequences, bytes = nil, 0, 0, 0
@@ -70,7 +82,7 @@ for i = first, #ARGV, 4 do
     redis.call('HSET', large, id, staged .. ARGV[i + 3])
   end
   local kind = env_id .. ' ' .. size
-  local entry = string.format('%s %016d %d:%s:%s %s', kind, id, id, size, stored, now_ms)
+  local entry = string.format('%s %016d %d:%s:%s%s %s', kind, id, id, size, stored, under, now_ms)
   redis.call('ZADD', queue, 0, entry)
   redis.call('HINCRBY', kinds, kind, 1)
   redis.call('HINCRBY', sizes, size, 1)

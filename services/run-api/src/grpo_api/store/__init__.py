@@ -10,7 +10,7 @@ from grpo_api.store.batches import BatchStore
 from grpo_api.store.environments import EnvironmentStore
 from grpo_api.store.facts import FactStore
 from grpo_api.store.groups import GroupStore
-from grpo_api.store.keys import FORMER_KEYS, STATE_KEYS, former_keys, keys
+from grpo_api.store.keys import STATE_KEYS, former_keys, keys
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.trainer import TrainerStore
 
@@ -41,5 +41,8 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        forgotten = [*keys(self._link, *STATE_KEYS), *former_keys(self._link, *FORMER_KEYS)]
-        await self._link.script("reset", [*keys(self._link, "resets", "large"), *forgotten])
+        large = [*keys(self._link, "large"), *former_keys(self._link, "large")]
+        forgotten = [*keys(self._link, *STATE_KEYS), *former_keys(self._link)]
+        await self._link.script(
+            "reset", [*keys(self._link, "resets"), *large, *forgotten], len(large)
+        )

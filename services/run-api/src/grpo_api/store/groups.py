@@ -19,13 +19,18 @@ from grpo_api.store.keys import (
     receipt_key,
     write_bundle,
     write_groups,
+    write_version,
 )
-from grpo_core.wire import EnvironmentRegistration
+from grpo_core.wire import EnvironmentRegistration, PolicyVersion
 
 
 class GroupStore:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
+
+    async def served(self) -> PolicyVersion | None:
+        """The version that the inference server says it serves, None where it has said nothing."""
+        return _version(await self._link.call(*self._reading_served()))
 
     async def open_intake(self, env_ids: Sequence[int], groups: int) -> OpenIntake:
         """Reserve an id for each of `groups` groups, and read what placing them depends on.
@@ -39,10 +44,11 @@ class GroupStore:
         commands: list[tuple[Any, ...]] = [
             ("HMGET", trainer, "id", "batch_size"),
             ("INCRBY", last_id, groups),
+            self._reading_served(),
         ]
         if env_ids:
             commands += [("HMGET", environments, *env_ids), ("HMGET", buffers, *env_ids)]
-        (trainer_id, batch_size), last, *by_env = await self._link.transaction(*commands)
+        (trainer_id, batch_size), last, served, *by_env = await self._link.transaction(*commands)
         if batch_size is None:
             raise _no_trainer()
         registrations, buffered = by_env or ([], [])
@@ -59,7 +65,10 @@ class GroupStore:
                 if found
             },
         )
-        return OpenIntake(trainer_id, first_id=last - groups + 1, state=state)
+        return OpenIntake(trainer_id, last - groups + 1, _version(served), state)
+
+    def _reading_served(self) -> tuple[Any, ...]:
+        return ("HMGET", self._link.served_weights, "epoch", "step")
 
     async def queue_whole(
         self, sent: SentGroups, receipt: Receipt, limits: Limits
@@ -72,16 +81,21 @@ class GroupStore:
         outcomes: Outcomes = [None] * len(sent.groups)
         outcome, *rest = await self._link.script(
             "submit_whole",
-            keys(
-                self._link,
-                *("trainer", "group_sizes", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "last_group_id", "resets", "large", receipt_key(receipt.key)),
-            ),
+            [
+                *keys(
+                    self._link,
+                    *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
+                    *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
+                    receipt_key(receipt.key),
+                ),
+                self._link.served_weights,
+            ],
             RECEIPT_S,
             _written(receipt, outcomes),
             limits.queued_groups,
             limits.queued_bytes,
             sent.staged_prefix,
+            write_version(sent.received_under),
             *(
                 field
                 for group, content in sent.with_content()
@@ -141,6 +155,14 @@ class GroupStore:
             ),
         )
         return _outcome(outcome, rest, receipt, outcomes)
+
+
+def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
+    """Args: served: epoch and step as they were found."""
+    epoch, step = served
+    if epoch is None or step is None or not (epoch.isdigit() and step.isdigit()):
+        return None
+    return PolicyVersion(int(epoch), int(step))
 
 
 def _no_trainer() -> Refused:

@@ -25,13 +25,16 @@
                               so that a batch that is being sent cannot meet groups of the next run
     receipt:<id>       string answers to calls that must not happen twice, short-lived
 
-    A group reads          "id:sequences:stored_bytes"
+    A group reads          "id:sequences:stored_bytes@epoch.step", the version that was served when
+                           it was received; without "@" and what follows where nobody had said
     A bundle reads         "env_id sequences id groups", the id in 16 digits, groups joined by ","
     A queued bundle reads  the same and " queued_ms", Redis' time
     A lease reads          "step sequences leased_ms oldest_ms groups"
 
 An env_id is "-" where the data came without one. The sort order of the queue gives the oldest
 bundles of each kind by range, which is all that planning reads.
+
+The served weights of `grpo_core.redis_names` are vllm-server's, and only read.
 """
 
 from __future__ import annotations
@@ -44,17 +47,11 @@ from grpo_api.bundles import Bundle, StoredGroup
 from grpo_api.exact_sums import Kind
 from grpo_api.records import Lease
 from grpo_api.redis_link import RedisLink
+from grpo_core.wire import PolicyVersion
 
 NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
 """Longer than any request keeps trying to reach Redis, and than clients keep repeating theirs."""
-
-FORMER_KEYS = (
-    *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
-    *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
-    "last_group_id",
-)
-"""Of the layout before this one, which had no number: below the run's prefix alone."""
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
@@ -72,13 +69,30 @@ STATE_KEYS = (
     "latest",
 )
 
+_FORMER_LAYOUTS = {
+    "": (
+        *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
+        *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
+        "last_group_id",
+    ),
+    "2:": (*STATE_KEYS, "last_group_id", "resets"),
+}
+"""Keys of the layouts before this one, by what stood behind the run's prefix. The first had no
+number; the second did not say under which version a group was received."""
+
 
 def keys(link: RedisLink, *names: str) -> list[str]:
     return [link.prefix + name for name in names]
 
 
 def former_keys(link: RedisLink, *names: str) -> list[str]:
-    return [link.former_prefix + name for name in names]
+    """Those of these names that former layouts had; without names, all that they had."""
+    return [
+        f"{link.run_prefix}{layout}{name}"
+        for layout, known in _FORMER_LAYOUTS.items()
+        for name in known
+        if name in names or not names
+    ]
 
 
 def receipt_key(key: str | None = None) -> str:
@@ -101,13 +115,26 @@ def parse_kind(field: bytes) -> Kind:
     return Kind(parse_env(env_id), int(sequences))
 
 
+def write_version(version: PolicyVersion | None) -> str:
+    return "" if version is None else f"@{version.epoch}.{version.step}"
+
+
 def write_groups(groups: tuple[StoredGroup, ...]) -> str:
-    return ",".join(f"{group.id}:{group.sequences}:{group.stored_bytes}" for group in groups)
+    return ",".join(
+        f"{group.id}:{group.sequences}:{group.stored_bytes}{write_version(group.received_under)}"
+        for group in groups
+    )
 
 
 def parse_groups(written: str) -> tuple[StoredGroup, ...]:
-    groups = (map(int, group.split(":")) for group in written.split(",") if group)
-    return tuple(StoredGroup(*fields) for fields in groups)
+    return tuple(_parse_group(group) for group in written.split(",") if group)
+
+
+def _parse_group(written: str) -> StoredGroup:
+    numbers, _, version = written.partition("@")
+    group_id, sequences, stored_bytes = map(int, numbers.split(":"))
+    under = PolicyVersion(*map(int, version.split("."))) if version else None
+    return StoredGroup(group_id, sequences, stored_bytes, under)
 
 
 def write_bundle(bundle: Bundle) -> str:
@@ -130,11 +157,13 @@ def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
 
 
 def parse_lease(batch_id: int, written: bytes) -> Lease:
-    step, sequences, leased_ms, oldest_ms, groups = written.decode().split()
+    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
+    groups = parse_groups(written_groups)
     return Lease(
         batch_id=batch_id,
         step=int(step),
         sequences=int(sequences),
         age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
-        group_ids=tuple(group.id for group in parse_groups(groups)),
+        group_ids=tuple(group.id for group in groups),
+        received_under=tuple(group.received_under for group in groups),
     )

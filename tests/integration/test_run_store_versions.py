@@ -1,0 +1,150 @@
+"""The version that a group was received under, on a real Redis, as vllm-server writes it there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from grpo_api.limits import Limits
+from grpo_api.records import DueBatch
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.served_record import ServedRecord, ServedWeights
+from tests.integration.run_store_rig import Run, open_run
+from tests.integration.test_run_store_large import LARGE
+
+RUN_ID = "version-tests"
+OLD, NEW = PolicyVersion(1, 9), PolicyVersion(2, 10)
+
+
+class VersionedRun:
+    """A run, and the inference server's record of what it serves."""
+
+    def __init__(self, run: Run, record: ServedRecord) -> None:
+        self.run = run
+        self._record = record
+
+    async def serve(self, version: PolicyVersion) -> None:
+        await self._record.note(ServedWeights(version, intact=True, trained=True))
+
+    async def leased(self, after: int, *, replica: bool = False) -> DueBatch:
+        dispatcher = self.run.replica if replica else self.run.dispatcher
+        due = await dispatcher.by_lease(self.run.trainer_id, after, 0.0)
+        assert due is not None
+        return due
+
+    async def received_under(self, after: int) -> list[tuple[int, PolicyVersion | None]]:
+        """The marker and the version of each group in the batch behind `after`."""
+        due = await self.leased(after)
+        markers = await self.run.markers(due)
+        assert markers is not None
+        return list(zip(markers, due.lease.received_under, strict=True))
+
+
+@pytest.fixture
+async def versioned(redis_url: str) -> AsyncIterator[VersionedRun]:
+    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
+    async with (
+        open_run(redis_url, RUN_ID, limits) as run,
+        ServedRecord(redis_url, RUN_ID) as record,
+    ):
+        await run.link.call("DEL", run.link.served_weights)
+        yield VersionedRun(run, record)
+        await run.link.call("DEL", run.link.served_weights)
+
+
+async def test_groups_carry_what_was_served_when_they_came(versioned: VersionedRun) -> None:
+    await versioned.run.submit(1)
+    await versioned.serve(OLD)
+    await versioned.run.submit(2, 3)
+    await versioned.serve(NEW)
+    await versioned.run.submit(4, **LARGE)
+    assert await versioned.received_under(after=0) == [(1, None), (2, OLD)]
+    assert await versioned.received_under(after=1) == [(3, OLD), (4, NEW)]
+
+
+async def test_each_part_of_a_group_carries_what_was_served_when_it_came(
+    versioned: VersionedRun,
+) -> None:
+    env_id = await versioned.run.start_environment(group_size=4)
+    for marker, version in ((1, None), (2, OLD), (3, NEW)):
+        if version is not None:
+            await versioned.serve(version)
+        await versioned.run.submit(marker, size=1, env_id=env_id)
+    versioned.run.link.repeats_scripts = True
+    await versioned.run.submit(4, size=1, env_id=env_id)
+    expected = [(1, None), (2, OLD), (3, NEW), (4, NEW)]
+    assert await versioned.received_under(after=0) == expected
+
+
+async def test_a_batch_that_is_handed_out_again_says_the_same(versioned: VersionedRun) -> None:
+    await versioned.serve(OLD)
+    await versioned.run.submit(1, 2)
+    first = await versioned.leased(after=0)
+    await versioned.serve(NEW)
+    await versioned.run.register()
+    again = await versioned.leased(after=0, replica=True)
+    assert (first.again, again.again) == (False, True)
+    assert again.lease == first.lease
+    assert again.lease.received_under == (OLD, OLD)
+
+
+async def test_a_group_that_waited_for_room_carries_what_was_served_when_it_came(
+    versioned: VersionedRun,
+) -> None:
+    run = versioned.run
+    await versioned.serve(OLD)
+    await run.submit(1, 2, 3, 4)
+    held = asyncio.create_task(run.submit(5))
+    await asyncio.sleep(0.1)
+    assert not held.done()
+    await versioned.serve(NEW)
+    await versioned.leased(after=0)
+    await held
+    await run.submit(6)
+    await versioned.leased(after=1)
+    assert await versioned.received_under(after=2) == [(5, OLD), (6, NEW)]
+
+
+async def test_totals_do_not_take_a_version_for_a_group(versioned: VersionedRun) -> None:
+    run = versioned.run
+    await versioned.serve(OLD)
+    env_id = await run.start_environment(group_size=2)
+    await run.submit(1, 2)
+    await run.lease(after=0)
+    await run.submit(3, 4, 5, size=1, env_id=env_id)
+    facts = await run.store.facts.read()
+    held = facts.queued_bytes + facts.buffered_bytes + facts.leased_bytes
+    assert held == await run.stored_bytes() > 0
+    assert (facts.queued_sequences, facts.buffered_parts) == (2, 1)
+    await run.acknowledge(1)
+    await run.submit(6, size=1, env_id=env_id)
+    await run.lease(after=1)
+    await run.acknowledge(2)
+    await run.store.environments.disconnect(env_id)
+    facts = await run.store.facts.read()
+    assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
+    assert await run.payloads() == 1  # the latest example
+
+
+@pytest.mark.parametrize(
+    "written",
+    [{"epoch": "1"}, {"step": "1"}, {"epoch": "x", "step": "1"}, {"epoch": "1 2", "step": "-3"}],
+)
+async def test_what_is_no_version_is_none(versioned: VersionedRun, written: dict[str, str]) -> None:
+    run = versioned.run
+    words = [word for field in written.items() for word in field]
+    await run.link.call("HSET", run.link.served_weights, *words)
+    env_id = await run.start_environment(group_size=2)
+    await run.submit(1)
+    await run.submit(2, 3, size=1, env_id=env_id)
+    assert await versioned.received_under(after=0) == [(1, None), (2, None), (3, None)]
+
+
+async def test_a_reset_forgets_groups_and_not_what_is_served(versioned: VersionedRun) -> None:
+    await versioned.serve(OLD)
+    await versioned.run.store.reset()
+    await versioned.run.register()
+    await versioned.run.submit(1, 2)
+    assert await versioned.received_under(after=0) == [(1, OLD), (2, OLD)]
