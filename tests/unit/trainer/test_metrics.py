@@ -30,6 +30,8 @@ FACTS = BatchFacts(
     truncated_fraction=0.2,
     completion_tokens_mean=12.5,
     first_versions=[PolicyVersion(3, 7)],
+    version_bounds=[],
+    bound_fraction=0.0,
     generation_s=0.3,
 )
 
@@ -78,6 +80,7 @@ def test_every_value_by_hand() -> None:
             **{"alignment/probe_abs_mean": 1e-6, "alignment/probe_max": 2e-6},
             **{"alignment/probe_moved": 0.01, "alignment/sampled_abs_mean": 3e-6},
             **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
+            **{"staleness/bound_fraction": 0},
         }
     )
 
@@ -105,6 +108,24 @@ def test_staleness_counts_steps_within_the_epoch_only() -> None:
     assert found["staleness/mean"] == 1.5
     assert found["staleness/max"] == 3
     assert found["staleness/other_epoch_fraction"] == 0.5
+
+
+def test_a_bound_counts_as_a_version_that_is_told_apart_and_never_as_fresh() -> None:
+    """Trained at step 7: one group of version 6, and one received under version 4, twice."""
+    facts = replace(
+        FACTS,
+        first_versions=[PolicyVersion(3, 6)],
+        version_bounds=[PolicyVersion(3, 4), PolicyVersion(3, 4)],
+        bound_fraction=0.5,
+    )
+    found = step_record(replace(OUTCOME, facts=facts))
+    assert found["staleness/mean"] == pytest.approx((1 + 3 + 3) / 3)
+    assert found["staleness/max"] == 3
+    assert found["staleness/bound_fraction"] == 0.5
+    only_bounds = replace(facts, first_versions=[], bound_fraction=1.0)
+    found = step_record(replace(OUTCOME, facts=only_bounds))
+    assert (found["staleness/mean"], found["staleness/bound_fraction"]) == (3, 1)
+    assert "alignment/fresh_fraction" not in found
 
 
 def test_without_versions_nothing_is_said_about_staleness() -> None:

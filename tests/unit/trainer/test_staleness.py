@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.staleness import Lineage
 from tests.unit.trainer.groups import VOCABULARY
@@ -68,3 +69,44 @@ def test_a_batch_of_stale_groups_is_empty_and_no_error() -> None:
 def test_what_is_admitted_carries_the_name_that_counts_as_fresh() -> None:
     (one,) = door(None).admit([sampled_by(1, (1, 6), (1, 6))], step=6).groups
     assert one.facts.policy_version == [((2, 6), (2, 6))] * 2
+
+
+OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
+
+
+def test_a_group_that_names_no_version_is_as_old_as_what_was_served_when_it_came() -> None:
+    groups = [
+        good(1),
+        good(2),
+        sampled_by(3, (2, 8), (2, 8)),
+        sampled_by(4, (2, 6), (2, 6)),
+        good(5),
+    ]
+    under = [OLD, YOUNG, OLD, YOUNG, None]  # what a group says itself goes before
+    intake = door(2).admit(groups, 9, under)
+    assert [one.version_bound for one in intake.groups] == [YOUNG, None, None]
+    assert (len(intake.groups), intake.stale_groups) == (3, 2)
+    assert door(None).admit(groups, 9, under).stale_groups == 0
+    assert door(3).admit(groups, 9, under).stale_groups == 0
+
+
+def test_versions_that_make_no_sense_are_none() -> None:
+    odd = good(1, group_overrides={"policy_version": "main"})
+    (one,) = door(None).admit([odd], 9, [YOUNG]).groups
+    assert (one.facts.policy_version, one.version_bound) == ([], YOUNG)
+
+
+def test_a_bound_is_named_as_the_trainer_names_it() -> None:
+    (one,) = door(None).admit([good(1)], 6, [PolicyVersion(1, 6)]).groups
+    assert one.version_bound == PolicyVersion(2, 6)
+
+
+def test_a_bound_is_no_version_that_could_be_fresh() -> None:
+    """What `RolloutCheck` goes by: the weights of both were served when they came."""
+    groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
+    intake = door(None).admit(groups, 9, [PolicyVersion(2, 9)] * 2)
+    batch = collate(intake.groups, CollationLimits(seq_len=100, micro_batch_size=2))
+    assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
+    assert batch.facts.first_versions == [PolicyVersion(2, 9)] * 2
+    assert batch.facts.version_bounds == [PolicyVersion(2, 9)] * 2
+    assert batch.facts.bound_fraction == 0.5

@@ -26,9 +26,20 @@ def sampled_at(step: int, marker: int) -> ScoredGroup:
     return good(marker, group_overrides={"policy_version": [[[1, step], [1, step]]] * 2})
 
 
-def run_of(batches: Sequence[list[ScoredGroup]], batch_deadline_s: float = 60.0) -> Any:
-    """As much of `loop.Run` as taking a batch needs; ids go on after that of `AT`."""
-    leased = iter([LeasedBatch(id=5 + i, groups=groups) for i, groups in enumerate(batches)])
+def run_of(
+    batches: Sequence[list[ScoredGroup]],
+    batch_deadline_s: float = 60.0,
+    received_under: list[PolicyVersion | None] | None = None,
+) -> Any:
+    """As much of `loop.Run` as taking a batch needs; ids go on after that of `AT`.
+
+    Args:
+        received_under: of each batch's groups; None: nobody knows.
+    """
+    leased = iter(
+        LeasedBatch(5 + i, groups, received_under or [None] * len(groups))
+        for i, groups in enumerate(batches)
+    )
     passed_over: list[Position] = []
     return SimpleNamespace(
         api=SimpleNamespace(next_batch=lambda *_, **__: next(leased)),
@@ -48,6 +59,13 @@ def test_the_next_batch_with_something_young_is_taken() -> None:
     assert (len(taken.intake.groups), taken.intake.stale_groups) == (1, 5)
     assert [(p.step, p.batch_id) for p in run.saver.passed_over] == [(9, 5), (9, 6)]
     assert [entry["batch_id"] for entry in logs if entry["log_level"] == "warning"] == [5, 6]
+
+
+def test_what_run_api_knows_of_its_groups_reaches_the_door() -> None:
+    run = run_of([[good(1), good(2)]], received_under=[PolicyVersion(1, 3), PolicyVersion(1, 8)])
+    intake = loop.take_batch(run, AT).intake
+    assert [one.version_bound for one in intake.groups] == [PolicyVersion(1, 8)]
+    assert intake.stale_groups == 1
 
 
 def test_it_does_not_go_on_for_ever() -> None:

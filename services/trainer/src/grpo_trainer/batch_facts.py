@@ -27,6 +27,10 @@ class BatchFacts:
     """Trained tokens per sequence, those that were cut off included."""
     first_versions: list[PolicyVersion]
     """The weights that sampled each completion's first token, where known."""
+    version_bounds: list[PolicyVersion]
+    """For each completion of the other groups the newest weights that may have, where known."""
+    bound_fraction: float
+    """Share of groups of which no more is known than such a bound."""
     generation_s: float | None
     """Mean seconds of the groups' generation requests, where an environment says."""
 
@@ -50,6 +54,13 @@ def batch_facts(groups: Sequence[UsableGroup], seq_len: int) -> BatchFacts:
         first_versions=[
             PolicyVersion(*first) for usable in groups for first, _ in usable.facts.policy_version
         ],
+        version_bounds=[
+            usable.version_bound
+            for usable in groups
+            if usable.version_bound is not None
+            for _ in range(usable.group.size)
+        ],
+        bound_fraction=fmean(usable.version_bound is not None for usable in groups),
         generation_s=fmean(known_seconds) if known_seconds else None,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.wire import MASKED, PROMPT_LOGPROB, RolloutFacts, ScoredGroup
+from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, RolloutFacts, ScoredGroup
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6
@@ -34,6 +34,7 @@ class UsableGroup:
     """A group that passed every check, with what the checks read from it.
 
     `temperatures`: one per sequence. `silenced`: sequences whose advantage is set to zero.
+    `version_bound`: where `facts` name no version, the newest that may have sampled it, if known.
     """
 
     group: ScoredGroup
@@ -41,6 +42,7 @@ class UsableGroup:
     temperatures: list[float]
     silenced: list[bool]
     facts: RolloutFacts
+    version_bound: PolicyVersion | None = None
 
 
 def usable_group(index: int, group: ScoredGroup, vocab_size: int) -> UsableGroup:

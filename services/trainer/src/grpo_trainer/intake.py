@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from grpo_core.wire import RolloutFacts, ScoredGroup
+from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer.errors import UnusableGroup
 from grpo_trainer.group_checks import UsableGroup, usable_group
 from grpo_trainer.repeats import RecentBatches
-from grpo_trainer.staleness import BEGINNING, Lineage, stale_groups
+from grpo_trainer.staleness import BEGINNING, Lineage, Making, stale_groups
 
 log = structlog.get_logger()
 
@@ -65,8 +65,16 @@ class Doorkeeper:
         self._said: set[tuple[str, int | None]] = set()
         self._quiet_until = 0
 
-    def admit(self, groups: Sequence[ScoredGroup], step: int) -> Intake:
-        """Args: groups: one batch, not empty.
+    def admit(
+        self,
+        groups: Sequence[ScoredGroup],
+        step: int,
+        received_under: Sequence[PolicyVersion | None] = (),
+    ) -> Intake:
+        """Args:
+            groups: one batch, not empty.
+            received_under: for each of them the version that was served when run-api received it;
+                empty: that is not known of any.
 
         Raises:
             DuplicatedBatch: this batch was handed out before.
@@ -77,21 +85,34 @@ class Doorkeeper:
         if repeated and step >= self._quiet_until:
             log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
             self._quiet_until = step + REPEAT_EVERY_STEPS
-        facts = [RolloutFacts.of(group) for group in groups]
-        stale = stale_groups(facts, self._lineage, step, self._max_staleness)
-        young = [group for place, group in enumerate(groups) if place not in stale]
-        usable, problems = self._sort(young)
+        served = received_under or [None] * len(groups)
+        makings = [Making.of(*one) for one in zip(groups, served, strict=True)]
+        stale = stale_groups(makings, self._lineage, step, self._max_staleness)
+        young = [place for place in range(len(groups)) if place not in stale]
+        usable, problems = self._sort([(groups[place], makings[place]) for place in young])
         self._tallies.append(_Tally(len(problems), len(young)))
         if problems:
             self._refuse_systematic(problems, len(usable), len(stale))
-        named = [replace(one, facts=self._lineage.renamed(one.facts)) for one in usable]
+        named = [self._named(one) for one in usable]
         return Intake(named, len(problems), repeated, len(stale))
 
-    def _sort(self, groups: Sequence[ScoredGroup]) -> tuple[list[UsableGroup], list[UnusableGroup]]:
+    def _named(self, usable: UsableGroup) -> UsableGroup:
+        """With the trainer's own names of versions."""
+        bound = usable.version_bound
+        return replace(
+            usable,
+            facts=self._lineage.renamed(usable.facts),
+            version_bound=None if bound is None else self._lineage.own(bound),
+        )
+
+    def _sort(
+        self, made: Sequence[tuple[ScoredGroup, Making]]
+    ) -> tuple[list[UsableGroup], list[UnusableGroup]]:
         usable, problems = [], []
-        for index, group in enumerate(groups):
+        for index, (group, making) in enumerate(made):
             try:
-                usable.append(usable_group(index, group, self._vocab_size))
+                checked = usable_group(index, group, self._vocab_size)
+                usable.append(replace(checked, version_bound=making.bound))
             except UnusableGroup as problem:
                 problems.append(problem)
                 if self._is_news(problem.reason, group.env_id):

@@ -160,8 +160,10 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
-    """In steps, within the epoch: versions of another trainer are no nearer for a low number."""
-    versions = outcome.facts.first_versions
+    """In steps, within the epoch: versions of another trainer are no nearer for a low number. A
+    bound counts like a version: the completion is at least as old."""
+    facts = outcome.facts
+    versions = [*facts.first_versions, *facts.version_bounds]
     epoch = outcome.published.version.epoch
     steps = [outcome.step - version.step for version in versions if version.epoch == epoch]
     found: dict[str, float | None] = {}
@@ -170,6 +172,7 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
         found["staleness/max"] = max(steps)
     if versions:
         found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
+        found["staleness/bound_fraction"] = facts.bound_fraction
     return found
 
 

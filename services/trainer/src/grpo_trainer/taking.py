@@ -60,7 +60,7 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
     began, last, stale = time.monotonic(), position.batch_id, 0
     while True:
         leased = next_batch(run, last)
-        intake = run.door.admit(leased.groups, position.step)
+        intake = run.door.admit(leased.groups, position.step, leased.received_under)
         stale += intake.stale_groups
         if intake.groups:
             return TakenBatch(leased.id, replace(intake, stale_groups=stale))
