@@ -1,6 +1,7 @@
 """An engine process without an engine: real sockets, real draining, answers at once.
 
-`POST /generate {"seconds": s}` takes so long and says which process answered, under which version.
+`POST /generate {"seconds": s}` takes so long and says which process answered, under which version;
+with `"orphan": true` it leaves a process behind that nobody waits for.
 It does not start where the directory in STUB_ENGINE_DIRECTORY holds a file `broken`, or where the
 weights that it is to serve do.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,7 +41,10 @@ class StubEngine:
 
     async def generate(self, request: Request) -> Response:
         begun = list(self.version)
-        await asyncio.sleep((await request.json())["seconds"])
+        asked = await request.json()
+        if asked.get("orphan"):
+            subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
+        await asyncio.sleep(asked["seconds"])
         client = request.client
         return JSONResponse(
             {
@@ -48,6 +53,9 @@ class StubEngine:
                 "port": client.port if client else 0,
             }
         )
+
+    async def count(self, _request: Request) -> Response:
+        return JSONResponse(len(self.in_flight))
 
     async def status(self, _request: Request) -> Response:
         adapter = {"adapter_path": self.path} if self.path else None
@@ -74,6 +82,7 @@ class StubEngine:
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/health", lambda _request: Response()),
+                Route("/bridge/in-flight", self.count),
             ]
         )
         public = HttpServer(InFlightCounter(app, self.in_flight), lot=lot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,11 @@ class Supervised:
         answer = httpx.post(f"{self.url}/generate", json={"seconds": seconds}, timeout=60)
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
+
+    def wait_for_requests(self, number: int) -> None:
+        """Until so many are under way."""
+        url = f"{self.url}/bridge/in-flight"
+        self.process.wait_until(lambda: httpx.get(url).json() == number, START_S)
 
     def break_engines(self, broken: bool) -> None:
         """Whether engine processes that start from now on end at once."""
@@ -85,13 +90,16 @@ def supervised(
     run_id: str | None = None,
     port: int | None = None,
     waits: bool = True,
+    before: Sequence[str] = (),
 ) -> Iterator[Supervised]:
+    """Args: before: a command that starts the server's."""
     run_id, port, health_port = run_id or uuid.uuid4().hex, port or free_port(), free_port()
     (directory / "weights").mkdir(exist_ok=True)
     redis = ("--redis-url", redis_url) if redis_url else ()
     process = ManagedProcess(
         "vllm-server",
         [
+            *before,
             *(sys.executable, "-m", "tests.unit.vllm.stub_supervisor"),
             *("--model", "some-model"),
             *("--port", str(port)),

@@ -35,9 +35,9 @@ def test_a_restart_keeps_requests_and_connections(tmp_path: Path, redis_url: str
     ):
         before = idle.post("/generate", json={"seconds": 0}).json()
         under_way = pool.submit(
-            httpx.post, f"{server.url}/generate", json={"seconds": 1.5}, timeout=60
+            httpx.post, f"{server.url}/generate", json={"seconds": 3.0}, timeout=60
         )
-        time.sleep(0.3)
+        server.wait_for_requests(1)
         sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
         server.wait_for(state="draining")
         while_draining = idle.post("/generate", json={"seconds": 0}).json()
@@ -55,15 +55,15 @@ def test_what_outlasts_the_drain_is_answered_503_and_counted(
     tmp_path: Path, redis_url: str
 ) -> None:
     with (
-        supervised(tmp_path, redis_url, "--drain-s", "0.5") as server,
+        supervised(tmp_path, redis_url, "--drain-s", "4") as server,
         ThreadPoolExecutor(2) as pool,
     ):
-        bodies = [{"seconds": 20.0}, {"seconds": 0.2}]
+        bodies = [{"seconds": 20.0}, {"seconds": 3.0}]
         answers = [
             pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
             for body in bodies
         ]
-        time.sleep(0.1)
+        server.wait_for_requests(2)
         outcome = server.sender.ask(CHECKPOINT, v(1), server.checkpoint("one"))
         assert outcome.state is OutcomeState.DONE
         late, in_time = (answer.result() for answer in answers)
@@ -233,6 +233,24 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         with supervised(tmp_path, None, port=port, waits=False) as second:
             assert second.process.wait(START_S) == 1
             assert f"cannot listen on 127.0.0.1:{port}" in second.process.log_tail()
+
+
+@pytest.mark.parametrize("before", [(), ("unshare", "--pid", "--fork", "--mount-proc")])
+def test_orphans_are_reaped_as_a_plain_process_and_as_the_first_of_a_container(
+    tmp_path: Path, before: tuple[str, ...]
+) -> None:
+    with supervised(tmp_path, None, before=before) as server:
+        supervisor = psutil.Process(server.process.pid)
+        if before:
+            (supervisor,) = supervisor.children()
+        (engine,) = supervisor.children()
+        body = {"seconds": 0, "orphan": True}
+        httpx.post(f"{server.url}/generate", json=body).raise_for_status()
+        time.sleep(1.0)
+        assert supervisor.children() == [engine]
+        supervisor.terminate()
+        assert server.process.wait(10.0) == 0
+        assert not engine.is_running()
 
 
 def test_sigterm_ends_everything(tmp_path: Path, redis_url: str) -> None:
