@@ -9,6 +9,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_vllm.engine_lifeline import hold_lifeline
 from grpo_vllm.engine_plan import EnginePlan
 from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
 from grpo_vllm.settings import load_server_settings
@@ -27,6 +28,8 @@ def main() -> None:
     # routes for adapters take any path.
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
+
+    hold_lifeline()
 
     from grpo_vllm import server
 

@@ -1,0 +1,46 @@
+"""vLLM's own processes end with the engine process that they belong to.
+
+vLLM ends them in order when that process ends in order. One that is killed leaves them behind, with
+all of the engine's memory, and the next engine finds none.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
+"""Process id of the engine process, for those that it starts."""
+
+
+def hold_lifeline() -> None:
+    """Called by the engine process: whatever it starts from now on ends with it."""
+    os.environ[VARIABLE] = str(os.getpid())
+    # Forked processes do not load the plugin again, spawned ones do.
+    os.register_at_fork(after_in_child=end_with_the_engine_process)
+
+
+def end_with_the_engine_process() -> None:
+    """Have the kernel tell this process when the engine process is gone, and end it then."""
+    pid = int(os.environ.get(VARIABLE, 0))
+    if not pid or pid == os.getpid():
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        _end()
+        return
+    threading.Thread(target=_wait_for, args=(descriptor,), daemon=True).start()
+
+
+def _wait_for(descriptor: int) -> None:
+    gone = select.poll()
+    gone.register(descriptor, select.POLLIN)
+    gone.poll()
+    _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
