@@ -30,6 +30,9 @@ COMPARE_FLAGS ?=
 
 TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
+# The suites of `make test`, in lanes of about the same length that run side by side.
+LANES := "lint unit integration" "e2e faults compat soak"
+
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200
 SOAK_SEED ?= 0
@@ -79,11 +82,12 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites
-	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh lint unit integration compat faults soak e2e
+test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites, in two lanes
+	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
-test-full: test ## The same, and every mode end to end with three seeds (half an hour more)
+test-full: test ## The same, every kill in every mode, and every mode end to end with three seeds
+	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_FLAGS)
 	@DEMO_MODES=shared_vllm,lora_only,lora_restart,none DEMO_SEEDS=0,1,2 \
 	  $(BIN)/python -m pytest tests/e2e/test_demo_modes.py $(PYTEST_FLAGS)
 
@@ -102,6 +106,10 @@ unit integration compat faults e2e: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \
 	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(BIN)/python -m pytest tests/soak -s $(PYTEST_FLAGS)
+
+.PHONY: bench-lora
+bench-lora: install ## Measure decoding with an adapter beside stock vLLM, into benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api beside atroposlib's API server, into benchmarks/RESULTS.md

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ RUN_ID = "faults"
 STEPS = 100_000
 """More than any test waits for."""
 STATE_INTERVAL = 3
+EVERYTHING = os.environ.get("FAULTS") == "all"
+"""`make test-full`: also what `make test` has no time for (every engine start takes 16 s)."""
 _POLL_S = 0.05
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.rig import (
     ENVIRONMENT,
+    EVERYTHING,
     REDIS,
     RUN_API,
     SERVER,
@@ -63,8 +64,13 @@ def require_every_batch_trained_once(rig: Rig) -> None:
         assert time.monotonic() < give_up_at, f"{batches} batches for {steps} steps"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", [RUN_API, REDIS, ENVIRONMENT, SERVER])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *((name, stage) for name in (RUN_API, REDIS, ENVIRONMENT) for stage in STAGES),
+        *((SERVER, stage) for stage in (STAGES if EVERYTHING else [WAITING, HALF_WRITTEN])),
+    ],
+)
 def test_a_process_that_is_killed_and_comes_back(rig: Rig, name: str, stage: str) -> None:
     with rig.held_at(stage):
         rig.kill(name)
