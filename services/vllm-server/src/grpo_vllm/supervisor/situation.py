@@ -1,0 +1,55 @@
+"""What the supervisor is doing and serving, and what it was asked for.
+
+Shared by the part that keeps an engine alive and the part that judges commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from grpo_core.handoff import Command, SupervisorState
+from grpo_vllm.engine_plan import PlannedWeights
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A command that needs another engine."""
+
+    command: Command
+    weights: PlannedWeights
+
+
+@dataclass
+class Situation:
+    """`weights`: what is served, or will be once the engine is up; `before`: what was served before
+    a restart that was asked for; `reason`: why nothing is served.
+
+    `restart`: asked for and not answered yet; `wanted` is set as long as there is one.
+    """
+
+    weights: PlannedWeights
+    before: PlannedWeights
+    state: SupervisorState = SupervisorState.STARTING
+    reason: str = ""
+    restart: Restart | None = None
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def serving(self) -> bool:
+        return self.state is SupervisorState.SERVING
+
+    def ask_for(self, restart: Restart) -> None:
+        self.restart = restart
+        self.wanted.set()
+
+    def turn_to_what_is_asked_for(self) -> None:
+        """The next engine serves it."""
+        if self.restart is not None and self.weights != self.restart.weights:
+            self.before, self.weights = self.weights, self.restart.weights
+
+    def take_restart(self) -> Command | None:
+        """The command that is to be answered now; None where no restart was asked for."""
+        restart, self.restart = self.restart, None
+        self.wanted.clear()
+        return restart.command if restart else None
