@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import psutil
 
-SAMPLE_EVERY_S = 1.0
+SAMPLE_EVERY_S = 5.0
+"""A sample of a run costs the kernel a tenth of a second of a core."""
 MIB = 2**20
 
 
 class MemoryPeaks:
-    """The highest sum over each service's process tree, in bytes, sampled once a second.
+    """The highest sum over each service's process tree, in bytes, sampled every few seconds.
 
     Counted is the proportional set size: a page that several processes map counts once in all, so
     that weights which server and trainer share are not counted twice. Where the kernel does not
