@@ -109,8 +109,8 @@ def document(comparison: Comparison, plot: str) -> str:
             *([""] if comparison.problems else []),
             "Times are of the trainer's clock. Memory is the proportional set size of the process "
             "and all below it, sampled every five seconds: pages that server and trainer share "
-            "count once. Generated tokens are the server's count, over the training. The LoRA modes "
-            "train with a learning rate of their own.",
+            "count once. Generated tokens are the server's count, over the training. The LoRA "
+            "modes train with a learning rate of their own.",
             "",
             f"![reward by step and by time]({plot})",
             "",
