@@ -15,6 +15,8 @@ from typing import Any
 from grpo_core.errors import GrpoError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 

@@ -8,7 +8,8 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from grpo_core.settings import CommandSettings
-from grpo_local.modes import MAX_LORA_RANKS, MODES, Mode, ModeName
+from grpo_core.weight_files import LORA_RANKS
+from grpo_local.modes import MODES, Mode, ModeName
 
 
 class ModeOptions(CommandSettings):
@@ -29,7 +30,7 @@ class ModeOptions(CommandSettings):
         1, ge=1, description="steps between two adapters that are loaded in lora_only"
     )
     lora_r: int = Field(
-        16, ge=1, le=MAX_LORA_RANKS[-1], description="rank of the adapter in the LoRA modes"
+        16, ge=1, le=LORA_RANKS[-1], description="rank of the adapter in the LoRA modes"
     )
     lora_alpha: int = Field(32, ge=1, description="scale of the adapter, times its rank")
     lora_dropout: float = Field(

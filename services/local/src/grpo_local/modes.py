@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_core.weight_files import LORA_RANKS
+
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
 SERVED_WEIGHTS = "served_weights"
 """Where the trainer puts what it hands off, below its save path."""
-MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as `--max-lora-rank`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ MODES: Mapping[ModeName, Mode] = {
 
 def smallest_max_lora_rank(rank: int) -> int:
     """The least value of `--max-lora-rank` that holds adapters of this rank (at most 512)."""
-    return next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank)
+    return next(allowed for allowed in LORA_RANKS if allowed >= rank)
 
 
 def _every(steps: int) -> str:

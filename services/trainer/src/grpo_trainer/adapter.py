@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_core.weight_files import LORA_RANKS
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.mode_settings import LoraOptions
 
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank."""
 _DROPOUT = ".lora_dropout."
 
 
@@ -46,9 +45,9 @@ def served_rank(r: int) -> int:
     Raises:
         PolicyMismatch: there is none.
     """
-    enough = [rank for rank in SERVED_RANKS if rank >= r]
+    enough = [rank for rank in LORA_RANKS if rank >= r]
     if not enough:
-        raise PolicyMismatch(f"--lora-r {r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}")
+        raise PolicyMismatch(f"--lora-r {r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
     return enough[0]
 
 

@@ -16,6 +16,7 @@ from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 from grpo_core.bridge_config import FILE_NAME
 from grpo_core.redis_names import DEFAULT_RUN_ID
 from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.weight_files import LORA_RANKS
 from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107
@@ -23,8 +24,6 @@ OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would break the importance ratio, or the sharing, without a word."""
 HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM's own choice."""
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
