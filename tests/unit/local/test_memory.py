@@ -45,3 +45,16 @@ def test_the_peak_stays_when_the_process_is_gone(tmp_path: Path) -> None:
     assert HELD < seen < 2 * HELD
     peaks.watch({"server": child.pid})
     assert peaks.peak_bytes == {"server": seen}
+
+
+def test_a_service_is_measured_when_the_next_one_joins() -> None:
+    peaks = MemoryPeaks(every_s=3600.0)
+    me = os.getpid()
+    peaks.watch({"server": me})
+    early = peaks.peak_bytes["server"]
+    held = b"x" * HELD
+    peaks.watch({"server": me})
+    assert peaks.peak_bytes == {"server": early}, "no sample before it is time"
+    peaks.watch({"server": me, "trainer": me})
+    assert peaks.peak_bytes["server"] > early + len(held) / 2
+    assert peaks.peak_bytes["trainer"] > 0

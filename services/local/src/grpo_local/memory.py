@@ -24,11 +24,18 @@ class MemoryPeaks:
         self.peak_bytes: dict[str, int] = {}
         self._every_s = every_s
         self._next_at = 0.0
+        self._watched: frozenset[str] = frozenset()
 
     def watch(self, pids: Mapping[str, int]) -> None:
-        """Args: pids: of the services by name. May be called as often as one likes."""
-        if time.monotonic() < self._next_at:
+        """Args: pids: of the services by name. May be called as often as one likes.
+
+        A sample is taken when it is time and whenever a service has joined or left, so that even a
+        short run has measured the services that were ready before its last one started.
+        """
+        watched = frozenset(pids)
+        if watched == self._watched and time.monotonic() < self._next_at:
             return
+        self._watched = watched
         for name, pid in pids.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
         self._next_at = time.monotonic() + self._every_s
