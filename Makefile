@@ -30,9 +30,9 @@ COMPARE_FLAGS ?=
 
 TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
-# The suites of `make test`, in lanes that run side by side. One lane on two cores: several engines that
-# start at once take minutes instead of seconds.
-LANES ?= "lint unit integration compat faults soak e2e"
+# The suites of `make test`, in lanes that run side by side: those with a vLLM engine of their own in one,
+# because several engines that start at once on two cores take minutes instead of seconds.
+LANES ?= "lint unit integration soak compat" "inference faults e2e"
 
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200
@@ -83,7 +83,7 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the six suites
+test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the seven suites
 	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
@@ -99,8 +99,8 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries
 	@$(BIN)/mypy $(SOURCES) benchmarks
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
-.PHONY: unit integration compat faults e2e
-unit integration compat faults e2e: $(VENV)/.installed-dev
+.PHONY: unit integration inference compat faults e2e
+unit integration inference compat faults e2e: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
 
 .PHONY: soak

@@ -11,13 +11,13 @@ import pytest
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_local.processes import free_port
-from tests.fixtures.run_api import RunningApi, start_run_api
-from tests.integration.environment_process import (
+from tests.fixtures.environment import (
     BATCH_DEADLINE_S,
     EXIT_DEADLINE_S,
     environment,
     register_trainer,
 )
+from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
 

@@ -9,7 +9,7 @@ import pytest
 from grpo_api.errors import Refused
 from grpo_api.inflate import Inflater
 
-TWO_MEMBERS = gzip.compress(b"hello ") + gzip.compress(b"world")
+TWO_MEMBERS = gzip.compress(b"hello ", mtime=0) + gzip.compress(b"world", mtime=0)
 
 
 def inflate(data: bytes, max_bytes: int = 100, piece: int = 1000) -> bytes:

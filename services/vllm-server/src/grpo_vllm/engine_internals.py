@@ -23,7 +23,7 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
 11. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
     `cache_config.block_size`
 
-Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/integration/
+Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/inference/
 test_vllm_internals.py` checks that each is still there.
 """
 

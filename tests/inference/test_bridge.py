@@ -21,8 +21,8 @@ from grpo_trainer.errors import LostServer, TornWeights
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
-from tests.integration.engine_load import posted_in_background, running_requests, wait_for
-from tests.integration.trainer_side import AttachedTrainer, attached_trainer
+from tests.inference.engine_load import posted_in_background, running_requests, wait_for
+from tests.inference.trainer_side import AttachedTrainer, attached_trainer
 
 # Pauses in a process of its own, says so, and never resumes.
 PAUSE_AND_HANG = """

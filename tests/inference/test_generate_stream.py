@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.integration.engine_load import running_requests, wait_for
+from tests.inference.engine_load import running_requests, wait_for
 
 DEFAULTS: dict[str, Any] = {
     "prompt": {"prompt_token_ids": [5, 6, 7, 8]},

@@ -27,9 +27,9 @@ from tests.fixtures.inference import (
     start_inference,
     stop_inference,
 )
-from tests.integration.engine_load import posted_in_background, running_requests, wait_for
-from tests.integration.memory_maps import weight_mappings
-from tests.integration.trainer_side import AttachedTrainer, attached_trainer
+from tests.inference.engine_load import posted_in_background, running_requests, wait_for
+from tests.inference.memory_maps import weight_mappings
+from tests.inference.trainer_side import AttachedTrainer, attached_trainer
 from tests.negative_controls.plugin import control_plugin
 
 FLOAT32_TOLERANCE = 1e-4

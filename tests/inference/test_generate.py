@@ -11,7 +11,7 @@ import pytest
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.integration.engine_load import running_requests, wait_for
+from tests.inference.engine_load import running_requests, wait_for
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
 DEFAULTS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}

@@ -7,8 +7,8 @@ import pytest
 from grpo_core.handoff import Action
 from tests.fixtures.adapters import load
 from tests.fixtures.handed_off import HandedOffServer
-from tests.integration.engine_load import wait_for
-from tests.integration.request_load import load_on
+from tests.inference.engine_load import wait_for
+from tests.inference.request_load import load_on
 
 RESTARTS = 3
 NOISE = 1e-4

@@ -10,13 +10,13 @@ import httpx
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import RolloutFacts
-from tests.fixtures.inference import InferenceServer
-from tests.integration.environment_process import (
+from tests.fixtures.environment import (
     BATCH_DEADLINE_S,
     EXIT_DEADLINE_S,
     environment,
     register_trainer,
 )
+from tests.fixtures.inference import InferenceServer
 
 STEPS = 6
 SHARE = "0.25"

@@ -28,7 +28,7 @@ from tests.fixtures.inference import (
     launch_inference,
     stop_inference,
 )
-from tests.integration.engine_load import wait_for
+from tests.inference.engine_load import wait_for
 
 VERSION = PolicyVersion(1, 3)
 PROBE = probe_tokens(259)

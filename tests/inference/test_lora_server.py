@@ -14,8 +14,8 @@ import torch
 
 from tests.fixtures.adapters import load, logprobs, make_adapter
 from tests.fixtures.handed_off import HandedOffServer
-from tests.integration.engine_load import running_requests, wait_for
-from tests.integration.request_load import load_on
+from tests.inference.engine_load import running_requests, wait_for
+from tests.inference.request_load import load_on
 
 SWAPS = 20
 NOISE = 1e-4

@@ -35,7 +35,7 @@ from grpo_trainer.rollout_causes import Cause
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
-from tests.integration.faulty_producer import GROUP_SIZE, GROUPS_PER_BATCH, Fault, Producer, honest
+from tests.inference.faulty_producer import GROUP_SIZE, GROUPS_PER_BATCH, Fault, Producer, honest
 
 STEPS = 10
 KNOWN_WARNINGS = {"an earlier trainer has updated this server; training goes on from its weights"}
