@@ -110,5 +110,5 @@ def test_the_server_is_built_from_vllms_own_parts(internals: ModuleType) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts = internals._server()
-    for name in ("build_app", "init_app_state", "build_async_engine_client"):
+    for name in ("build_app", "init_app_state"):
         assert callable(getattr(parts, name))

@@ -15,7 +15,7 @@ from grpo_api.decoding import RawBody, decode_group
 from grpo_api.errors import StoreUnavailable
 from tests.integration.run_api_calls import group
 
-DECODING_S = 1.5
+DECODING_S = 4.0
 DEADLINE_S = 10.0
 SUSPENDED_S = 0.5
 BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)

@@ -28,6 +28,8 @@ from grpo_vllm.http_servers import Endpoint, HttpServer, serve_until
 from grpo_vllm.in_flight import InFlight, InFlightCounter
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
+OBSTACLE = "STUB_ENGINE_OBSTACLE"
+"""Why the engine host is not to fork it."""
 BROKEN = "broken"
 BAD_RANK = "bad-rank"
 
@@ -112,8 +114,11 @@ class StubEngine:
         channel.serving()
 
 
-def main() -> None:
-    plan = EnginePlan.model_validate_json(sys.argv[1])
+def preload(_options: list[str]) -> str | None:
+    return os.environ.get(OBSTACLE)
+
+
+def run_engine(plan: EnginePlan, _options: list[str]) -> None:
     places = [Path(os.environ[DIRECTORY]), plan.weights.directory]
     if any(place is not None and (place / BROKEN).exists() for place in places):
         raise SystemExit(3)
@@ -121,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_engine(EnginePlan.model_validate_json(sys.argv[1]), sys.argv[2:])

@@ -11,5 +11,4 @@ from grpo_vllm.supervisor.run import supervise
 if __name__ == "__main__":
     settings = load_server_settings(sys.argv[1:])
     configure_logging("vllm-server", settings.log_level)
-    command = (sys.executable, "-m", "tests.unit.vllm.stub_engine")
-    raise SystemExit(supervise(settings, sys.argv[1:], command))
+    raise SystemExit(supervise(settings, sys.argv[1:], "tests.unit.vllm.stub_engine"))

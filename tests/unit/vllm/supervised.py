@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,7 @@ def supervised(
     port: int | None = None,
     waits: bool = True,
     before: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Supervised]:
     """Args: before: a command that starts the server's."""
     run_id, port, health_port = run_id or uuid.uuid4().hex, port or free_port(), free_port()
@@ -110,7 +111,7 @@ def supervised(
             *flags,
         ],
         directory / "server.log",
-        {DIRECTORY: str(directory)},
+        {DIRECTORY: str(directory), **(environment or {})},
     )
     server = Supervised(
         process,

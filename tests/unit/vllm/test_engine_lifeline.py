@@ -17,7 +17,7 @@ SPAWNED = (
 ENGINE_PROCESS = """
 import multiprocessing, subprocess, sys, time
 from grpo_vllm.engine_lifeline import hold_lifeline
-hold_lifeline()
+hold_lifeline([])
 child = {child}
 getattr(child, "start", lambda: None)()
 print(child.pid, flush=True)
@@ -48,3 +48,29 @@ def test_what_it_started_ends_with_it(child: str) -> None:
         engine.wait()
         if engine.stdout is not None:
             engine.stdout.close()
+
+
+def test_what_it_forks_does_not_hold_its_connections_open() -> None:
+    """Nor closes what has taken the place of one that it closed itself."""
+    code = """
+import multiprocessing, os, socket, sys
+from grpo_vllm.engine_lifeline import hold_lifeline
+ours, other = socket.socketpair()
+gone, _ = socket.socketpair()
+number = gone.fileno()
+before = os.stat(ours.fileno())
+hold_lifeline([ours.fileno(), number])
+gone.close()
+assert os.open("/dev/null", os.O_RDONLY) == number, "the number is taken again"
+def look():
+    open_files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    inodes = [os.stat(path).st_ino for path in open_files if os.path.exists(path)]
+    assert before.st_ino not in inodes
+    assert os.path.samestat(os.fstat(number), os.stat("/dev/null"))
+child = multiprocessing.get_context("fork").Process(target=look)
+child.start()
+child.join()
+assert os.path.samestat(os.stat(ours.fileno()), before), "its own stays"
+sys.exit(child.exitcode)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

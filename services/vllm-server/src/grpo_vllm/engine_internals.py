@@ -7,8 +7,8 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
 2. layers: `UnquantizedLinearMethod`, `UnquantizedEmbeddingMethod`, the attributes `quant_method`
    and `cpu_linear`
 3. platform: `current_platform.is_cpu()`, `is_sleep_mode_available()`
-4. server: `make_arg_parser`, `validate_parsed_serve_args`, `build_async_engine_client`,
-   `build_app`, `init_app_state`, `cli_env_setup`
+4. server: `make_arg_parser`, `validate_parsed_serve_args`, `AsyncEngineArgs`, `AsyncLLM`,
+   `build_app`, `init_app_state`, `cli_env_setup`; what `preload` imports
 5. engine (the client that `open_engine` yields): `generate`, `add_lora`, `remove_lora`,
    `pause_generation`, `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`,
    `sleep`, `wake_up`, `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`
@@ -30,12 +30,13 @@ test_vllm_internals.py` checks that each is still there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config.load import LoadConfig
 from vllm.config.utils import replace as replace_config
 from vllm.inputs import TokensPrompt
@@ -85,6 +86,7 @@ __all__ = [
     "longest_token_chars",
     "open_engine",
     "parse_engine_arguments",
+    "preload",
     "refuse_parallel_engines",
     "register_model_loader",
     "replace_config",
@@ -94,11 +96,12 @@ __all__ = [
     "why_no_sleep",
 ]
 
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 CPU_ENVIRONMENT = {
-    # One engine process that also is the worker, forked: ready in 15 s instead of 23 s on two
-    # cores, and half a gigabyte less.
+    # One engine process that also is the worker, forked: it need not import all of vLLM again, and
+    # takes half a gigabyte less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    START_METHOD: "fork",
 }
 
 
@@ -131,10 +134,43 @@ def check_requests_with(processor: str, arguments: argparse.Namespace) -> None:
         arguments.logits_processors = [*(arguments.logits_processors or []), processor]
 
 
-def open_engine(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
+def preload() -> str | None:
+    """Import what vLLM's processes import, so that a fork of this one need not; why it cannot be
+    forked, None where it can."""
+    from vllm.v1.engine import async_llm, core  # noqa: F401
+    from vllm.v1.executor import uniproc_executor  # noqa: F401
+
+    _server()
+    if current_platform.is_cpu():
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+    elif current_platform.is_cuda():
+        from vllm.v1.worker import gpu_worker  # noqa: F401
+    initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "importing vLLM has initialised CUDA" if initialised else None
+
+
+@contextlib.asynccontextmanager
+async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     """Start the engine's processes; leaving the context ends them."""
-    engine: AbstractAsyncContextManager[Any] = _server().build_async_engine_client(arguments)
-    return engine
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    usage = UsageContext.OPENAI_API_SERVER
+    given = AsyncEngineArgs.from_cli_args(arguments)
+    config = given.create_engine_config(usage_context=usage)
+    if current_platform.is_cpu():  # making the configuration has set "spawn"
+        os.environ[START_METHOD] = "fork"
+    engine = AsyncLLM.from_vllm_config(
+        config,
+        usage_context=usage,
+        enable_log_requests=given.enable_log_requests,
+        disable_log_stats=given.disable_log_stats,
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
 
 
 async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAPI:
@@ -254,7 +290,7 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
 def _server() -> Any:
     """vLLM's server parts under one roof. Workers never need them, so they load on demand."""
     try:
-        from vllm.entrypoints.launchers.api_server import app_state, entry
+        from vllm.entrypoints.launchers.api_server import app_state
         from vllm.entrypoints.launchers.app import build_app
     except ImportError:  # vLLM before 0.30
         from vllm.entrypoints.openai import api_server
@@ -262,6 +298,5 @@ def _server() -> Any:
         return api_server
     return SimpleNamespace(
         build_app=build_app,
-        build_async_engine_client=entry.build_async_engine_client,
         init_app_state=app_state.init_app_state,
     )

@@ -6,20 +6,37 @@ all of the engine's memory, and the next engine finds none.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import select
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 
 VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 """Process id of the engine process, for those that it starts."""
 
 
-def hold_lifeline() -> None:
-    """Called by the engine process: whatever it starts from now on ends with it."""
+def hold_lifeline(descriptors: Sequence[int]) -> None:
+    """Called by the engine process: whatever it starts from now on ends with it.
+
+    Args:
+        descriptors: of its own, which processes that it forks are not to hold open: a connection
+            ends for its client when the last of them has closed it.
+    """
     os.environ[VARIABLE] = str(os.getpid())
+    own = {number: os.fstat(number).st_ino for number in descriptors}
     # Forked processes do not load the plugin again, spawned ones do.
-    os.register_at_fork(after_in_child=end_with_the_engine_process)
+    os.register_at_fork(after_in_child=functools.partial(_begin_as_a_fork, own))
+
+
+def _begin_as_a_fork(not_ours: Mapping[int, int]) -> None:
+    for number, inode in not_ours.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(number).st_ino == inode:  # else the number has passed to another file
+                os.close(number)
+    end_with_the_engine_process()
 
 
 def end_with_the_engine_process() -> None:

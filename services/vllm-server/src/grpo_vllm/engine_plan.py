@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -46,7 +47,7 @@ class PlannedWeights(BaseModel):
 
 
 class EnginePlan(BaseModel):
-    """File descriptors are open in the engine process, under these numbers.
+    """File descriptors are open in the process that has the plan, under these numbers.
 
     `channel`: a stream socket to the supervisor (`grpo_vllm.channel`); `public`, `control`,
     `private`: listening; `parked`: connections of clients that wait to be answered.
@@ -63,6 +64,19 @@ class EnginePlan(BaseModel):
     weights: PlannedWeights = Field(default_factory=PlannedWeights)
 
     def descriptors(self) -> tuple[int, ...]:
-        """All that the engine process inherits."""
-        listening = (self.channel, self.public, self.private, *self.parked)
-        return listening if self.control is None else (*listening, self.control)
+        """All that the engine process gets."""
+        control = () if self.control is None else (self.control,)
+        return (self.channel, self.public, self.private, *control, *self.parked)
+
+    def renumbered(self, numbers: Sequence[int]) -> EnginePlan:
+        """The same, where `descriptors` have other numbers, in that order."""
+        rest = iter(numbers)
+        return self.model_copy(
+            update={
+                "channel": next(rest),
+                "public": next(rest),
+                "private": next(rest),
+                "control": None if self.control is None else next(rest),
+                "parked": tuple(rest),
+            }
+        )

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +12,13 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.orphans import end_orphans
 from grpo_vllm.channel import SupervisorEnd
-from grpo_vllm.engine_plan import EnginePlan
+from grpo_vllm.supervisor.host import ForkedEngine
 
 log = structlog.get_logger()
 
-ENGINE_COMMAND = (sys.executable, "-m", "grpo_vllm.engine_process")
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class EngineDoesNotAnswer(GrpoError):
@@ -40,14 +33,12 @@ class EngineChild:
     """Lives on the running event loop.
 
     Args:
-        process: the running child
+        process: as the engine host started it
         channel: its messages
         private_path: unix socket that it answers on
     """
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, channel: SupervisorEnd, private_path: Path
-    ) -> None:
+    def __init__(self, process: ForkedEngine, channel: SupervisorEnd, private_path: Path) -> None:
         self._process = process
         self._channel = channel
         self._http = httpx.AsyncClient(
@@ -55,33 +46,17 @@ class EngineChild:
             base_url="http://engine",
             timeout=ASK_DEADLINE_S,
         )
-        self._ended = asyncio.create_task(process.wait())
-
-    @classmethod
-    async def start(
-        cls,
-        plan: EnginePlan,
-        arguments: Sequence[str],
-        channel: SupervisorEnd,
-        private_path: Path,
-        command: Sequence[str],
-    ) -> EngineChild:
-        process = await asyncio.create_subprocess_exec(
-            *(*command, plan.model_dump_json(), *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=plan.descriptors(),
-            preexec_fn=_die_with_parent,
-        )
-        return cls(process, channel, private_path)
+        self._ended = process.ended
 
     @property
     def pid(self) -> int:
+        """0 until there is a process."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative is the signal that ended it."""
-        return self._process.returncode
+        return self._ended.result() if self._ended.done() else None
 
     async def wait(self) -> int:
         """Until it has ended. Cancelling this leaves it alone."""
@@ -113,25 +88,19 @@ class EngineChild:
         return self._ended.done()
 
     async def end(self, grace_s: float) -> int:
-        """TERM, `grace_s` seconds later KILL, then every process that it leaves behind. Its exit
-        code."""
+        """TERM, `grace_s` seconds later KILL. Its exit code."""
         if not self._ended.done():
-            self._send(signal.SIGTERM)
+            self._process.send(signal.SIGTERM)
         if not await self.ended_within(grace_s):
             log.warning(
                 "the engine process does not end; killing it", pid=self.pid, after_s=grace_s
             )
-            self._send(signal.SIGKILL)
+            self._process.send(signal.SIGKILL)
         code = await self._ended
-        # vLLM's worker processes become ours when their parent goes.
-        end_orphans(frozenset())
+        self._process.close()
         await self._http.aclose()
         self._channel.close()
         return code
-
-    def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
     async def _ask(self, method: str, path: str, deadline_s: float, **request: Any) -> Any:
         try:
@@ -149,8 +118,3 @@ class EngineChild:
                 f"the engine process {self.pid} answered {response.status_code}: {response.text}"
             )
         return response.json()
-
-
-def _die_with_parent() -> None:
-    # SIGKILL: an engine without its supervisor would hold the port that the next one needs.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

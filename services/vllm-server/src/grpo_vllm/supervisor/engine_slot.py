@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
+from grpo_core.orphans import end_orphans
 from grpo_vllm.channel import SupervisorEnd, close_all
 from grpo_vllm.engine_plan import EnginePlan, PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.engine_child import EngineChild, EngineDoesNotAnswer, EngineRefused
+from grpo_vllm.supervisor.host import EngineHost
 from grpo_vllm.supervisor.memory import GpuMemory, gpu_memory, memory_is_back
 from grpo_vllm.supervisor.sockets import Sockets
 
@@ -32,22 +33,19 @@ class _Totals:
 
 class EngineSlot:
     """Args:
-    arguments: the command line of engine processes
-    sockets: what they inherit
-    command: starts one; the plan and `arguments` follow
+    sockets: what engine processes get
+    host: forks them
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        arguments: Sequence[str],
         sockets: Sockets,
-        command: Sequence[str],
+        host: EngineHost,
     ) -> None:
         self._settings = settings
-        self._arguments = list(arguments)
         self._sockets = sockets
-        self._command = command
+        self._host = host
         self._channel = SupervisorEnd()
         self._memory_before = GpuMemory()
         self._totals = _Totals()
@@ -60,6 +58,11 @@ class EngineSlot:
     def pid(self) -> int:
         """0 while there is none."""
         return self.engine.pid if self.engine else 0
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Children that somebody waits for."""
+        return self._host.pids
 
     @property
     def dropped_requests(self) -> int:
@@ -88,14 +91,11 @@ class EngineSlot:
             parked=parked,
             weights=weights,
         )
-        engine = await EngineChild.start(
-            plan, self._arguments, self._channel, sockets.private_path, self._command
-        )
+        process = await self._host.start_engine(plan)
         theirs.close()
-        self.engine = engine
+        engine = self.engine = EngineChild(process, self._channel, sockets.private_path)
         log.info(
-            "engine process started",
-            pid=engine.pid,
+            "starting the engine",
             policy_version=tuple(weights.version),
             weights=str(weights.directory or self._settings.model),
             waiting_connections=len(parked),
@@ -136,6 +136,8 @@ class EngineSlot:
         """Its exit code, once it and all that it started are gone and its memory is free."""
         assert self.engine is not None, "launch() comes first"
         code = await self.engine.end(self._settings.stop_grace_s)
+        # vLLM's worker processes become ours when their parent goes.
+        end_orphans(self._host.pids)
         self.engine, self.answers = None, False
         self._totals.dropped_requests += self._channel.dropped
         self._totals.generation_tokens += self._tokens
@@ -145,3 +147,7 @@ class EngineSlot:
                 "GPU memory of the engine that ended is still in use; starting another anyway"
             )
         return code
+
+    async def close(self) -> None:
+        """Once there is no engine any more."""
+        await self._host.close()

@@ -16,9 +16,9 @@ from grpo_vllm.http_servers import HttpServer
 from grpo_vllm.served_record import NoRecord, ServedRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.command_stream import CommandStream, NoControlPlane
-from grpo_vllm.supervisor.engine_child import ENGINE_COMMAND
 from grpo_vllm.supervisor.first_weights import first_weights
 from grpo_vllm.supervisor.health_server import health_app
+from grpo_vllm.supervisor.host import ENGINE_MODULE, EngineHost
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 def supervise(
     settings: ServerSettings,
     arguments: Sequence[str],
-    engine_command: Sequence[str] = ENGINE_COMMAND,
+    engine_module: str = ENGINE_MODULE,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
@@ -39,14 +39,14 @@ def supervise(
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
-        return asyncio.run(_run(settings, arguments, sockets, engine_command))
+        return asyncio.run(_run(settings, arguments, sockets, engine_module))
 
 
 async def _run(
     settings: ServerSettings,
     arguments: Sequence[str],
     sockets: Sockets,
-    engine_command: Sequence[str],
+    engine_module: str,
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
         control: CommandStream | NoControlPlane = NoControlPlane()
@@ -59,9 +59,8 @@ async def _run(
                 CommandStream(settings.redis_url, settings.run_id)
             )
         weights = await first_weights(settings, record)
-        supervisor = Supervisor(
-            settings, arguments, sockets, weights, control, record, engine_command
-        )
+        host = EngineHost(engine_module, arguments)
+        supervisor = Supervisor(settings, sockets, weights, control, record, host)
         _handle_signals(supervisor)
         await stack.enter_async_context(_health(supervisor, sockets))
         return await supervisor.run()
@@ -88,9 +87,9 @@ def _handle_signals(supervisor: Supervisor) -> None:
 def _reap_strangers(supervisor: Supervisor) -> None:
     """As the first process of a container, or as the nearest subreaper, we inherit what the
     engine's processes leave behind."""
-    if not supervisor.engine_pid:
-        return  # one is being started or has just ended, and is waited for elsewhere
-    for pid in children() - {supervisor.engine_pid}:
+    if not supervisor.pids:
+        return  # the engine host is being started or has just ended, and is waited for elsewhere
+    for pid in children() - supervisor.pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 

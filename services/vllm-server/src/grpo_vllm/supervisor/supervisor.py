@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 import structlog
 
@@ -20,9 +19,10 @@ from grpo_vllm.served_record import WeightsRecord
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.command_desk import CommandDesk
 from grpo_vllm.supervisor.command_stream import ControlPlane
-from grpo_vllm.supervisor.engine_child import ENGINE_COMMAND, EngineChild
+from grpo_vllm.supervisor.engine_child import EngineChild
 from grpo_vllm.supervisor.engine_slot import EngineSlot
 from grpo_vllm.supervisor.first_weights import found_serving, recorded
+from grpo_vllm.supervisor.host import EngineHost
 from grpo_vllm.supervisor.public_refusal import refusing
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.supervisor.situation import Situation
@@ -37,29 +37,27 @@ EXIT_FAILED = 1
 
 class Supervisor:
     """Args:
-    arguments: the command line, for engine processes
     weights: what the first engine is to serve
     control: where commands come from
     record: learns what is served; where weights are shared, the engine process tells it instead
-    engine_command: starts an engine process; the plan and `arguments` follow
+    host: starts engine processes
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        arguments: Sequence[str],
         sockets: Sockets,
         weights: PlannedWeights,
         control: ControlPlane,
         record: WeightsRecord,
-        engine_command: Sequence[str] = ENGINE_COMMAND,
+        host: EngineHost,
     ) -> None:
         self._settings = settings
         self._sockets = sockets
         self._control = control
         self._record = record
         self._now = Situation(weights=weights, before=weights)
-        self._slot = EngineSlot(settings, arguments, sockets, engine_command)
+        self._slot = EngineSlot(settings, sockets, host)
         self._desk = CommandDesk(settings, control, self._now, self._slot, self._note)
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
@@ -70,9 +68,9 @@ class Supervisor:
         self._stop.set()
 
     @property
-    def engine_pid(self) -> int:
-        """0 while there is none."""
-        return self._slot.pid
+    def pids(self) -> frozenset[int]:
+        """Children that somebody waits for; empty while the first is started."""
+        return self._slot.pids
 
     def ready(self) -> bool:
         return self._now.serving and self._slot.answers
@@ -106,6 +104,7 @@ class Supervisor:
         finally:
             if self._slot.engine is not None:
                 await self._slot.end()
+            await self._slot.close()
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
