@@ -77,7 +77,7 @@ class Sampler:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
     def group(self, prompt: list[int]) -> ScoredGroup:
-        rows = [self._complete(prompt) for _ in range(SIZE)]
+        rows = self._complete(prompt)
         logged = [self._logged(row)[len(prompt) - 1 :] for row in rows]
         versions = [[self.version, self.version]] * SIZE if self.version else []
         return ScoredGroup(
@@ -94,12 +94,14 @@ class Sampler:
         return [self.group(prompt) for prompt in PROMPTS]
 
     @torch.no_grad()
-    def _complete(self, prompt: list[int]) -> list[int]:
-        tokens = list(prompt)
+    def _complete(self, prompt: list[int]) -> list[list[int]]:
+        tokens = torch.tensor([prompt] * SIZE)
         for _ in range(LENGTH):
-            logits = self.policy(torch.tensor([tokens])).logits[0, -1] / self.temperature
-            tokens.append(int(torch.multinomial(logits.softmax(-1), 1, generator=self.generator)))
-        return tokens
+            logits = self.policy(tokens).logits[:, -1] / self.temperature
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+            tokens = torch.cat([tokens, drawn], dim=1)
+        rows: list[list[int]] = tokens.tolist()
+        return rows
 
     def _logged(self, tokens: list[int]) -> list[float]:
         exact = torch.tensor(logprobs(self.policy, tokens, self.temperature))
