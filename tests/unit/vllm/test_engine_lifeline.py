@@ -61,12 +61,12 @@ number = gone.fileno()
 before = os.stat(ours.fileno())
 hold_lifeline([ours.fileno(), number])
 gone.close()
-assert os.open("/dev/null", os.O_RDONLY) == number, "the number is taken again"
+assert os.open("/dev/zero", os.O_RDONLY) == number, "the number is taken again"
 def look():
     open_files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     inodes = [os.stat(path).st_ino for path in open_files if os.path.exists(path)]
     assert before.st_ino not in inodes
-    assert os.path.samestat(os.fstat(number), os.stat("/dev/null"))
+    assert os.path.samestat(os.fstat(number), os.stat("/dev/zero"))
 child = multiprocessing.get_context("fork").Process(target=look)
 child.start()
 child.join()

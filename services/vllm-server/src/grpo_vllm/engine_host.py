@@ -54,8 +54,7 @@ def main() -> None:
         module.run_engine(plan, options)
         return
     log.warning("the engine is not forked but started anew, which takes longer", reason=obstacle)
-    for inherited in plan.descriptors():
-        os.set_inheritable(inherited, True)
+    # Descriptors that came over a socket are inherited.
     os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), *options])
 
 
