@@ -23,6 +23,7 @@ from tests.faults.rig import (
     Rig,
 )
 from tests.faults.staged_trainer import (
+    HALF_SAVED,
     HALF_WRITTEN,
     PAUSED,
     SAVING_STAGES,
@@ -36,6 +37,16 @@ NOISE = 1e-4
 OUTAGE_S = 1.0
 RESUMES_WITHIN_S = 5.0
 ENDS_WITHIN_S = 60.0
+KILLED_AT = {
+    RUN_API: STAGES,
+    REDIS: STAGES,
+    ENVIRONMENT: STAGES if EVERYTHING else [WAITING],
+    SERVER: STAGES if EVERYTHING else [HALF_WRITTEN],
+}
+TRAINER_KILLED_AT = (
+    [*STAGES, *SAVING_STAGES] if EVERYTHING else [TRAINING, HALF_WRITTEN, HALF_SAVED]
+)
+NOT_COMING_BACK = [RUN_API, REDIS, ENVIRONMENT, TRAINER, SERVER] if EVERYTHING else [SERVER]
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -66,10 +77,7 @@ def require_every_batch_trained_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [
-        *((name, stage) for name in (RUN_API, REDIS, ENVIRONMENT) for stage in STAGES),
-        *((SERVER, stage) for stage in (STAGES if EVERYTHING else [WAITING, HALF_WRITTEN])),
-    ],
+    [(name, stage) for name, stages in KILLED_AT.items() for stage in stages],
 )
 def test_a_process_that_is_killed_and_comes_back(rig: Rig, name: str, stage: str) -> None:
     with rig.held_at(stage):
@@ -92,7 +100,7 @@ def test_an_engine_killed_under_its_server(rig: Rig) -> None:
     require_every_batch_trained_once(rig)
 
 
-@pytest.mark.parametrize("stage", [*STAGES, *SAVING_STAGES])
+@pytest.mark.parametrize("stage", TRAINER_KILLED_AT)
 def test_a_trainer_that_is_killed_goes_on_from_its_state(rig: Rig, stage: str) -> None:
     """With the weights and the optimizer of the newest whole state, and the batches after it, torn
     or lost as what the server holds may be."""
@@ -129,35 +137,24 @@ class Witness:
     says: str
 
 
-@pytest.mark.parametrize(
-    ("victim", "witnesses"),
-    [
-        (
-            RUN_API,
-            [
-                Witness(TRAINER, ("--service-deadline-s", "2"), "Atropos API not reachable"),
-                Witness(ENVIRONMENT, ("--env.run-api-deadline-s", "2"), "Atropos API not reach"),
-            ],
-        ),
-        (
-            REDIS,
-            [Witness(TRAINER, ("--service-deadline-s", "2"), "Redis did not answer within")],
-        ),
-        (ENVIRONMENT, [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")]),
-        (TRAINER, [Witness(ENVIRONMENT, ("--env.trainer-deadline-s", "2"), "no batch was taken")]),
-        (
-            SERVER,
-            [
-                Witness(TRAINER, ("--server-return-deadline-s", "2"), "did not come back within"),
-                Witness(ENVIRONMENT, ("--openai.request-deadline-s", "2"), "vllm-server failed"),
-            ],
-        ),
+WITNESSES = {
+    RUN_API: [
+        Witness(TRAINER, ("--service-deadline-s", "2"), "Atropos API not reachable"),
+        Witness(ENVIRONMENT, ("--env.run-api-deadline-s", "2"), "Atropos API not reach"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_process_that_does_not_come_back_is_named(
-    rig: Rig, victim: str, witnesses: list[Witness]
-) -> None:
+    REDIS: [Witness(TRAINER, ("--service-deadline-s", "2"), "Redis did not answer within")],
+    ENVIRONMENT: [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")],
+    TRAINER: [Witness(ENVIRONMENT, ("--env.trainer-deadline-s", "2"), "no batch was taken")],
+    SERVER: [
+        Witness(TRAINER, ("--server-return-deadline-s", "2"), "did not come back within"),
+        Witness(ENVIRONMENT, ("--openai.request-deadline-s", "2"), "vllm-server failed"),
+    ],
+}
+
+
+@pytest.mark.parametrize("victim", NOT_COMING_BACK)
+def test_a_process_that_does_not_come_back_is_named(rig: Rig, victim: str) -> None:
+    witnesses = WITNESSES[victim]
     with rig.held_at(WAITING):
         for witness in witnesses:
             rig.kill(witness.name)
