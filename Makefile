@@ -30,9 +30,9 @@ COMPARE_FLAGS ?=
 
 TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
-# The suites of `make test`, in lanes that run side by side: those with a vLLM engine of their own in one,
-# because several engines that start at once on two cores take minutes instead of seconds.
-LANES ?= "lint unit integration soak compat" "inference faults e2e"
+# The suites of `make test`, in two lanes that run side by side. Those that start engines most stand in one:
+# several engines that start at once on two cores take minutes instead of seconds.
+LANES ?= "lint unit integration soak e2e" "inference faults compat"
 
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200

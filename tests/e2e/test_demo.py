@@ -16,7 +16,7 @@ from tests.e2e.left_over import processes_that_log_below
 
 STEPS = 120
 WINDOW = 20
-DEADLINE_S = 420
+DEADLINE_S = 900
 MIN_RISE = 0.12
 """Of the mean reward, last 20 steps over first 20. The reward of single steps scatters with a
 standard deviation of at most 0.1 (three seeds), so the difference of two such means has a standard

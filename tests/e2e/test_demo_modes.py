@@ -31,7 +31,7 @@ STEPS = 30
 RESTART_EVERY_STEPS = 10
 FORWARD_PASSES = 2
 """Of 64 sequences per step, as in the demo."""
-DEADLINE_S = 900
+DEADLINE_S = 1500
 NOISE = 1e-4
 """Of log-probabilities of float32 weights, computed by two programs."""
 

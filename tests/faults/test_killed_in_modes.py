@@ -30,7 +30,7 @@ MODES = ("lora_only", "lora_restart", "none") if EVERYTHING else ("lora_only",)
 NOISE = 1e-4
 GOES_ON_WITHIN_S = 240.0
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,8 @@ from tests.faults.staged_trainer import (
 NOISE = 1e-4
 """Bound on |served - trained log-probability| in float32: sixty times what is seen."""
 OUTAGE_S = 1.0
-RESUMES_WITHIN_S = 5.0
-ENDS_WITHIN_S = 60.0
+RESUMES_WITHIN_S = 15.0
+ENDS_WITHIN_S = 120.0
 KILLED_AT = {
     RUN_API: STAGES,
     REDIS: STAGES,
@@ -48,7 +48,7 @@ TRAINER_KILLED_AT = (
 )
 NOT_COMING_BACK = [RUN_API, REDIS, ENVIRONMENT, TRAINER, SERVER] if EVERYTHING else [SERVER]
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 def check_the_run_goes_on(rig: Rig) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ NOISE = 1e-4
 PROMPT = [5, 6, 7]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "action"),
     [("lora", Action.RESTART_WITH_ADAPTER), ("plain", Action.RESTART_WITH_CHECKPOINT)],

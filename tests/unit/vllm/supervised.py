@@ -17,7 +17,7 @@ from grpo_local.processes import ManagedProcess, free_port
 from tests.fixtures.handoff import Sender
 from tests.unit.vllm.stub_engine import BROKEN, DIRECTORY
 
-START_S = 30.0
+START_S = 60.0
 
 
 @dataclass(frozen=True)
