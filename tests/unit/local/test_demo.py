@@ -21,6 +21,11 @@ from tests.unit.local.stand_ins import write_stand_ins
 SERVICES = ["redis", "run-api", "vllm-server", "trainer", "environment"]
 
 
+def hang_up_by_default() -> None:
+    """Under nohup, whose children ignore it, too."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @dataclass
 class Demo:
     """`grpo-demo` in an empty working directory."""
@@ -45,6 +50,7 @@ class Demo:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hang_up_by_default,
         )
         return self.process
 

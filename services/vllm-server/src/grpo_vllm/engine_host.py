@@ -7,6 +7,7 @@ importing torch and vLLM; what is forked has them. One engine process runs at a 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -47,6 +48,7 @@ def main() -> None:
     os.set_inheritable(supervisor.fileno(), False)
     module = cast(EngineModule, importlib.import_module(name))
     obstacle = module.preload(options) or _why_not_forkable()
+    gc.freeze()  # the collector would write to every page, and a page that is written is not shared
     plan = _fork_engines(supervisor)
     if plan is None:
         os._exit(0)  # there is nothing to take down
