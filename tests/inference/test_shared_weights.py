@@ -137,7 +137,7 @@ def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> Non
 
 @pytest.fixture(scope="module")
 def bfloat16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """Untied embeddings and random weights, and a control port of its own."""
+    """Untied embeddings and random weights, a control port of its own, and two threads."""
     model = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -149,6 +149,7 @@ def bfloat16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Infere
         tmp_path_factory.mktemp("bf16"),
         *("--dtype", "bfloat16"),
         control_port=free_port(),
+        environment={"OMP_NUM_THREADS": "2"},
     )
     yield server
     stop_inference(server)
@@ -180,6 +181,15 @@ def test_routes_that_change_state_are_on_the_control_port_alone(
         )
         assert on_control.status_code in (409, 422)
     assert httpx.post(f"{bfloat16_server.control_url}/generate", json={}).status_code == 404
+
+
+def test_an_engine_that_computes_in_several_threads_is_forked(
+    bfloat16_server: InferenceServer,
+) -> None:
+    """No library has started a thread when it was imported."""
+    log = bfloat16_server.process.log_path.read_text()
+    assert "engine process started" in log
+    assert "the engine is not forked" not in log
 
 
 def bfloat16_noise(trainer: AttachedTrainer) -> Alignment:

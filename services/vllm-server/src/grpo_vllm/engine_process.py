@@ -47,6 +47,8 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
 
 
 def _set_environment(settings: ServerSettings) -> None:
+    # NumPy's, which would start threads when it is imported; torch has its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Inherited by the engine's processes: our plugin registers there only where it is wanted.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
