@@ -94,7 +94,7 @@ def test_ranks_that_the_server_accepts(rank: int, allowed: int) -> None:
 def test_sizes_of_each_mode() -> None:
     whole = BY_TASK["arithmetic"]
     assert sizes_for(settings("--mode", "shared_vllm")) == whole
-    assert sizes_for(settings("--mode", "none")) == replace(whole, steps=60, step_deadline_s=300.0)
+    assert sizes_for(settings("--mode", "none")) == replace(whole, steps=60, step_deadline_s=480.0)
     lora = sizes_for(settings("--mode", "lora_only"))
     assert lora == replace(whole, lr=6 * whole.lr)
     assert lora.lora_target_modules == EVERY_LINEAR_LAYER

@@ -32,9 +32,9 @@ class Sizes:
     max_model_len: int
     kv_cache_mib: int
     lr: float = 3e-4
-    step_deadline_s: float = 120.0
-    server_deadline_s: float = 180.0
-    start_deadline_s: float = 60.0
+    step_deadline_s: float = 300.0
+    server_deadline_s: float = 600.0
+    start_deadline_s: float = 300.0
     vllm_restart_interval: int = 10
     lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
 
