@@ -40,7 +40,6 @@ class EngineModule(Protocol):
 
 
 def main() -> None:
-    die_with_parent()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     descriptor, name, *options = sys.argv[1:]

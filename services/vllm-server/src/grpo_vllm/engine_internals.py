@@ -97,12 +97,8 @@ __all__ = [
 ]
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-CPU_ENVIRONMENT = {
-    # One engine process that also is the worker, forked: it need not import all of vLLM again, and
-    # takes half a gigabyte less.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    START_METHOD: "fork",
-}
+ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+"""On CPU one engine process also is the worker: half a gigabyte less."""
 
 
 def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -116,8 +112,7 @@ def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         from vllm.entrypoints.openai import cli_args
 
     if current_platform.is_cpu():
-        for variable, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+        os.environ.setdefault(*ONE_PROCESS)
     cli_env_setup()
     parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="vllm-api-server"))
     parsed: argparse.Namespace = parser.parse_args(list(arguments))
@@ -159,7 +154,8 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     usage = UsageContext.OPENAI_API_SERVER
     given = AsyncEngineArgs.from_cli_args(arguments)
     config = given.create_engine_config(usage_context=usage)
-    if current_platform.is_cpu():  # making the configuration has set "spawn"
+    if current_platform.is_cpu():
+        # Making the configuration has set "spawn", which would import all of vLLM again.
         os.environ[START_METHOD] = "fork"
     engine = AsyncLLM.from_vllm_config(
         config,

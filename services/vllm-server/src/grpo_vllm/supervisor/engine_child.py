@@ -1,4 +1,4 @@
-"""One engine process: started, asked, and ended by the handle that started it."""
+"""One engine process: what it is asked, and how it is ended."""
 
 from __future__ import annotations
 

@@ -60,11 +60,6 @@ class EngineSlot:
         return self.engine.pid if self.engine else 0
 
     @property
-    def pids(self) -> frozenset[int]:
-        """Children that somebody waits for."""
-        return self._host.pids
-
-    @property
     def dropped_requests(self) -> int:
         return self._totals.dropped_requests + self._channel.dropped
 
@@ -147,7 +142,3 @@ class EngineSlot:
                 "GPU memory of the engine that ended is still in use; starting another anyway"
             )
         return code
-
-    async def close(self) -> None:
-        """Once there is no engine any more."""
-        await self._host.close()

@@ -60,8 +60,9 @@ async def _run(
             )
         weights = await first_weights(settings, record)
         host = EngineHost(engine_module, arguments)
+        stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, record, host)
-        _handle_signals(supervisor)
+        _handle_signals(supervisor, host)
         await stack.enter_async_context(_health(supervisor, sockets))
         return await supervisor.run()
 
@@ -77,19 +78,19 @@ async def _health(supervisor: Supervisor, sockets: Sockets) -> AsyncIterator[Non
         await serving
 
 
-def _handle_signals(supervisor: Supervisor) -> None:
+def _handle_signals(supervisor: Supervisor, host: EngineHost) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
-    loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, supervisor)
+    loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
 
 
-def _reap_strangers(supervisor: Supervisor) -> None:
+def _reap_strangers(host: EngineHost) -> None:
     """As the first process of a container, or as the nearest subreaper, we inherit what the
     engine's processes leave behind."""
-    if not supervisor.pids:
+    if not host.pids:
         return  # the engine host is being started or has just ended, and is waited for elsewhere
-    for pid in children() - supervisor.pids:
+    for pid in children() - host.pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 

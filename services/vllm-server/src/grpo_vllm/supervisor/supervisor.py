@@ -67,11 +67,6 @@ class Supervisor:
         """End the engine and return from `run`."""
         self._stop.set()
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """Children that somebody waits for; empty while the first is started."""
-        return self._slot.pids
-
     def ready(self) -> bool:
         return self._now.serving and self._slot.answers
 
@@ -104,7 +99,6 @@ class Supervisor:
         finally:
             if self._slot.engine is not None:
                 await self._slot.end()
-            await self._slot.close()
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
