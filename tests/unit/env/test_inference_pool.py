@@ -61,14 +61,18 @@ async def test_requests_go_to_the_server_with_the_fewest_under_way() -> None:
     assert (len(one.seen), len(two.seen)) == (3, 3)
 
 
-async def test_the_others_take_over_from_one_that_fails() -> None:
-    with servers(broken, ok) as (one, two):
-        answers = await generate(one.url, two.url, times=4)
+async def test_the_others_take_over_from_one_that_fails_and_is_left_alone_for_a_while() -> None:
+    now = [0.0]
 
-    assert len(answers) == 4
-    assert len(two.seen) == 4
-    # Left alone for a while after its failure.
-    assert len(one.seen) == 1
+    with servers(broken, ok) as (one, two):
+        async with InferencePool([one.url, two.url], 5.0, 8, clock=lambda: now[0]) as pool:
+            for _ in range(4):
+                await pool.generate(PROMPT, n=1)
+            assert (len(one.seen), len(two.seen)) == (1, 4)
+
+            now[0] = 1.0
+            await pool.generate(PROMPT, n=1)
+    assert (len(one.seen), len(two.seen)) == (2, 5)
 
 
 async def test_one_that_is_gone_costs_its_requests_no_more_than_a_short_wait() -> None:

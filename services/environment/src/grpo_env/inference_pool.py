@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +41,21 @@ class InferencePool(ClosesOnAsyncExit):
         deadline_s: how long a single server may be unreachable; one of several hands its
             requests on long before that.
         max_requests: most requests under way at one server.
+        clock: in seconds; measures how long a server that failed is left alone.
     """
 
-    def __init__(self, urls: Sequence[str], deadline_s: float, max_requests: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        deadline_s: float,
+        max_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
         self._servers = [
             _Server(
                 GenerationClient(url, attempt_s, max_requests),
-                Patience(f"{SERVICE} at {url}", float("inf")),
+                Patience(f"{SERVICE} at {url}", float("inf"), clock),
             )
             for url in urls
         ]
