@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_trainer.tiny_model import expected_accuracy, sum_examples
 from tests.e2e.left_over import processes_that_log_below
 
-STEPS = 120
-WINDOW = 20
+STEPS = 60
+WINDOW = 15
 DEADLINE_S = 900
-MIN_RISE = 0.12
-"""Of the mean reward, last 20 steps over first 20. The reward of single steps scatters with a
-standard deviation of at most 0.1 (three seeds), so the difference of two such means has a standard
-error of at most 0.032: chance does not rise by nearly four of those. Seen: 0.18 to 0.34.
+MIN_RISE = 0.06
+"""Of the mean reward, last 15 steps over first 15. The reward of single steps scatters with a
+standard deviation of 0.05 to 0.07, so the difference of two such means has a standard error of at
+most 0.026. Seen: about 0.16.
 """
+MIN_RISE_SAVED = 0.06
+"""Of the saved model's exact accuracy, which is its expected reward and does not scatter."""
 
 EXPECTED_FILES = {
     *("metrics.jsonl", "reward.png", "checkpoints/final_model/model.safetensors"),
@@ -84,7 +86,7 @@ def test_the_saved_model_is_an_ordinary_one_and_has_learnt(
     before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     after = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     rise = expected_accuracy(after, *examples) - expected_accuracy(before, *examples)
-    assert rise > MIN_RISE
+    assert rise > MIN_RISE_SAVED, rise
 
 
 def test_what_the_user_sees(run: tuple[Path, str]) -> None:

@@ -103,7 +103,7 @@ def operations(read: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("client")
 def test_every_answer_is_one_that_is_declared(api: RunningApi, tmp_path: Path) -> None:
-    report = ask(api.url, tmp_path, "--max-examples", "10")
+    report = ask(api.url, tmp_path, "--max-examples", "5")
     assert "18 selected / 19 total" in report
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
@@ -118,7 +118,7 @@ def test_refused_requests_leave_nothing_behind(
     before = stored_keys(redis_url, RUN_ID, SHORT_LIVED)
     used, files = server.memory_info().rss, server.num_fds()
     assert len(before) > 10
-    report = ask(api.url, tmp_path, *WRONG, "--max-examples", "50")
+    report = ask(api.url, tmp_path, *WRONG, "--max-examples", "20")
     assert "7 selected" in report
     assert stored_keys(redis_url, RUN_ID, SHORT_LIVED) == before
     client.close()
