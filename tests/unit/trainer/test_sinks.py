@@ -206,3 +206,22 @@ def test_without_the_flag_nothing_is_started_or_imported(
     with open_sinks(settings(use_wandb=False, metrics_file=tmp_path / "m.jsonl")) as write:
         write({"step": 1})
         assert psutil.Process().children() == before
+
+
+def test_the_key_in_a_file_reaches_wandb_and_an_empty_file_counts_as_none(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    key = offline / "key"
+    for content, seen in (("s3cret\n", "s3cret"), ("", None)):
+        key.write_text(content)
+        sink = start_wandb(settings(wandb_key_file=key))
+        try:
+            assert psutil.Process(sink.pid).environ().get("WANDB_API_KEY") == seen
+        finally:
+            sink.abandon()
+
+
+def test_a_key_file_that_is_not_there_is_named(offline: Path) -> None:
+    with pytest.raises(WandbUnavailable, match=r"--wandb-key-file .*nowhere"):
+        start_wandb(settings(wandb_key_file=offline / "nowhere"))

@@ -137,6 +137,11 @@ class EnvSettings(_Section):
         description="How long to wait for a trainer to register, or to take the next batch from a "
         "full queue (seconds)",
     )
+    ready_file: Path | None = Field(
+        None,
+        description="File that is there as long as this environment works or waits for a trainer, "
+        "for the health check of a container; unset: none",
+    )
 
     @model_validator(mode="after")
     def _some_group_can_be_sent(self) -> Self:

@@ -20,6 +20,7 @@ from grpo_env.inference_pool import InferencePool
 from grpo_env.patience import Patience
 from grpo_env.producer import GroupProducer
 from grpo_env.prompts import PromptEncoder
+from grpo_env.ready_file import there_meanwhile
 from grpo_env.registration import Membership, Standstill, join_run, registration_of
 from grpo_env.rollout import Generation, SamplingPlan
 from grpo_env.settings import EnvServerSettings
@@ -48,6 +49,12 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
     """
     env, openai = settings.env, settings.openai
     await wait_for_servers(openai.base_url, openai.start_deadline_s)
+    with there_meanwhile(env.ready_file):
+        await _work(settings, task, prompts)
+
+
+async def _work(settings: EnvServerSettings, task: Task, prompts: PromptEncoder) -> None:
+    env, openai = settings.env, settings.openai
     async with (
         EnvironmentClient(
             env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)

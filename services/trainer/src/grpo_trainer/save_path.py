@@ -42,13 +42,18 @@ def hold_save_path(save_path: Path) -> Iterator[None]:
         make_directory(save_path)
         lock = (save_path / LOCK).open("w")
     except OSError as error:
-        raise UnusableSavePath(
-            f"--save-path {save_path}: {error}; choose a directory that this user can write"
-        ) from error
+        raise not_writable(save_path, error) from error
     with lock:
         _take(lock, save_path)
         remove_unfinished(save_path)
         yield
+
+
+def not_writable(save_path: Path, error: OSError) -> UnusableSavePath:
+    return UnusableSavePath(
+        f"--save-path {save_path}: {error}; choose a directory that uid {os.getuid()} can write, "
+        f"or give it to that user: chown -R {os.getuid()}:{os.getgid()} DIRECTORY"
+    )
 
 
 def _take(lock: IO[str], save_path: Path) -> None:

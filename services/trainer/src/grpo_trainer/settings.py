@@ -133,6 +133,11 @@ class TrainerSettings(ModeSettings):
         description="Weights & Biases group, told to environments (default with --use-wandb: 8 "
         "random letters)",
     )
+    wandb_key_file: Path | None = Field(
+        None,
+        description="File with the API key of Weights & Biases, a container's secret for example; "
+        "an empty one counts as none (default: $WANDB_API_KEY, or what `wandb login` left)",
+    )
     log_level: str = Field("INFO", description="Least severe level that is logged")
 
     _usable_token = field_validator("run_api_token")(usable_token)

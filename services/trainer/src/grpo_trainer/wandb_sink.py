@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,11 +41,12 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
 
     Raises:
         MissingPackage: wandb is not installed.
-        WandbUnavailable: it did not open a run, for example because nobody is logged in.
+        WandbUnavailable: it did not open a run, for example because nobody is logged in, or the
+            file with the key cannot be read.
     """
     if importlib.util.find_spec("wandb") is None:
         raise MissingPackage("--use-wandb needs the wandb package: pip install wandb")
-    sink = WandbSink()
+    sink = WandbSink(_api_key(settings.wandb_key_file))
     try:
         where = sink.open(
             {
@@ -66,9 +68,9 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
 
 
 class WandbSink:
-    """Owns the child process."""
+    """Owns the child process. `api_key`: None where it finds one by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, api_key: str | None = None) -> None:
         # A session of its own: Ctrl-C is for the trainer, which then tells the child to finish.
         self._child = subprocess.Popen(
             [sys.executable, "-m", "grpo_trainer.wandb_process"],
@@ -76,6 +78,7 @@ class WandbSink:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            env=os.environ | ({"WANDB_API_KEY": api_key} if api_key else {}),
         )
         assert self._child.stdin is not None
         self._pipe = self._child.stdin.fileno()
@@ -187,6 +190,17 @@ _ADVICE = (
     "its messages are above. Log in with `wandb login`, or set WANDB_MODE=offline and upload "
     "later with `wandb sync`, or leave --use-wandb out"
 )
+
+
+def _api_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text().strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WandbUnavailable(
+            f"--wandb-key-file {file}: {error}; name a file with the API key alone"
+        ) from error
 
 
 def _line(message: dict[str, Any]) -> bytes:
