@@ -116,6 +116,8 @@ bench-lora: install ## Measure decoding with an adapter beside stock vLLM, into 
 bench-run-api: install ## Measure run-api beside atroposlib's API server, into benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
+include containers/containers.mk
+
 .PHONY: clean
 clean: ## Remove .venv, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,23 @@
+#!/bin/bash
+# Can this host run the stack? `check_host.sh MODE MODES...`: one line per problem, then status 1.
+set -euo pipefail
+mode=$1
+shift
+
+problem() {
+  echo "$1" >&2
+  exit 1
+}
+
+case " $* " in
+  *" $mode "*) ;;
+  *) problem "MODE=$mode: no such mode; choose one of: $*" ;;
+esac
+command -v docker >/dev/null ||
+  problem "docker is not installed: install Docker Engine 20.10 or newer (Debian, Ubuntu: apt-get install docker.io)"
+docker compose version >/dev/null 2>&1 ||
+  problem "docker has no compose plugin: install Docker Compose 2.24 or newer (Debian, Ubuntu: docker-compose-plugin or docker-compose-v2)"
+docker buildx version >/dev/null 2>&1 ||
+  problem "docker has no buildx plugin, which builds the images: install docker-buildx-plugin or docker-buildx"
+docker info >/dev/null 2>&1 ||
+  problem "no Docker engine answers: start it (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"

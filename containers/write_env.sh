@@ -1,0 +1,14 @@
+#!/bin/bash
+# Writes the settings that depend on this host: `write_env.sh FILE`. Everything else has a default.
+set -euo pipefail
+device=cpu
+if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU && docker info 2>/dev/null | grep -q nvidia; then
+  device=gpu
+fi
+threads=$(($(getconf _NPROCESSORS_ONLN) / 2))
+{
+  echo "# Written by make, once. See .env.example for everything else that can stand here."
+  echo "STACK_DEVICE=$device"
+  echo "CPU_THREADS=$((threads > 0 ? threads : 1))"
+} >"$1"
+echo "wrote $1: STACK_DEVICE=$device"
