@@ -103,6 +103,10 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries
 unit integration inference compat faults e2e: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
 
+.PHONY: test-containers
+test-containers: $(VENV)/.installed-dev ## The stack in containers, for real: images, every mode, kills
+	@bash tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers $(PYTEST_FLAGS)
+
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \

@@ -23,7 +23,9 @@ stack-ready: .env
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 
 up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
-	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { bash containers/explain.sh $(COMPOSE); exit 1; }
+	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
+	  bash containers/explain.sh $(COMPOSE); \
+	  echo "what did start goes on: make up again once this is mended, or make down MODE=$(MODE)"; exit 1; }
 	@echo
 	@echo "training in mode $(MODE). Next:"
 	@echo "  make logs MODE=$(MODE)              what every service says"

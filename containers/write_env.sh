@@ -10,5 +10,9 @@ threads=$(($(getconf _NPROCESSORS_ONLN) / 2))
   echo "# Written by make, once. See .env.example for everything else that can stand here."
   echo "STACK_DEVICE=$device"
   echo "CPU_THREADS=$((threads > 0 ? threads : 1))"
+  if [ $device = gpu ]; then
+    echo "DTYPE=bfloat16"
+    echo "VLLM_FLAGS=--gpu-memory-utilization 0.45"
+  fi
 } >"$1"
 echo "wrote $1: STACK_DEVICE=$device"

@@ -1,0 +1,101 @@
+"""What cannot work ends at once, with a status and the reason in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.containers.stack import ROOT, Stack, docker
+
+PORTS = {"RUN_API_PORT": "18020", "VLLM_PORT": "19020"}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
+    stack = Stack("none", "grpo-test-bad", {**stack_settings, **PORTS, "STEPS": "1"})
+    yield stack
+    stack.down()
+    assert stack.left_behind() == []
+
+
+def refused(done: subprocess.CompletedProcess[str], *reasons: str) -> None:
+    assert done.returncode != 0, done.stdout
+    for reason in reasons:
+        assert reason in done.stdout + done.stderr
+
+
+def test_an_unknown_mode_lists_the_four(stack: Stack) -> None:
+    unknown = Stack("lora", stack.project, stack.settings).up()
+    refused(unknown, "MODE=lora: no such mode; choose one of: shared_vllm lora_only lora_restart")
+
+
+def test_a_missing_engine_is_one_line(stack: Stack) -> None:
+    done = stack.up(DOCKER_HOST="unix:///nowhere.sock")
+    refused(done, "no Docker engine answers: start it")
+
+
+def test_a_missing_plugin_is_one_line(stack: Stack, tmp_path: Path) -> None:
+    """A docker that knows nothing of compose, first on the path."""
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    done = stack.up(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    refused(done, "docker has no compose plugin: install Docker Compose 2.24 or newer")
+
+
+def test_a_port_that_is_taken_is_named(stack: Stack) -> None:
+    with socket.create_server(("127.0.0.1", int(PORTS["RUN_API_PORT"]))):
+        refused(stack.up(), PORTS["RUN_API_PORT"], "address already in use")
+
+
+def test_a_data_directory_that_is_not_there_is_named(stack: Stack, tmp_path: Path) -> None:
+    refused(stack.up(TASK="gsm8k", DATA=str(tmp_path / "no-data")), "no-data", "does not exist")
+
+
+def test_a_gpu_that_is_not_there_is_missed_at_once(stack: Stack) -> None:
+    done = stack.up(STACK_DEVICE="gpu", GPU_BASE_IMAGE=stack.settings["BASE_IMAGE"])
+    refused(done, "no GPU", "STACK_DEVICE=cpu")
+
+
+def test_a_directory_of_somebody_else_is_named(stack: Stack, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    os.chown(theirs, 4321, 4321)
+    done = stack.up(CHECKPOINTS=str(theirs))
+    refused(done, "model ended with status 1", "Permission denied", "chown -R 1000:1000")
+
+
+def test_a_model_that_is_not_there_is_named(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = stack.up(MODEL=str(tmp_path / "empty"))
+    refused(done, "model ended with status 1", "/model: no config.json there")
+
+
+def test_a_model_without_a_learning_rate_is_refused_by_compose_alone(stack: Stack) -> None:
+    done = subprocess.run(
+        ["docker", "compose", "-p", stack.project, "--profile", "none", "run", "--rm", "model"],
+        cwd=ROOT,
+        env={**os.environ, **stack.settings, "MODEL": "some/model"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refused(done, "MODEL is set and LR is not")
+
+
+def test_too_little_shared_memory_is_said_by_the_server(stack: Stack) -> None:
+    done = stack.up(SHM_SIZE="16m", SERVER_RESTARTS="0")
+    refused(done, "vllm-server-none ended with status 1", "/dev/shm", "SHM_SIZE")
+
+
+def test_no_container_is_left_by_a_run_that_was_refused(stack: Stack) -> None:
+    stack.up(MODEL="/nowhere")
+    assert stack.left_behind() != []  # made, and told about
+    stack.down()
+    assert docker("ps", "--all", "--quiet", "--filter", f"name={stack.project}") == ""

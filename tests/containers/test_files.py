@@ -1,0 +1,97 @@
+"""Dockerfiles, scripts and Compose files, as their own linters and Compose see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.containers.stack import ROOT
+
+MODES = ("shared_vllm", "lora_only", "lora_restart", "none", "single")
+DOCKERFILES = sorted([*ROOT.glob("services/*/Dockerfile"), *ROOT.glob("containers/*/Dockerfile")])
+SCRIPTS = sorted([*ROOT.glob("containers/*.sh"), *ROOT.glob("tests/**/*.sh")])
+
+
+def beside_python(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    command = [beside_python("hadolint"), str(dockerfile)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_finds_nothing() -> None:
+    command = [beside_python("shellcheck"), "--severity=warning", *map(str, SCRIPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def configuration(mode: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """What Compose makes of the files for a host that has set nothing else."""
+    clean = {name: os.environ[name] for name in ("PATH", "HOME")}
+    clean |= {name: os.environ[name] for name in ("DOCKER_CONFIG",) if name in os.environ}
+    command = ["docker", "compose", "--env-file", "/dev/null", "--profile", mode]
+    return subprocess.run(
+        [*command, "config", "--format", "json"],
+        cwd=ROOT,
+        env={**clean, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_profile_is_complete_without_a_setting(mode: str, device: str) -> None:
+    done = configuration(mode, STACK_DEVICE=device)
+    assert (done.returncode, done.stderr) == (0, "")
+    services = json.loads(done.stdout)["services"]
+    chosen = {name for name in services if name.startswith(("trainer", "vllm-server", "single"))}
+    assert len(chosen) == (1 if mode == "single" else 2)
+    for name in chosen:
+        devices = services[name].get("deploy", {}).get("resources", {}).get("reservations", {})
+        assert bool(devices) == (device == "gpu")
+        assert services[name].get("runtime") == ("nvidia" if device == "gpu" else None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None:
+    for name, service in json.loads(configuration(mode).stdout)["services"].items():
+        assert service["user"] == "1000:1000", name
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert "cap_add" not in service, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["logging"]["options"]["max-size"], name
+        assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", ())), name
+        assert "docker.sock" not in json.dumps(service), name
+
+
+def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
+    chosen = configuration("shared_vllm", STACK_DEVICE="gpu", STACK_IPC="service:sandbox")
+    services = json.loads(chosen.stdout)["services"]
+    for name in ("vllm-server-shared", "trainer-shared"):
+        assert (services[name]["pid"], services[name]["ipc"]) == ("service:sandbox",) * 2
+
+
+def test_every_setting_is_in_the_example() -> None:
+    """And nothing else is."""
+    example = (ROOT / ".env.example").read_text()
+    documented = {
+        line.lstrip("#").partition("=")[0]
+        for line in example.splitlines()
+        if line.startswith("#") and line[1:2].isupper() and "=" in line
+    }
+    files = [ROOT / "docker-compose.yml", *ROOT.glob("containers/*.yml")]
+    used = {name for file in files for name in re.findall(r"\$\{([A-Z_]+)", file.read_text())}
+    assert documented == used
