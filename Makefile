@@ -94,9 +94,9 @@ test-full: test ## The same, every kill in every mode, and every mode end to end
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
-	@$(BIN)/ruff check $(PACKAGES) tests benchmarks
-	@$(BIN)/ruff format --check $(PACKAGES) tests benchmarks
-	@$(BIN)/mypy $(SOURCES) benchmarks
+	@$(BIN)/ruff check $(PACKAGES) containers tests benchmarks
+	@$(BIN)/ruff format --check $(PACKAGES) containers tests benchmarks
+	@$(BIN)/mypy $(SOURCES) benchmarks containers/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
 .PHONY: unit integration inference compat faults e2e

@@ -41,6 +41,11 @@ class Stack:
         command += [f"PROJECT={self.project}"]
         return self._run(command, UP_WITHIN_S, settings)
 
+    def compose(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Compose without make."""
+        command = ["docker", "compose", "--project-name", self.project, "--profile", self.mode]
+        return self._run([*command, *arguments], UP_WITHIN_S, {})
+
     def container(self, service: str) -> str:
         """Id of the one container of a service; server and trainer go without their mode."""
         lines = docker(

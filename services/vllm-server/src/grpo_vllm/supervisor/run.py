@@ -19,6 +19,7 @@ from grpo_vllm.supervisor.command_stream import CommandStream, NoControlPlane
 from grpo_vllm.supervisor.first_weights import first_weights
 from grpo_vllm.supervisor.health_server import health_app
 from grpo_vllm.supervisor.host import ENGINE_MODULE, EngineHost
+from grpo_vllm.supervisor.shared_memory import require_shared_memory
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
 
@@ -34,8 +35,9 @@ def supervise(
 
     Raises:
         OSError: an address is taken.
-        GrpoError: it is not known, or not there, what is to be served.
+        GrpoError: it is not known, or not there, what is to be served; no room in /dev/shm.
     """
+    require_shared_memory(settings.engine_arguments)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
