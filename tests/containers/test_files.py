@@ -29,6 +29,24 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def stage(name: str, dockerfile: Path) -> str | None:
+    """The lines of a build stage; None where the file has none of that name."""
+    found = re.search(
+        rf"^FROM \S+ AS {name}$.*?(?=^FROM |\n# [^\n]*\n(?:#[^\n]*\n)*FROM |\Z)",
+        dockerfile.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    return found and found[0].strip()
+
+
+@pytest.mark.parametrize(("name", "images"), [("cpu-base", 3), ("torch", 3), ("vllm", 2)])
+def test_stages_that_images_share_read_the_same(name: str, images: int) -> None:
+    """Else each image would have its own copy of gigabytes."""
+    found = [text for file in DOCKERFILES if (text := stage(name, file)) is not None]
+    assert len(found) == images
+    assert len(set(found)) == 1
+
+
 def test_shellcheck_finds_nothing() -> None:
     command = [beside_python("shellcheck"), "--severity=warning", *map(str, SCRIPTS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
