@@ -32,7 +32,7 @@ TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $
 
 # The suites of `make test`, in two lanes that run side by side. Those that start engines most stand in one:
 # several engines that start at once on two cores take minutes instead of seconds.
-LANES ?= "lint unit integration e2e" "inference faults compat soak"
+LANES ?= "lint unit integration soak e2e" "inference faults compat"
 
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200

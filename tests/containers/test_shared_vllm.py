@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(1800)
 @pytest.fixture(scope="module")
 def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     """Up, with a trainer that trains."""
+    shared_memory = set(os.listdir("/dev/shm"))
     stack = Stack(
         "shared_vllm", "grpo-test-shared", {**stack_settings, **PORTS, "STEPS": str(STEPS)}
     )
@@ -37,6 +38,7 @@ def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     finally:
         stack.down()
     assert stack.left_behind() == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 @pytest.fixture(scope="module")
