@@ -7,7 +7,6 @@ COMPOSE = docker compose --project-name $(PROJECT) --profile $(MODE)
 TRAINER = trainer-$(subst _,-,$(MODE:shared_vllm=shared))
 
 # A directory is mounted; anything else is a name on the hub, or the default.
-absolute_if_directory = $(if $(wildcard $(1)/.),$(abspath $(1)),$(1))
 STACK_SETTINGS = $(if $(MODEL),$(if $(wildcard $(MODEL)/.),MODEL=/model MODEL_DIR='$(abspath $(MODEL))',MODEL='$(MODEL)') LR=$(or $(LR),1e-5)) \
   $(if $(filter command line environment,$(origin TASK)),TASK=$(TASK)) $(if $(STEPS),STEPS=$(STEPS)) \
   $(if $(DATA),DATA='$(abspath $(DATA))') \

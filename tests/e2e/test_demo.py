@@ -19,11 +19,11 @@ WINDOW = 15
 DEADLINE_S = 900
 MIN_RISE = 0.06
 """Of the mean reward, last 15 steps over first 15. The reward of single steps scatters with a
-standard deviation of 0.05 to 0.07, so the difference of two such means has a standard error of at
-most 0.026. Seen: about 0.16.
+standard deviation of 0.065 (two runs), so the difference of two such means has a standard error of
+0.024. Seen: 0.15 in both. A weak test alone, at 2.5 of those: the sharp one is the saved model's.
 """
-MIN_RISE_SAVED = 0.06
-"""Of the saved model's exact accuracy, which is its expected reward and does not scatter."""
+MIN_RISE_SAVED = 0.08
+"""Of the saved model's exact accuracy, its expected reward, without sampling noise. Seen: 0.149."""
 
 EXPECTED_FILES = {
     *("metrics.jsonl", "reward.png", "checkpoints/final_model/model.safetensors"),
