@@ -32,7 +32,7 @@ up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DAT
 	@echo "  make fetch-checkpoint MODE=$(MODE)  the trained weights, into checkpoints/"
 	@echo "  make down MODE=$(MODE)              end it (VOLUMES=1: and forget the run)"
 
-down: stack-ready ## End it. The run can go on with `make up`; VOLUMES=1 removes its data too
+down: stack-ready ## End it. An interrupted run can go on with `make up`; VOLUMES=1 removes its data too
 	@$(COMPOSE) down $(if $(VOLUMES),--volumes)
 
 logs: stack-ready ## Follow what the services say (SERVICE=<one of them>)
