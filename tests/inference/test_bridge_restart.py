@@ -21,6 +21,7 @@ from grpo_core.weight_socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_local.processes import free_port
 from grpo_trainer.alignment import probe_tokens
+from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 from tests.fixtures.inference import (
     START_DEADLINE_S,
@@ -63,21 +64,26 @@ def is_listening(server: InferenceServer) -> bool:
         return False
 
 
-def publish(server: InferenceServer, version: PolicyVersion, weights: torch.Tensor | None) -> Any:
-    """What a trainer does: all of the memory is written, `weights` or else moved ones. Returns a
+def publish(
+    server: InferenceServer, version: PolicyVersion, weights: list[torch.Tensor] | None
+) -> list[torch.Tensor]:
+    """What a trainer does: every parameter is written, `weights` or else moved ones. Returns a
     copy of what is there then."""
     with BridgeClient(server.url) as bridge, connect_weights(server.socket) as connection:
-        memory = MappedWeights.from_fd(connection.fd, connection.grant.manifest).base
+        mapped = MappedWeights(connection.grant.manifest, map_memory(connection))
+        regions = {r.offset: r for r in mapped.manifest.parameters.values()}  # tied ones once
+        views = [mapped.view(region) for region in regions.values()]
         session = connection.grant.session
         bridge.pause(session, 30.0, version)
-        if weights is None:
-            generator = torch.Generator().manual_seed(0)
-            values = memory.view(torch.float32)
-            values += 0.02 * torch.randn(values.shape, generator=generator)
-        else:
-            memory.copy_(weights)
+        generator = torch.Generator().manual_seed(0)
+        for index, view in enumerate(views):
+            if weights is None:
+                view += 0.02 * torch.randn(view.shape, generator=generator).to(view)
+            else:
+                view.copy_(weights[index])
+        mapped.wait_until_written()
         bridge.resume(session, written=True)
-        return memory.clone()
+        return [view.clone() for view in views]
 
 
 def probe(url: str, deadline_s: float) -> GenerateAnswer:

@@ -17,6 +17,7 @@ from grpo_core.bridge_config import FILE_NAME, BridgeConfigNotFound, find_bridge
 from grpo_core.inference_client import BridgeClient
 from grpo_core.weight_socket import connect_weights
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.serving_state import ServingState
@@ -181,7 +182,7 @@ def test_the_memory_holds_the_checkpoint_where_the_mapping_says(
 ) -> None:
     checkpoint = load_file(Path(shared_server.model) / "model.safetensors")
     with connect_weights(shared_server.socket) as connection:
-        weights = MappedWeights.from_fd(connection.fd, connection.grant.manifest)
+        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
         mappings = weights.manifest.parameters
         assert set(checkpoint) <= set(mappings)
         for name, tensor in checkpoint.items():

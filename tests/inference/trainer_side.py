@@ -44,6 +44,7 @@ class AttachedTrainer:
         """Of a supervised loss on random tokens: any gradient will do."""
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.policy.config.vocab_size, (4, 40), generator=generator)
+        ids = ids.to(self.sync.weights.device)
         self.policy(ids, labels=ids).loss.backward()
 
 

@@ -66,10 +66,19 @@ def register_layers(control: str) -> None:
                 if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod:
                     module.quant_method = PlainLinearMethod()
 
+    class PrivateCopy(SharedModelLoader):
+        """One fused tensor is served from a copy that the trainer does not write."""
+
+        def check_shareable(self, model: nn.Module) -> None:
+            super().check_shareable(model)
+            fused = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+            fused.data = fused.data.clone()
+
     register_model_loader(LOAD_FORMAT)(
         {
             "stock": StockLayers,
             "stock_unchecked": UncheckedStockLayers,
             "packed_lm_head": PackedLmHead,
+            "private_copy": PrivateCopy,
         }[control]
     )

@@ -1,7 +1,8 @@
 """Where each parameter lies inside the inference server's weight memory.
 
 Written by the server while it loads the checkpoint, read by the trainer, which builds its model
-from views into the same memory. Names are the checkpoint's own (Hugging Face) names.
+from views into the same memory. Names are the checkpoint's own (Hugging Face) names. How the memory
+itself gets from one process to the other is `grpo_core.weight_transport`'s matter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class TensorRegion(BaseModel):
-    """One contiguous tensor: `offset` and `nbytes` in bytes from the start of the arena."""
+    """One contiguous tensor: `offset` and `nbytes` in bytes from the start of the weight memory.
+
+    Where that consists of several allocations (on a GPU), offsets are counted as if they lay one
+    behind the other; a region never reaches from one into the next.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,16 +51,3 @@ class WeightManifest(BaseModel):
     model: str
     total_bytes: int
     parameters: dict[str, ParameterMapping]
-
-
-class WeightGrant(BaseModel):
-    """What a trainer gets when it connects: a session to act under, and the manifest.
-
-    The session lives as long as the connection. A trainer that dies closes it, and whatever it
-    had paused goes on.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    session: str
-    manifest: WeightManifest

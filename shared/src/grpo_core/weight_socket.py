@@ -1,9 +1,9 @@
-"""Hands the weight memory from the inference server to the trainer: one memfd, one JSON record.
+"""Hands the weight memory from the inference server to the trainer: one JSON record.
 
-Frame: 4 bytes length (big endian) with the file descriptor as ancillary data (SCM_RIGHTS,
-unix(7)), then that many bytes of JSON (`WeightGrant`). A frame without a descriptor is a refusal:
-its bytes say why. Nothing else is ever sent; the open connection itself is the sign that the
-trainer lives.
+Frame: 4 bytes length (big endian), then that many bytes of JSON: a `WeightGrant`, or a
+`WeightRefusal` that says why there is none. Memory that is a file descriptor comes as ancillary
+data of the length (SCM_RIGHTS, unix(7)). Nothing else is ever sent; the open connection itself is
+the sign that the trainer lives.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
-from grpo_core.weight_manifest import WeightGrant
+from grpo_core.weight_transport import MemfdMemory, WeightGrant, WeightRefusal
 
+_ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
 _LENGTH = struct.Struct(">I")
 _MAX_GRANT_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def send_grant(connection: socket.socket, fd: int, grant: WeightGrant) -> None:
-    """Send the grant and the descriptor of the weight memory over a connected unix socket."""
+def send_grant(connection: socket.socket, grant: WeightGrant, fd: int | None = None) -> None:
+    """Send the grant, with the descriptor of the weight memory where it has one, over a connected
+    unix socket."""
     payload = grant.model_dump_json().encode()
-    socket.send_fds(connection, [_LENGTH.pack(len(payload))], [fd])
+    socket.send_fds(connection, [_LENGTH.pack(len(payload))], [] if fd is None else [fd])
     connection.sendall(payload)
 
 
 def send_refusal(connection: socket.socket, reason: str) -> None:
     """Tell a trainer at the door why it gets nothing."""
-    payload = reason.encode()
+    payload = WeightRefusal(refused=reason).model_dump_json().encode()
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
 @dataclass
 class WeightConnection(ClosesOnExit):
-    """The trainer's end: an open non-blocking connection, the memory's descriptor, the grant."""
+    """The trainer's end: an open non-blocking connection, the grant, and the memory's descriptor
+    (-1 for memory that has none)."""
 
     connection: socket.socket
     fd: int
@@ -99,17 +102,25 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
             f"weight socket: {len(header)} bytes instead of a frame of {_LENGTH.size} and more; is "
             "it the socket of vllm-api-server?"
         )
-    if not fds:
-        reason = _receive_exactly(connection, _LENGTH.unpack(header)[0])
-        raise ServiceUnavailable(f"weight socket: {reason.decode(errors='replace')}")
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
-        return fds[0], WeightGrant.model_validate_json(payload)
+        return _granted(_ANSWER.validate_json(payload), fds)
     except (GrpoError, ValidationError, OSError) as error:
-        os.close(fds[0])
+        for fd in fds:
+            os.close(fd)
         if isinstance(error, ValidationError):
             raise ProtocolViolation(f"weight socket: {error}") from error
         raise
+
+
+def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, WeightGrant]:
+    if isinstance(answer, WeightRefusal):
+        raise ServiceUnavailable(f"weight socket: {answer.refused}")
+    if isinstance(answer.memory, MemfdMemory) != bool(fds):
+        raise ProtocolViolation(
+            f"weight socket: memory of kind {answer.memory.kind} with {len(fds)} descriptors"
+        )
+    return (fds[0] if fds else -1), answer
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:

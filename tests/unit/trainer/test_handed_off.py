@@ -112,6 +112,7 @@ class Bench:
             Adapter(str(self.model), LORA) if adapter else WholeModel(str(self.model)),
             ServedFiles(self.root),
             "auto",
+            "cpu",
             Cadence(every_steps, last_step, at_start=not action.restarts),
         )
         torch.manual_seed(0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from grpo_core.weight_manifest import TensorRegion
-from grpo_vllm.arena import ALIGNMENT_BYTES, Arena, aligned
+from grpo_vllm.arena import Arena
 from grpo_vllm.checkpoint_map import CheckpointMap
+from grpo_vllm.parameter_memory import ALIGNMENT_BYTES, aligned
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4

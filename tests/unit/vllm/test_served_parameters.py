@@ -11,7 +11,7 @@ from torch import nn
 
 from grpo_core.weight_manifest import ParameterMapping, TensorRegion
 from grpo_vllm.arena import Arena
-from grpo_vllm.served_parameters import ServedParameters
+from grpo_vllm.served_parameters import ServedParameters, followed
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
@@ -86,3 +86,26 @@ def test_regions_before_the_first_parameter(arena: Arena) -> None:
     model = nn.Module()
     model.scale = nn.Parameter(arena.view(TensorRegion(**SCALAR)))
     assert ServedParameters(model, arena).mapping(region(0, 1)) is None
+
+
+class Headed(nn.Module):
+    """An embedding and a head of 3 rows each, with places of their own."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(arena.view(region(0, 3)))
+        self.head = nn.Parameter(arena.view(region(16, 3)))
+
+
+def test_a_parameter_that_is_tied_after_loading_is_followed(arena: Arena) -> None:
+    """Written at its old place, an update would be served by nobody."""
+    model = Headed(arena)
+    served = ServedParameters(model, arena)
+    loaded = {"e": region(0, 3), "h": region(16, 3), "part": region(17, 2)}
+    found = {name: served.mapping(where) for name, where in loaded.items()}
+    mappings = {name: mapping for name, mapping in found.items() if mapping is not None}
+    assert followed(mappings, model, arena) == mappings
+    model.head = model.embedding
+    tied = followed(mappings, model, arena)
+    assert {name: m.offset for name, m in tied.items()} == {"e": 0, "h": 0, "part": ROW_BYTES}
+    assert torch.equal(arena.view(tied["part"]), model.head[1:])

@@ -12,6 +12,7 @@ GrpoError (grpo_core)
 │   ├── StateMismatch       it is of another model, mode, adapter or optimizer
 │   └── StateOfAnotherRun   run-api's run has not handed out its batches
 ├── MissingPackage          an option needs a package that is not installed
+├── NoSuchDevice            --device names a GPU that this process does not see
 ├── NoInferenceServer       nothing answers at the server's URL; says what to start
 ├── StaleData               every batch that comes is older than --max-staleness
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
@@ -19,6 +20,7 @@ GrpoError (grpo_core)
 ├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
 └── WeightSyncError         trainer and server do not hold the same weights
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
+    ├── UnreachableWeights  the server's weights are on a GPU, and this process cannot open them
     ├── MovedParameters     parameters left the memory they share with the server
     ├── TornWeights         the server may hold half an update of an earlier trainer
     ├── LostServer          the server is gone
@@ -104,6 +106,10 @@ class MissingPackage(GrpoError):
     """An optional package is needed and not installed. Names the install line."""
 
 
+class NoSuchDevice(GrpoError):
+    """The device to train on is not there."""
+
+
 class NoInferenceServer(GrpoError):
     """No inference server answers, or the one that was started ended. Says what to start."""
 
@@ -130,6 +136,10 @@ class WeightSyncError(GrpoError):
 
 class PolicyMismatch(WeightSyncError):
     """The server's parameters do not fit the trainer's model. Lists every difference."""
+
+
+class UnreachableWeights(WeightSyncError):
+    """The server's memory on a GPU cannot be opened here. Lists everything in the way."""
 
 
 class MovedParameters(WeightSyncError):

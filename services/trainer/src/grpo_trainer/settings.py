@@ -18,6 +18,7 @@ from grpo_trainer.mode_settings import ModeSettings
 from grpo_trainer.option_lists import joined_lists
 
 AUTO, NEVER = "auto", "never"
+AUTO_DEVICE = "auto"
 LISTS = ("--lora-target-modules", "--lora-layer-indices")
 
 
@@ -45,7 +46,12 @@ class TrainerSettings(ModeSettings):
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
         "auto", description="Data type of the weights; auto: the server's"
     )
-    device: Literal["cpu"] = Field("cpu", description="Device to train on")
+    device: str = Field(
+        AUTO_DEVICE,
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Device to train on: cpu, cuda or cuda:N; auto: in shared_vllm that of the "
+        "served weights, else a GPU where there is one",
+    )
 
     atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(

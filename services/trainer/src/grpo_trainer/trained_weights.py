@@ -19,14 +19,16 @@ from grpo_trainer.save_path import whole_directory
 
 log = structlog.get_logger()
 
+HOST = torch.device("cpu")
+
 
 class TrainedWeights(Protocol):
     """`kind`: of the directories that it writes."""
 
     kind: WeightKind
 
-    def load(self, dtype: torch.dtype) -> Any:
-        """The policy as it is before any training; what is not trained is in `dtype`.
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+        """The policy as it is before any training, on `device`; what is not trained is in `dtype`.
 
         Raises:
             PolicyMismatch: the options do not fit the model.
@@ -52,8 +54,8 @@ class WholeModel:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
 
-    def load(self, dtype: torch.dtype) -> Any:
-        return _load_model(self._model_name, dtype)
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+        return _load_model(self._model_name, dtype, device)
 
     def write(self, policy: Any, target: Path) -> None:
         save_model(policy, self._model_name, target)
@@ -72,8 +74,8 @@ class Adapter:
         self._model_name = model_name
         self._lora = lora
 
-    def load(self, dtype: torch.dtype) -> Any:
-        return with_adapter(_load_model(self._model_name, dtype), self._lora)
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+        return with_adapter(_load_model(self._model_name, dtype, device), self._lora)
 
     def write(self, policy: Any, target: Path) -> None:
         with whole_directory(target) as directory:
@@ -83,11 +85,16 @@ class Adapter:
         return _are_the_same(adapter_tensors(policy), [directory / ADAPTER_WEIGHTS])
 
 
-def _load_model(model_name: str, dtype: torch.dtype) -> Any:
+def _load_model(model_name: str, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype)
-    log.info("loaded the model", model=model_name, dtype=str(dtype).removeprefix("torch."))
+    policy = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
+    log.info(
+        "loaded the model",
+        model=model_name,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+    )
     return policy
 
 

@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from grpo_core.bridge_config import BridgeConfig
 from grpo_vllm.adapters import AdapterNames, AdapterSwitch
-from grpo_vllm.arena import dtype_name
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.engine_internals import (
     build_openai_app,
@@ -21,6 +20,7 @@ from grpo_vllm.engine_internals import (
     why_no_sleep,
 )
 from grpo_vllm.in_flight import InFlight
+from grpo_vllm.parameter_memory import dtype_name
 from grpo_vllm.routes.bridge_control import bridge_control_router, sleep_router
 from grpo_vllm.routes.bridge_facts import ServedModel, bridge_facts_router
 from grpo_vllm.routes.engine import engine_router

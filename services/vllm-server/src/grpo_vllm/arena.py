@@ -1,4 +1,4 @@
-"""The memory that holds the model's weights once, for the server and the trainer alike.
+"""Memory of the host that holds the model's weights once, for the server and the trainer alike.
 
 A memfd (memfd_create(2)): anonymous, not bound by /dev/shm's size, sealed against resizing, and
 alive as long as somebody maps it.
@@ -16,8 +16,6 @@ import torch
 from grpo_core.weight_manifest import TensorRegion
 
 MEMFD_NAME = "grpo-weights"
-ALIGNMENT_BYTES = 256
-"""Start of every tensor: a multiple of any vector register and cache line."""
 
 
 @dataclass
@@ -47,13 +45,3 @@ class Arena:
         """Bytes from the start of the arena, or None when the tensor lies elsewhere."""
         offset = tensor.data_ptr() - self.base.data_ptr()
         return offset if tensor.numel() and 0 <= offset < self.total_bytes else None
-
-
-def aligned(size_bytes: int) -> int:
-    """Round up to the next multiple of `ALIGNMENT_BYTES`."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 → "float32"."""
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Learns where each checkpoint tensor lands in the arena by watching the checkpoint load.
+"""Learns where each checkpoint tensor lands in the weight memory by watching the checkpoint load.
 
 No table of fused layers is needed: vLLM's own loading code copies q, k and v into their places
 in a fused tensor, and every copy is seen here under the checkpoint's name for it.
@@ -13,15 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_core.weight_manifest import TensorRegion
-from grpo_vllm.arena import Arena, dtype_name
+from grpo_vllm.parameter_memory import ParameterMemory, dtype_name
 
 
 class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records every copy into the arena under the current checkpoint name."""
+    """While active, records every copy into the weight memory under the current checkpoint name."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, memory: ParameterMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena = arena
+        self._memory = memory
         self._name: str | None = None
         self._copies: dict[str, list[TensorRegion]] = {}
         self._scattered: set[str] = set()  # no view can stand for these
@@ -43,8 +43,10 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region = _merged(self._copies[name]) if name in self._copies else None
         if region is None:
             return True  # not a parameter, or named by `unshareable` already
-        loaded = self._arena.view(region)
-        return loaded.shape == tensor.shape and torch.equal(loaded, tensor.to(loaded.dtype))
+        loaded = self._memory.view(region)
+        return loaded.shape == tensor.shape and torch.equal(
+            loaded, tensor.to(device=loaded.device, dtype=loaded.dtype)
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -72,7 +74,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     def _record(self, target: torch.Tensor) -> None:
-        offset = self._arena.offset_of(target)
+        offset = self._memory.offset_of(target)
         if offset is None or self._name is None:
             return
         if not target.is_contiguous():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import structlog
+
 from grpo_vllm.adapters import BASE_SUFFIX
 from grpo_vllm.admission import PROCESSOR
 from grpo_vllm.engine_internals import (
@@ -11,10 +13,13 @@ from grpo_vllm.engine_internals import (
     current_platform,
     parse_engine_arguments,
     refuse_parallel_engines,
+    switch_lora_pdl_off,
 )
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.settings import ServerSettings
+
+log = structlog.get_logger()
 
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
@@ -32,6 +37,10 @@ def parsed_engine_arguments(
         arguments.served_model_name.append(names[0] + BASE_SUFFIX)
     if settings.share_weights:
         refuse_parallel_engines(arguments)
+    # Here, not in the plugin: this process alone knows the options, and the engine's processes
+    # inherit its environment before they read it.
+    if arguments.enable_lora and switch_lora_pdl_off():
+        log.info("LoRA kernels run without programmatic dependent launch on this GPU")
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
     return arguments

@@ -1,4 +1,8 @@
-"""Load format "grpo_shared": the model's parameters live in one arena that a trainer can map."""
+"""Load format "grpo_shared": the model's parameters lie where a trainer can map them.
+
+On the host that is one arena, into which they are moved before the checkpoint loads; on a GPU it is
+where vLLM allocated them.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,23 @@ from torch import nn
 
 from grpo_core.errors import GrpoError
 from grpo_core.weight_manifest import TensorRegion, WeightManifest
-from grpo_vllm.arena import Arena, aligned, dtype_name
+from grpo_vllm.arena import Arena
 from grpo_vllm.checkpoint_map import CheckpointMap
+from grpo_vllm.cuda_export import why_not_exportable
+from grpo_vllm.device_memory import DeviceMemory
 from grpo_vllm.engine_internals import (
     DefaultModelLoader,
     LoadConfig,
     current_platform,
+    layout_facts,
     register_model_loader,
     replace_config,
 )
+from grpo_vllm.parameter_memory import ParameterMemory, aligned, dtype_name
 from grpo_vllm.plain_layers import packed_layers, use_plain_layout
 from grpo_vllm.plugin_names import LOAD_FORMAT
-from grpo_vllm.served_parameters import ServedParameters
+from grpo_vllm.served_parameters import ServedParameters, followed
+from grpo_vllm.shareable_layout import why_not_shareable
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
@@ -32,7 +41,7 @@ _ATTRIBUTE = "grpo_shared_parameters"
 class SharedParameters:
     """What the loader leaves on the model for the worker extension to export."""
 
-    arena: Arena
+    memory: ParameterMemory
     manifest: WeightManifest
 
 
@@ -48,7 +57,7 @@ class UnshareableWeights(GrpoError):
 
 @register_model_loader(LOAD_FORMAT)
 class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Loads as vLLM does, into an arena, and fails closed where a parameter is not in it."""
+    """Loads as vLLM does, and fails closed where a parameter is not in the weight memory."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace_config(load_config, load_format="auto"))
@@ -56,25 +65,19 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Called after the modules exist and before any layer processes its weights."""
-        if not current_platform.is_cpu():
-            raise UnshareableWeights(
-                f"--share-weights works on CPU in this version, not on "
-                f"{current_platform.device_name}; start without it"
-            )
-        arena = move_into_arena(model)
-        self.prepare_layers(model)
-        self._map = CheckpointMap(arena)
+        memory = self.weight_memory(model)
+        self._map = CheckpointMap(memory)
         with self._map:
             super().load_weights(model, model_config)
-        served = ServedParameters(model, arena)
+        served = ServedParameters(model, memory)
         mappings = {name: served.mapping(region) for name, region in self._map.regions().items()}
         manifest = WeightManifest(
             generation=uuid.uuid4().hex,
             model=str(model_config.model),
-            total_bytes=arena.total_bytes,
+            total_bytes=memory.total_bytes,
             parameters={name: mapping for name, mapping in mappings.items() if mapping},
         )
-        setattr(model, _ATTRIBUTE, SharedParameters(arena, manifest))
+        setattr(model, _ATTRIBUTE, SharedParameters(memory, manifest))
 
     def get_all_weights(
         self, model_config: Any, model: nn.Module
@@ -83,13 +86,34 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return self._map.watch(weights) if self._map is not None else weights
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """Raises `UnshareableWeights` listing every parameter that a trainer could not reach."""
+        """Raises `UnshareableWeights` listing what was configured against sharing, before anything
+        is loaded, or else every parameter that a trainer could not reach."""
+        _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
+        _follow_parameters(model)
         self.check_shareable(model)
         return model
 
+    def weight_memory(self, model: nn.Module) -> ParameterMemory:
+        """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
+        if current_platform.is_cpu():
+            arena = move_into_arena(model)
+            self.prepare_layers(model)
+            return arena
+        if not current_platform.is_cuda():
+            raise UnshareableWeights(
+                f"--share-weights works on CPU and on NVIDIA GPUs, not on "
+                f"{current_platform.device_name}; start without it"
+            )
+        memory = DeviceMemory(model.parameters())
+        obstacle = why_not_exportable(memory)
+        if obstacle is not None:
+            raise UnshareableWeights(f"--share-weights: {obstacle}")
+        return memory
+
     def prepare_layers(self, model: nn.Module) -> None:
-        """Decide how layers keep their weights, before they process them."""
+        """CPU: decide how layers keep their weights, before they process them."""
         use_plain_layout(model)
 
     def check_shareable(self, model: nn.Module) -> None:
@@ -98,7 +122,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         problems = {
             **self._map.unshareable(),
             **_unplaced(self._map, shared),
-            **_outside_arena(model, shared.arena),
+            **_outside(model, shared.memory),
             **_never_loaded(model, shared),
             **dict.fromkeys(packed_layers(model), "served from a packed copy"),
         }
@@ -131,6 +155,23 @@ def move_into_arena(model: nn.Module) -> Arena:
     return arena
 
 
+def _follow_parameters(model: nn.Module) -> None:
+    shared = shared_parameters(model)
+    where = followed(shared.manifest.parameters, model, shared.memory)
+    manifest = shared.manifest.model_copy(update={"parameters": where})
+    setattr(model, _ATTRIBUTE, SharedParameters(shared.memory, manifest))
+    if isinstance(shared.memory, DeviceMemory):
+        shared.memory.forget_all_but(model.parameters())
+
+
+def _require_no(problems: list[str], model_config: Any) -> None:
+    if problems:
+        raise UnshareableWeights(
+            f"--share-weights cannot share {model_config.model} with a trainer:\n  "
+            + "\n  ".join(problems)
+        )
+
+
 def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
     return {
         name: "not whole rows of one of the server's parameters"
@@ -139,11 +180,11 @@ def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
     }
 
 
-def _outside_arena(model: nn.Module, arena: Arena) -> dict[str, str]:
+def _outside(model: nn.Module, memory: ParameterMemory) -> dict[str, str]:
     return {
-        name: "moved out of the arena while the model was prepared for serving"
+        name: "moved elsewhere while the model was prepared for serving"
         for name, parameter in model.named_parameters()
-        if arena.offset_of(parameter) is None
+        if memory.offset_of(parameter) is None
     }
 
 
@@ -152,6 +193,6 @@ def _never_loaded(model: nn.Module, shared: SharedParameters) -> dict[str, str]:
     return {
         name: "not filled from the checkpoint, so it has no name a trainer knows"
         for name, parameter in model.named_parameters()
-        if (offset := shared.arena.offset_of(parameter)) is not None
+        if (offset := shared.memory.offset_of(parameter)) is not None
         and not any(offset <= start < offset + parameter.nbytes for start in starts)
     }

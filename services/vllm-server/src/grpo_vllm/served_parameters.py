@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from grpo_core.weight_manifest import ParameterMapping, TensorRegion
-from grpo_vllm.arena import Arena
+from grpo_vllm.parameter_memory import ParameterMemory
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """One parameter as it lies in the arena."""
+    """One parameter as it lies in the weight memory."""
 
     name: str
     offset: int
@@ -31,16 +32,16 @@ class _Holder:
 
 
 class ServedParameters:
-    """The parameters of a model that lie in the arena, ordered by place."""
+    """The parameters of a model that lie in the weight memory, ordered by place."""
 
-    def __init__(self, model: nn.Module, arena: Arena) -> None:
+    def __init__(self, model: nn.Module, memory: ParameterMemory) -> None:
         self._holders = sorted(
             (
                 _Holder(
                     name, offset, parameter.nbytes, parameter.shape[0] if parameter.dim() else 1
                 )
                 for name, parameter in model.named_parameters()  # tied parameters come once
-                if (offset := arena.offset_of(parameter)) is not None
+                if (offset := memory.offset_of(parameter)) is not None
             ),
             key=lambda holder: holder.offset,
         )
@@ -60,3 +61,25 @@ class ServedParameters:
             vllm_name=holder.name,
             slice=None if rows == (0, holder.rows) else rows,
         )
+
+
+def followed(
+    mappings: Mapping[str, ParameterMapping], model: nn.Module, memory: ParameterMemory
+) -> dict[str, ParameterMapping]:
+    """The same, where the server's parameters lie now: vLLM ties `lm_head` to the embedding after
+    both were loaded, where a checkpoint holds both and they are equal. What has left the memory
+    stays as it was.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: _moved(mapping, memory.offset_of(parameters[mapping.vllm_name]))
+        for name, mapping in mappings.items()
+    }
+
+
+def _moved(mapping: ParameterMapping, holder_offset: int | None) -> ParameterMapping:
+    if holder_offset is None:
+        return mapping
+    start, stop = mapping.slice or (0, 1)
+    offset = holder_offset + start * mapping.nbytes // (stop - start)
+    return mapping.model_copy(update={"offset": offset})

@@ -22,7 +22,6 @@ from grpo_vllm.applications import (
     private_app,
     public_app,
 )
-from grpo_vllm.arena import dtype_name
 from grpo_vllm.beginning import Beginning, begin_after
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.bridge_file import announced
@@ -37,12 +36,14 @@ from grpo_vllm.engine_internals import (
     open_engine,
 )
 from grpo_vllm.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.exported_weights import exported_by_worker
 from grpo_vllm.http_servers import Endpoint, HttpServer, serve_until
 from grpo_vllm.in_flight import InFlight, InFlightCounter
+from grpo_vllm.parameter_memory import dtype_name
 from grpo_vllm.readiness_gate import ReadinessGate
 from grpo_vllm.served_record import NoRecord, ServedRecord, ServedWeights, WeightsRecord
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weight_server import import_from_worker, serve_weights
+from grpo_vllm.weight_server import serve_weights
 
 log = structlog.get_logger()
 
@@ -135,7 +136,7 @@ def _beginning(
 async def _begin(
     settings: ServerSettings, engine: Any, beginning: Beginning, record: WeightsRecord
 ) -> WeightBridge:
-    bridge = WeightBridge(EngineControl(engine), beginning.version, record)
+    bridge = WeightBridge(EngineControl(engine, settings.share_weights), beginning.version, record)
     await bridge.engine.name_weights(bridge.version)
     if beginning.new_name:
         await record.note(ServedWeights(bridge.version, intact=True, trained=False))
@@ -168,7 +169,7 @@ async def _sharing(
     if not settings.share_weights:
         yield None
         return
-    weights = await import_from_worker(engine)
+    weights = await exported_by_worker(engine)
     config = BridgeConfig(
         model=settings.model,
         dtype=dtype_name(engine.model_config.dtype),

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_manifest import WeightGrant, WeightManifest
 from grpo_core.weight_socket import send_grant, send_refusal
 from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.engine_switch import EngineTimeout
+from grpo_vllm.exported_weights import ExportedWeights, NotExported
 
 log = structlog.get_logger()
 
@@ -27,25 +24,6 @@ ACCEPT_RETRY_S = 1.0
 
 class SocketTaken(GrpoError):
     """The path of the weight socket is in use."""
-
-
-@dataclass(frozen=True)
-class ExportedWeights:
-    """The arena as this process holds it: its own descriptor of the worker's memory."""
-
-    fd: int
-    manifest: WeightManifest
-
-
-async def import_from_worker(engine: Any) -> ExportedWeights:
-    """Fetch the arena's descriptor from the worker process, which is our child.
-
-    Raises:
-        OSError: the worker's descriptor cannot be opened.
-    """
-    (worker,) = await engine.collective_rpc("export_weights")
-    fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    return ExportedWeights(fd, WeightManifest.model_validate_json(worker["manifest"]))
 
 
 @contextlib.asynccontextmanager
@@ -126,12 +104,12 @@ async def _serve_trainer(
     session = None
     try:
         session = await bridge.open_session()
-        grant = WeightGrant(session=session, manifest=weights.manifest)
-        await asyncio.to_thread(send_grant, connection, weights.fd, grant)
+        grant, fd = await weights.grant(session)
+        await asyncio.to_thread(send_grant, connection, grant, fd)
         connection.setblocking(False)
         while await asyncio.get_running_loop().sock_recv(connection, 1):
             pass  # the protocol has nothing for a trainer to say; only the end matters
-    except BridgeConflict as error:
+    except (BridgeConflict, NotExported) as error:
         await asyncio.to_thread(send_refusal, connection, str(error))
     except EngineTimeout as error:
         log.error("bridge broken", error=str(error))

@@ -13,6 +13,7 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.weight_socket import WeightConnection, connect_weights
 from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 
 log = structlog.get_logger()
@@ -58,12 +59,13 @@ def attach(
     Raises:
         ServiceUnavailable: no server, no weight socket, or another trainer is attached.
         PolicyMismatch: the server shares nothing.
+        UnreachableWeights: they are on a GPU that this process cannot share.
         BridgeConfigNotFound: nobody says where the socket is on this file system.
     """
     info = bridge.info(deadline_s)
     connection = connect_weights(_socket(bridge.base_url, info, places))
     try:
-        weights = MappedWeights.from_fd(connection.fd, connection.grant.manifest)
+        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
         # Asked again at the door: the trainer before may have been cut off in the meantime.
         return Attachment(connection, weights, bridge.info(deadline_s))
     except BaseException:

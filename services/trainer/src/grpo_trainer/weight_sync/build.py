@@ -41,6 +41,7 @@ def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
         model_name=settings.model_name,
         places=WeightPlaces(settings.weights_socket, settings.vllm_config_path),
         dtype=settings.dtype,
+        device=settings.device,
         lease_s=settings.pause_lease_s,
         return_deadline_s=settings.server_return_deadline_s,
     )
@@ -59,6 +60,7 @@ def _handed_off(settings: TrainerSettings, bridge: BridgeClient) -> HandedOff:
         weights=_weights(settings),
         files=ServedFiles(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
+        device=settings.device,
         cadence=Cadence(
             every_steps=settings.publish_every_steps,
             last_step=settings.training_steps,

@@ -19,6 +19,7 @@ from grpo_core.handoff import ServerStatus
 from grpo_core.inference_client import BridgeClient, BridgeInfo, Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Alignment
+from grpo_trainer.device import device_to_load_on
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.trained_weights import TrainedWeights
@@ -59,6 +60,7 @@ class HandedOff:
     weights: what is trained
     files: directories of them
     dtype: what the server must hold; "auto": whatever it holds
+    device: to train on; "auto": a GPU where there is one
     cadence: when to publish
     """
 
@@ -71,6 +73,7 @@ class HandedOff:
         weights: TrainedWeights,
         files: ServedFiles,
         dtype: str,
+        device: str,
         cadence: Cadence,
     ) -> None:
         self._bridge = bridge
@@ -80,6 +83,7 @@ class HandedOff:
         self._weights = weights
         self._files = files
         self._dtype = dtype
+        self._device = device
         self._cadence = cadence
         self._policy: Any = None
         self._proof: ServedProof | None = None
@@ -92,12 +96,14 @@ class HandedOff:
         Raises:
             ServiceUnavailable, LostServer: no server, or nobody who hands weights to it.
             PolicyMismatch: the server is not one of this mode, data type or run.
+            NoSuchDevice: there is no such GPU to train on.
         """
+        device = device_to_load_on(self._device)
         info = self._bridge.info()
         require_server(self._bridge.base_url, info, self._weights.kind)
         dtype = dtype_to_load(self._dtype, info)
         self._agreed_status(info)
-        self._policy = self._weights.load(dtype).eval()
+        self._policy = self._weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
         self._proof = ServedProof(self._policy, self, lengths)
         return self._policy

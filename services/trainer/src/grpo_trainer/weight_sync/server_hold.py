@@ -9,6 +9,7 @@ import structlog
 from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.inference_client import BridgeClient
+from grpo_trainer.device import require_device
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.weight_sync.attachment import Attachment, WeightPlaces, attach
 from grpo_trainer.weight_sync.shared_views import MappedWeights
@@ -27,15 +28,22 @@ class ServerHold(ClosesOnExit):
         bridge: control client of the server
         places: where its weight socket is
         dtype: what the server must hold; "auto": whatever it holds
+        device: where the server must hold it; "auto": wherever it does
         return_deadline_s: how long a server that went away may take to come back
     """
 
     def __init__(
-        self, bridge: BridgeClient, places: WeightPlaces, dtype: str, return_deadline_s: float
+        self,
+        bridge: BridgeClient,
+        places: WeightPlaces,
+        dtype: str,
+        device: str,
+        return_deadline_s: float,
     ) -> None:
         self._bridge = bridge
         self._places = places
         self._dtype = dtype
+        self._device = device
         self.return_deadline_s = return_deadline_s
         self._attachment: Attachment | None = None
 
@@ -54,7 +62,7 @@ class ServerHold(ClosesOnExit):
 
         Raises:
             ServiceUnavailable: no server, or no weight socket.
-            PolicyMismatch: the server shares nothing, or another data type.
+            PolicyMismatch: the server shares nothing, or with another data type or device.
         """
         return self._take(deadline_s=None)
 
@@ -103,6 +111,7 @@ class ServerHold(ClosesOnExit):
     def _take(self, deadline_s: float | None) -> Attachment:
         self._attachment = attach(self._bridge, self._places, deadline_s)
         self._check_dtype(self._attachment.weights)
+        require_device(self._device, self._attachment.weights.device)
         return self._attachment
 
     def _check_dtype(self, weights: MappedWeights) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,27 +11,30 @@ from torch import Tensor, nn
 
 from grpo_core.weight_manifest import TensorRegion, WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch
+from grpo_trainer.weight_sync.mapped_memory import MappedMemory
 
 
 @dataclass(frozen=True)
 class MappedWeights:
-    """The server's weight memory, mapped. `base`: [total_bytes] uint8."""
+    """The server's weight memory, as tensors."""
 
     manifest: WeightManifest
-    base: Tensor = field(repr=False)
+    memory: MappedMemory = field(repr=False)
 
-    @classmethod
-    def from_fd(cls, fd: int, manifest: WeightManifest) -> MappedWeights:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        mapping = mmap.mmap(fd, manifest.total_bytes, mmap.MAP_SHARED, protection)
-        return cls(manifest, torch.frombuffer(mapping, dtype=torch.uint8))
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
 
     def view(self, region: TensorRegion) -> Tensor:
-        raw = self.base[region.offset : region.end]
+        raw = self.memory.bytes_of(region)
         return raw.view(getattr(torch, region.dtype)).view(region.shape)
 
     def address(self, region: TensorRegion) -> int:
-        return self.base.data_ptr() + region.offset
+        return self.memory.bytes_of(region).data_ptr()
+
+    def wait_until_written(self) -> None:
+        """Until every write that this process has begun is there for the server to read."""
+        self.memory.wait_until_written()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,6 +74,7 @@ def build_policy(model_name: str, weights: MappedWeights) -> Any:
         policy.get_submodule(owner).register_parameter(leaf, nn.Parameter(view))
         del parameter
     policy.tie_weights()
+    _move_buffers(policy, weights.device)
     check_views(policy, weights)
     return policy
 
@@ -91,6 +94,13 @@ def move_views(policy: nn.Module, weights: MappedWeights) -> None:
     check_views(policy, weights)
 
 
+def let_go_of_views(policy: nn.Module) -> None:
+    """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
+    has ended would else stay taken for as long as they lie in it."""
+    for parameter in policy.parameters():
+        parameter.data = parameter.new_empty(1).expand(parameter.shape)
+
+
 def check_views(policy: nn.Module, weights: MappedWeights) -> None:
     """Every parameter still lies where the server reads it.
 
@@ -107,6 +117,13 @@ def check_views(policy: nn.Module, weights: MappedWeights) -> None:
             f"{len(moved)} parameters no longer lie in the server's memory: {', '.join(moved)}; "
             "something called .to(), share_memory_() or replaced .data after the policy was built"
         )
+
+
+def _move_buffers(policy: nn.Module, device: torch.device) -> None:
+    """Computed on the host, as where a checkpoint is loaded; `policy.to()` would move views too."""
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _check_fit(

@@ -19,6 +19,7 @@ from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.settings import AUTO_DEVICE
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.server_hold import RETURN_DEADLINE_S, RETURN_POLL_S, ServerHold
@@ -26,6 +27,7 @@ from grpo_trainer.weight_sync.shared_views import (
     MappedWeights,
     build_policy,
     check_views,
+    let_go_of_views,
     move_views,
 )
 
@@ -40,6 +42,7 @@ class SharedVllm:
     bridge: control client of the server
     places: where its weight socket is
     dtype: what the server must hold; "auto": whatever it holds
+    device: where the server must hold it; "auto": wherever it does
     lease_s: the longest pause to ask for
     return_deadline_s: how long a server that went away may take to come back
     """
@@ -50,11 +53,12 @@ class SharedVllm:
         model_name: str,
         places: WeightPlaces | None = None,
         dtype: str = "auto",
+        device: str = AUTO_DEVICE,
         lease_s: float = 30.0,
         return_deadline_s: float = RETURN_DEADLINE_S,
     ) -> None:
         self._bridge = bridge
-        self._hold = ServerHold(bridge, places or WeightPlaces(), dtype, return_deadline_s)
+        self._hold = ServerHold(bridge, places or WeightPlaces(), dtype, device, return_deadline_s)
         self._model_name = model_name
         self._lease_s = lease_s
         self._policy: Any = None
@@ -90,6 +94,7 @@ class SharedVllm:
             generation=attachment.weights.manifest.generation,
             megabytes=round(attachment.weights.manifest.total_bytes / 1e6, 1),
             dtype=attachment.weights.dtype_name,
+            device=str(attachment.weights.device),
         )
         return self._policy
 
@@ -179,8 +184,10 @@ class SharedVllm:
         assert self._optimizer is not None, "start() comes first"
         session = self._hold.attachment.session
         try:
+            self.weights.wait_until_written()  # a GPU may still be stepping: not in the pause
             self._bridge.pause(session, self._lease_s, version)
             self._optimizer.write_into_parameters()
+            self.weights.wait_until_written()
             self._bridge.resume(session, written=True)
         except BaseException:
             # The write may be half done. Closing the connection makes the server go on and stop
@@ -189,6 +196,7 @@ class SharedVllm:
             raise
 
     def _reattach(self, why: str) -> None:
+        let_go_of_views(self._policy)
         attachment = self._hold.take_again(why)
         move_views(self._policy, attachment.weights)
         self._version = _usable_after(self._version, attachment.info)

@@ -1,0 +1,70 @@
+"""The worker's weight memory as the server hands it out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grpo_core.errors import GrpoError
+from grpo_core.weight_manifest import WeightManifest
+from grpo_core.weight_transport import CudaMemory, MemfdMemory, WeightGrant
+
+
+class NotExported(GrpoError):
+    """The worker cannot give its memory to this consumer. The message says why."""
+
+
+class ExportedWeights(Protocol):
+    """`manifest`: what lies where."""
+
+    @property
+    def manifest(self) -> WeightManifest: ...
+
+    async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
+        """For one trainer: the record, and the descriptor that goes with it.
+
+        Raises:
+            NotExported: not now.
+        """
+
+
+@dataclass(frozen=True)
+class MemfdWeights:
+    """The arena as this process holds it: its own descriptor of the worker's memory."""
+
+    fd: int
+    manifest: WeightManifest
+
+    async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
+        grant = WeightGrant(session=session, manifest=self.manifest, memory=MemfdMemory())
+        return grant, self.fd
+
+
+@dataclass(frozen=True)
+class CudaWeights:
+    """Memory on a GPU: the worker exports it anew for every trainer."""
+
+    engine: Any
+    manifest: WeightManifest
+
+    async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
+        (answer,) = await self.engine.collective_rpc("export_weights")
+        if "refused" in answer:
+            raise NotExported(answer["refused"])
+        memory = CudaMemory.model_validate_json(answer["memory"])
+        return WeightGrant(session=session, manifest=self.manifest, memory=memory), None
+
+
+async def exported_by_worker(engine: Any) -> ExportedWeights:
+    """Ask the worker process, which is our child, for what it shares.
+
+    Raises:
+        OSError: the worker's descriptor cannot be opened.
+    """
+    (worker,) = await engine.collective_rpc("describe_weights")
+    manifest = WeightManifest.model_validate_json(worker["manifest"])
+    if "fd" not in worker:
+        return CudaWeights(engine, manifest)
+    fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    return MemfdWeights(fd, manifest)

@@ -1,0 +1,16 @@
+"""Everything here needs a CUDA device; `make test-gpu` runs it, part by part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+HERE = "tests/gpu/"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if HERE in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="no GPU: run make test-gpu on a host with one"))

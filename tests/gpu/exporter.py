@@ -1,0 +1,104 @@
+"""A process that holds a weight on the GPU, has captured a graph that reads it, and exports it.
+
+What the inference server does, without vLLM.
+`python -m tests.gpu.exporter SOCKET GENERATION [--private-copy]` answers a line per line of its
+input: `replay` the sum of the graph's output, `allocated` the bytes that torch has allocated.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from grpo_core.weight_manifest import ParameterMapping, WeightManifest
+from grpo_core.weight_socket import send_grant, send_refusal
+from grpo_core.weight_transport import WeightGrant
+from grpo_vllm.cuda_export import exported, why_not_exportable
+from grpo_vllm.device_memory import DeviceMemory
+
+ROWS, COLUMNS = 4096, 4096
+"""64 MiB in float32: a block of its own in torch's allocator, beside a small one."""
+SMALL = 8
+
+
+class Graph:
+    """y = x W, captured once. `private_copy`: of another W than the exported one."""
+
+    def __init__(self, private_copy: bool) -> None:
+        self.weight = torch.zeros(ROWS, COLUMNS, device="cuda")
+        self.bias = torch.zeros(SMALL, device="cuda")
+        read = self.weight.clone() if private_copy else self.weight
+        x = torch.ones(1, ROWS, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                x @ read
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = (x @ read).sum() + self.bias.sum()
+
+    def replay(self) -> float:
+        self._graph.replay()
+        return float(self._output)
+
+
+def manifest_of(
+    memory: DeviceMemory, generation: str, tensors: dict[str, torch.Tensor]
+) -> WeightManifest:
+    parameters = {
+        name: ParameterMapping(
+            offset=memory.offset_of(tensor) or 0,
+            nbytes=tensor.nbytes,
+            shape=tuple(tensor.shape),
+            dtype="float32",
+            vllm_name=name,
+            slice=None,
+        )
+        for name, tensor in tensors.items()
+    }
+    return WeightManifest(
+        generation=generation,
+        model="proof",
+        total_bytes=memory.total_bytes,
+        parameters=parameters,
+    )
+
+
+def serve(listener: socket.socket, memory: DeviceMemory, manifest: WeightManifest) -> None:
+    """An export per consumer; the connections stay open until this process ends."""
+    connections = []
+    while True:
+        connection, _ = listener.accept()
+        connections.append(connection)
+        obstacle = why_not_exportable(memory)
+        if obstacle is not None:
+            send_refusal(connection, obstacle)
+            continue
+        send_grant(connection, WeightGrant(session="s", manifest=manifest, memory=exported(memory)))
+
+
+def main() -> None:
+    path, generation, *flags = sys.argv[1:]
+    graph = Graph("--private-copy" in flags)
+    tensors = {"weight": graph.weight, "bias": graph.bias}
+    memory = DeviceMemory(tensors.values())
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(Path(path)))
+    listener.listen()
+    arguments = (listener, memory, manifest_of(memory, generation, tensors))
+    threading.Thread(target=serve, args=arguments, daemon=True).start()
+    answers = {"replay": graph.replay, "allocated": torch.cuda.memory_allocated}
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sys.stdout.write(f"{answers[line.strip()]()}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
