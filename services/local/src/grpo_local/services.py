@@ -22,6 +22,8 @@ HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64
 LONGEST_SOCKET_PATH = 107  # bytes, sun_path of unix(7) less its end mark
 TINY_MODEL_PATH_FILE = "tiny-model-path"
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""There where the NVIDIA driver is loaded."""
 
 
 class SocketPathTooLong(GrpoError):
@@ -97,7 +99,8 @@ class ServiceFactory:
                 *("--dtype", self.settings.dtype),
                 *("--max-model-len", self.sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
-                "--enforce-eager",  # compiling costs more seconds than a short run wins back
+                *(["--enforce-eager"] if self.settings.eager else []),
+                *self._gpu_share(),
                 *("--kv-cache-memory-bytes", self.sizes.kv_cache_mib * 2**20),
                 *("--seed", self.settings.seed),
             ),
@@ -124,7 +127,7 @@ class ServiceFactory:
                 *("--warmup-steps", settings.warmup_steps),
                 *("--optimizer", "adamw"),
                 *("--dtype", settings.dtype),
-                *("--device", "cpu"),
+                *("--device", self.settings.device),
                 *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
@@ -166,6 +169,12 @@ class ServiceFactory:
     def environment_name(self, task: TaskName) -> str:
         """Several environments are told apart by their task."""
         return "environment" if len(self.settings.task) == 1 else f"environment-{task}"
+
+    def _gpu_share(self) -> list[str]:
+        """vLLM would take nearly all of a GPU's memory, and the trainer has to fit beside it."""
+        if not GPU_CONTROL.exists():
+            return []
+        return ["--gpu-memory-utilization", str(self.settings.gpu_memory_utilization)]
 
     def _token(self) -> dict[str, str]:
         """As a variable: everybody may read a command line."""

@@ -21,8 +21,8 @@ def half_the_cores() -> int:
 
 
 class DemoSettings(ModeOptions):
-    """Train a model with GRPO on this machine's CPU and show the progress: Redis, run-api, vLLM
-    server, environments and trainer as local processes, no GPU, container or model hub needed."""
+    """Train a model with GRPO on this machine and show the progress: Redis, run-api, vLLM server,
+    environments and trainer as local processes, no GPU, container or model hub needed."""
 
     model_config = SettingsConfigDict(cli_prog_name="grpo-demo", env_prefix="GRPO_DEMO_")
 
@@ -84,6 +84,22 @@ class DemoSettings(ModeOptions):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="data type of the weights in server and trainer"
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="device of the trainer: cpu, cuda or cuda:N; auto: a GPU where there is one",
+    )
+    eager: bool = Field(
+        True,
+        description="the vLLM server neither compiles nor captures CUDA graphs: it starts sooner "
+        "than a short run wins back; --no-eager serves faster",
+    )
+    gpu_memory_utilization: float = Field(
+        0.4,
+        gt=0,
+        lt=1,
+        description="on a GPU: share of its memory for the vLLM server; the rest is the trainer's",
     )
     max_batches_offpolicy: int = Field(
         1, ge=1, description="batches that may wait in the queue before sampling pauses"
