@@ -2,7 +2,8 @@
 
 On the host that follows from its processes being gone, all of which the supervisor reaps. On a GPU
 the driver frees a process's memory some time after its end, and an engine that starts too early
-finds too little.
+finds too little. What others take there meanwhile, a trainer most of all, does not come back:
+memory that no longer falls is as free as it gets.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 10.0
 DEADLINE_S = 60.0
 SLACK_MIB = 512
-"""What others on the GPU may have taken meanwhile."""
+"""What others on the GPU may have taken meanwhile without being waited for."""
+SETTLED_S = 3.0
+"""Memory in use that has not fallen for so long is not the engine's."""
 _POLL_S = 0.5
 
 
@@ -31,9 +34,9 @@ class GpuMemory:
 
     used_mib: tuple[int, ...] = ()
 
-    def exceeds(self, before: GpuMemory) -> bool:
-        pairs = zip(self.used_mib, before.used_mib, strict=False)
-        return any(now > then + SLACK_MIB for now, then in pairs)
+    def exceeds(self, other: GpuMemory, by_mib: int = 0) -> bool:
+        pairs = zip(self.used_mib, other.used_mib, strict=False)
+        return any(ours > theirs + by_mib for ours, theirs in pairs)
 
 
 def gpu_memory() -> GpuMemory:
@@ -56,10 +59,21 @@ def gpu_memory() -> GpuMemory:
 
 
 async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> bool:
-    """Wait until no more GPU memory is in use than `before` the engine started."""
+    """Wait until no more GPU memory is in use than `before` the engine started, or until it stays
+    what it is; False where it goes on falling until the deadline."""
+    if not before.used_mib:
+        return True
     give_up_at = time.monotonic() + deadline_s
-    while before.used_mib and (await asyncio.to_thread(gpu_memory)).exceeds(before):
+    lowest, settled_at = await asyncio.to_thread(gpu_memory), time.monotonic() + SETTLED_S
+    now = lowest
+    while now.exceeds(before, by_mib=SLACK_MIB):
+        if time.monotonic() >= settled_at:
+            log.info("others use GPU memory", used_mib=now.used_mib, before_mib=before.used_mib)
+            return True
         if time.monotonic() >= give_up_at:
             return False
         await asyncio.sleep(_POLL_S)
+        now = await asyncio.to_thread(gpu_memory)
+        if lowest.exceeds(now):
+            lowest, settled_at = now, time.monotonic() + SETTLED_S
     return True
