@@ -31,7 +31,7 @@ class CudaSegment(_Record):
     `start`: of the segment in the weight memory, in bytes, see `TensorRegion`. `handle` names the
     block that CUDA allocated, and the segment lies `handle_offset` bytes into it. `ref_counter` is
     a file in /dev/shm in which torch counts who uses the block, and this consumer's place in it.
-    `event`: has been recorded when the bytes are complete; "" where they are already.
+    `event`: of CUDA; it has been recorded when the bytes are complete.
     """
 
     start: int

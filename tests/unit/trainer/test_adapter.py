@@ -109,11 +109,11 @@ def test_a_whole_model_is_recognised_too(model: str, tmp_path: Path) -> None:
 def gradients(
     policy: Any, optimizer: MasterOptimizer, seed: int
 ) -> tuple[GradientStats, torch.Tensor]:
-    for master in optimizer.masters:
-        master.grad = None
+    for index in range(len(optimizer.masters)):
+        optimizer.gradients.pop(index)
     torch.manual_seed(seed)
     stats = accumulate_gradients(policy, collated(group(), group(scores=[0.0, 1.0])), 0.2, step=0)
-    found = [m.grad for m in optimizer.masters if m.grad is not None]
+    found = [g for g in optimizer.gradients.tensors if g is not None]
     return stats, torch.cat([g.flatten() for g in found])
 
 

@@ -128,3 +128,14 @@ def test_foreign_meanings_of_our_keys_count_as_not_said(foreign: dict[str, Any])
     assert facts.first_versions == []
     assert facts.generation_s is None
     assert facts.reward_mean == 0.5
+
+
+def test_every_tensor_of_a_micro_batch_moves_and_what_is_there_is_not_copied() -> None:
+    micro = collated(group()).micro_batches[0]
+    moved = vars(micro.to(torch.device("meta")))
+    tensors = [name for name, value in vars(micro).items() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6
+    assert {moved[name].device.type for name in tensors} == {"meta"}
+    assert moved["lengths"] == micro.lengths == (2, 4)
+    stayed = vars(micro.to(torch.device("cpu")))
+    assert all(stayed[name] is value for name, value in vars(micro).items())

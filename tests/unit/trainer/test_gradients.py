@@ -51,7 +51,7 @@ def gradients(micro_batch_size: int) -> tuple[GradientStats, list[torch.Tensor]]
     policy = tiny_policy()
     masters = MasterOptimizer(policy.parameters(), 0.1, 0, 0.0, 1.0)
     stats = accumulate_gradients(policy, batch(micro_batch_size), clip_eps=0.2, step=0)
-    return stats, [m.grad for m in masters.masters if m.grad is not None]
+    return stats, [g for g in masters.gradients.tensors if g is not None]
 
 
 def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient_nor_metrics() -> None:

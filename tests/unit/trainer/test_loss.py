@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from grpo_trainer.loss import NO_SUMS, grpo_loss
+from grpo_trainer.loss import NO_SUMS, grpo_loss, loss_sums
 
 EPS = 0.2
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
@@ -18,7 +18,7 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float]:
     """(loss, d loss / d logp) of a single token of weight 1."""
     behaviour = torch.tensor([[-1.0]])
     logp = torch.tensor([[-1.0 + math.log(ratio)]], requires_grad=True)
-    loss, _ = grpo_loss(logp, behaviour, torch.tensor([advantage]), torch.ones(1, 1), EPS)
+    loss = grpo_loss(logp, behaviour, torch.tensor([advantage]), torch.ones(1, 1), EPS)
     loss.backward()
     assert logp.grad is not None
     return float(loss.detach()), float(logp.grad)
@@ -57,7 +57,8 @@ def test_masked_tokens_count_for_nothing_even_where_their_ratio_overflows() -> N
     logp = torch.tensor([[-1.0, -500.0, 0.0]], requires_grad=True)
     behaviour = torch.tensor([[-1.0, 1.0, -500.0]])  # ratios 1, exp(-501), exp(500) = inf
     weight = torch.tensor([[1.0, 0.0, 0.0]])
-    loss, sums = grpo_loss(logp, behaviour, torch.tensor([3.0]), weight, EPS)
+    terms = (behaviour, torch.tensor([3.0]), weight, EPS)
+    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-3.0)
     assert logp.grad is not None
@@ -69,7 +70,7 @@ def test_unequal_lengths_weigh_each_sequence_the_same() -> None:
     """Two sequences of 1 and 3 tokens, A = +1 and -1, all on policy: the halves cancel."""
     logp = torch.zeros(2, 3, requires_grad=True)
     weight = torch.tensor([[1 / 2, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]])
-    loss, _ = grpo_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), weight, EPS)
+    loss = grpo_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), weight, EPS)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(0.0, abs=1e-7)
     assert logp.grad is not None
@@ -82,7 +83,7 @@ def test_sums_by_hand() -> None:
     behaviour = torch.tensor([[-1.0, -2.0, -3.0, 1.0]])
     logp = behaviour + torch.tensor([[LOG_3_2, LOG_HALF, 0.0, 7.0]])
     weight = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    _, sums = grpo_loss(logp, behaviour, torch.tensor([1.0]), weight, EPS)
+    sums = loss_sums(logp, behaviour, torch.tensor([1.0]), weight, EPS)
     assert sums.mean("ratio") == pytest.approx(1.0, abs=1e-6)
     assert sums.ratio_max == pytest.approx(1.5, abs=1e-6)
     assert sums.effective_sample_fraction == pytest.approx(9 / (3 * 3.5), abs=1e-6)
@@ -99,7 +100,7 @@ def test_sums_by_hand() -> None:
 def test_tokens_of_good_and_of_bad_sequences_are_told_apart() -> None:
     logp = torch.tensor([[-1.0, -2.0], [-4.0, -4.0], [-8.0, -8.0]])
     weight = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    _, sums = grpo_loss(logp, logp, torch.tensor([0.5, -0.5, 0.0]), weight, EPS)
+    sums = loss_sums(logp, logp, torch.tensor([0.5, -0.5, 0.0]), weight, EPS)
     assert (sums.positive_tokens, sums.positive_logp) == (2, -3.0)
     assert (sums.negative_tokens, sums.negative_logp) == (1, -4.0)
     assert sums.tokens == 5
@@ -111,10 +112,10 @@ def test_the_sums_of_parts_are_the_sums_of_the_whole() -> None:
     behaviour = logp + 0.3 * torch.randn(6, 9, generator=generator)
     advantages = torch.randn(6, generator=generator)
     weight = (torch.rand(6, 9, generator=generator) > 0.3).float()
-    whole = grpo_loss(logp, behaviour, advantages, weight, EPS)[1]
+    whole = loss_sums(logp, behaviour, advantages, weight, EPS)
     total = NO_SUMS
     for rows in ([0], [1, 2, 3], [4, 5]):
-        total += grpo_loss(logp[rows], behaviour[rows], advantages[rows], weight[rows], EPS)[1]
+        total += loss_sums(logp[rows], behaviour[rows], advantages[rows], weight[rows], EPS)
     assert asdict(total) == pytest.approx(asdict(whole), rel=1e-12)
     chosen = logp[weight > 0].double()
     assert total.std("logp") == pytest.approx(float(chosen.std()), rel=1e-9)
@@ -122,7 +123,8 @@ def test_the_sums_of_parts_are_the_sums_of_the_whole() -> None:
 
 def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
     logp = torch.zeros(1, 2, requires_grad=True)
-    loss, sums = grpo_loss(logp, torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2), EPS)
+    terms = (torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2), EPS)
+    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert sums == NO_SUMS
@@ -137,7 +139,8 @@ def test_a_ratio_that_would_overflow_stays_finite_with_its_gradient(advantage: f
     behaviour = torch.tensor([[-9999.0, -1.0]])
     logp = torch.tensor([[-0.1, -1.0]], requires_grad=True)
     weight = torch.full((1, 2), 0.5)
-    loss, sums = grpo_loss(logp, behaviour, torch.tensor([advantage]), weight, EPS)
+    terms = (behaviour, torch.tensor([advantage]), weight, EPS)
+    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
     loss.backward()
     assert math.isfinite(float(loss.detach()))
     assert logp.grad is not None

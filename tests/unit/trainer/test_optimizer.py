@@ -48,8 +48,10 @@ def test_gradients_of_several_backwards_add_up_in_fp32_and_are_clipped_once() ->
     for _ in range(3):
         (parameter.float() * 1.0).sum().backward()
     assert parameter.grad is None
-    assert masters.masters[0].grad is not None
-    assert masters.masters[0].grad.tolist() == [3.0] * 4
+    (gathered,) = masters.gradients.tensors
+    assert gathered is not None
+    assert gathered.dtype == torch.float32
+    assert gathered.tolist() == [3.0] * 4
     assert masters.step(0) == pytest.approx(6.0)  # sqrt(4 * 3^2), before clipping
 
 

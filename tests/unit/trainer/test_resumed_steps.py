@@ -27,6 +27,13 @@ from tests.unit.trainer.tiny_policy import model_directory
 
 STEPS = 6
 MODES = [Mode.LORA_ONLY, Mode.LORA_RESTART, Mode.NONE]
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"master_dtype": "bfloat16"},
+    {"master_dtype": "bfloat16", "rounding": "nearest"},
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "adamw_8bit", "master_dtype": "bfloat16"},
+]
+RUNS = [*((mode, {}) for mode in MODES), *((Mode.NONE, options) for options in OPTIMIZERS)]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +74,13 @@ class Trainer:
         return [p.detach().clone() for p in trained_parameters(self.policy).values()]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_resumed_run_is_the_uninterrupted_one(mode: Mode, model: str, tmp_path: Path) -> None:
-    alone = Trainer(settings(model, mode))
+@pytest.mark.parametrize(("mode", "options"), RUNS)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    mode: Mode, options: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    alone = Trainer(settings(model, mode, **options))
     expected = alone.take(range(STEPS))
-    killed = Trainer(settings(model, mode))
+    killed = Trainer(settings(model, mode, **options))
     assert killed.take(range(3)) == expected[:3]
     store = StateStore(tmp_path)
     position = Position(step=3, batch_id=3, epoch=1)
@@ -79,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(mode: Mode, model: str, tmp_path
     killed.take(range(3, 5))  # lost
 
     torch.manual_seed(99)
-    again = Trainer(settings(model, mode))
+    again = Trainer(settings(model, mode, **options))
     saved = store.newest()
     assert saved is not None
     require_fit(saved.record, again.policy, again.settings, "here")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_trainer.forward_options import Choice, ForwardOptions
 from grpo_trainer.settings import TrainerSettings
 
 REQUIRED = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
@@ -55,3 +56,12 @@ def test_the_token_of_run_api_comes_from_its_variable_and_is_not_shown(
     told = capsys.readouterr().err
     assert "--run-api-token: " in told
     assert "a-secret" not in told
+
+
+def test_the_forward_pass_that_is_asked_for() -> None:
+    assert settings().forward_options == ForwardOptions(Choice.AUTO, Choice.AUTO, compile=False)
+    asked = settings("--packing", "on", "--fused-head", "off", "--compile")
+    assert asked.forward_options == ForwardOptions(Choice.ON, Choice.OFF, compile=True)
+    assert not settings("--no-compile").forward_options.compile
+    with pytest.raises(SystemExit):
+        settings("--packing", "yes")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from hashlib import sha256
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
 from grpo_trainer.optimizer import MasterOptimizer
@@ -153,3 +156,60 @@ def test_every_difference_to_another_model_is_listed(store: StateStore) -> None:
     other = record.model_copy(update={"optimizer": "adafactor"})
     with pytest.raises(StateMismatch, match="optimizer: saved adafactor, now adamw"):
         require_fit(other, Side().model, SETTINGS, "here")
+    other = record.model_copy(update={"master_dtype": "bfloat16"})
+    with pytest.raises(StateMismatch, match="master dtype: saved bfloat16, now float32"):
+        require_fit(other, Side().model, SETTINGS, "here")
+
+
+class EarlierTrainer:
+    """What took the steps of `Side` before there were options: `torch.optim.AdamW` on fp32 copies.
+    `state`: as its `tensors.safetensors` had it."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.masters = [p.detach().float().requires_grad_() for p in side.model.parameters()]
+        self.adamw = torch.optim.AdamW(self.masters, lr=0.1, weight_decay=0.01)
+
+    def step(self, step: int) -> float:
+        first, second = (self.side.model.get_parameter(name) for name in ("first", "second"))
+        loss = (torch.randn(4, 3) * first + second**2).float().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        taken = self.side.optimizer.gradients
+        for index, master in enumerate(self.masters):
+            gradient = taken.pop(index)
+            master.grad = None if gradient is None else gradient.float()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.adamw.param_groups[0]["lr"] = self.side.optimizer.learning_rate(step)
+        self.adamw.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.side.model.parameters(), self.masters, strict=True):
+                parameter.copy_(master)
+        return float(norm) + random.random() + float(numpy.random.standard_normal())
+
+    def state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, master in zip(("first", "second", "unused"), self.masters, strict=True):
+            kinds = {"master": master.detach(), **self.adamw.state.get(master, {})}
+            found |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
+        return found
+
+
+def test_a_state_of_an_earlier_version_is_gone_on_from_to_the_last_bit(store: StateStore) -> None:
+    """Its record says nothing of the masters' data type, and all that is in fp32."""
+    earlier = EarlierTrainer(Side())
+    for step in range(3):
+        earlier.step(step)
+    directory = earlier.side.save(store)
+    save_file(earlier.state(), directory / TENSORS)
+    record = json.loads((directory / RECORD).read_text())
+    assert record.pop("master_dtype") == "float32"
+    raw = (directory / TENSORS).read_bytes()
+    record["files"][TENSORS] = {"size_bytes": len(raw), "sha256": sha256(raw).hexdigest()}
+    (directory / RECORD).write_text(json.dumps(record))
+    expected = [earlier.step(step) for step in range(3, 8)]
+
+    side = Side(seed=1)
+    side.take_up(store.newest())
+    assert [side.step(step) for step in range(3, 8)] == expected
+    for mine, theirs in zip(side.optimizer.masters, earlier.masters, strict=True):
+        assert torch.equal(mine, theirs.detach())

@@ -6,7 +6,7 @@ Legend: B sequences of a micro-batch, T positions after the causal shift (longes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,19 @@ class MicroBatch:
     token_weight: Tensor  # [B, T] float32, sums to (sequences with trained tokens) / batch size
     advantages: Tensor  # [B] float32
     temperature: Tensor  # [B] float32
+    lengths: tuple[int, ...]  # [B] inputs of each sequence, 1 at least; behind them is padding
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """What is there already is not copied."""
+        return replace(
+            self,
+            inputs=self.inputs.to(device),
+            targets=self.targets.to(device),
+            behaviour_logp=self.behaviour_logp.to(device),
+            token_weight=self.token_weight.to(device),
+            advantages=self.advantages.to(device),
+            temperature=self.temperature.to(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Batch:
-    """`origins`: one per sequence, in the order of the micro-batches' rows."""
+    """In host memory. `origins`: one per sequence, in the order of the micro-batches' rows."""
 
     micro_batches: list[MicroBatch]
     origins: list[Origin]
@@ -144,6 +157,7 @@ def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
         token_weight=trained.float() / per_sequence / batch_sequences,
         advantages=torch.tensor([row.advantage for row in rows]),
         temperature=torch.tensor([row.temperature for row in rows]),
+        lengths=tuple(max(1, len(row.inputs)) for row in rows),
     )
 
 

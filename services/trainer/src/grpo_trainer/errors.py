@@ -13,6 +13,8 @@ GrpoError (grpo_core)
 │   └── StateOfAnotherRun   run-api's run has not handed out its batches
 ├── MissingPackage          an option needs a package that is not installed
 ├── NoSuchDevice            --device names a GPU that this process does not see
+├── FastPathRefused         a faster way of computing was asked for that the model does not allow
+├── UnusableOptimizer       the weights, or their device, do not go with the optimizer's options
 ├── NoInferenceServer       nothing answers at the server's URL; says what to start
 ├── StaleData               every batch that comes is older than --max-staleness
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
@@ -108,6 +110,14 @@ class MissingPackage(GrpoError):
 
 class NoSuchDevice(GrpoError):
     """The device to train on is not there."""
+
+
+class FastPathRefused(GrpoError):
+    """The model does not allow a faster way of computing. Says why."""
+
+
+class UnusableOptimizer(GrpoError):
+    """The optimizer's options do not go with the weights, or with the device that they are on."""
 
 
 class NoInferenceServer(GrpoError):

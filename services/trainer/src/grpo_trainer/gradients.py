@@ -17,8 +17,9 @@ from torch import Tensor
 from grpo_trainer.adapter import adapter_dropouts, dropout_on
 from grpo_trainer.batch import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
-from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss
-from grpo_trainer.policy import token_logprobs
+from grpo_trainer.forward_pass import ForwardPass, plain_forward
+from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.policy import device_of
 from grpo_trainer.token_table import TokenTable
 
 
@@ -31,7 +32,13 @@ class GradientStats:
     tokens: TokenTable
 
 
-def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) -> GradientStats:
+def accumulate_gradients(
+    policy: Any,
+    batch: Batch,
+    clip_eps: float,
+    step: int,
+    forward: ForwardPass = plain_forward,
+) -> GradientStats:
     """Forward and backward over the micro-batches; their gradients add up to the batch's.
 
     Raises:
@@ -39,38 +46,46 @@ def accumulate_gradients(policy: Any, batch: Batch, clip_eps: float, step: int) 
     """
     total, sums = 0.0, NO_SUMS
     seen: list[Tensor] = []
-    dropouts = adapter_dropouts(policy)
+    dropouts, device = adapter_dropouts(policy), device_of(policy)
     for i, micro in enumerate(batch.micro_batches):
+        there = micro.to(device)
         with dropout_on(dropouts):
-            trained_logp = _logprobs(policy, micro)
-        logp = _without_gradient(policy, micro) if dropouts else trained_logp.detach()
-        loss, _ = _loss(trained_logp, micro, clip_eps)
-        _, part = _loss(logp, micro, clip_eps)
-        value = _finite(float(loss.detach()), part, f"step {step}, micro-batch {i}")
+            trained_logp = forward(policy, there)
+        without_dropout = _no_gradient(forward, policy, there) if dropouts else trained_logp
+        loss = _loss(trained_logp, there, clip_eps)
+        # All that is looked at comes to the host at once: every look waits for the device.
+        value, logp = _fetched(loss, without_dropout)
+        if not math.isfinite(value):
+            raise _non_finite(value, _sums(logp, micro, clip_eps), f"step {step}, micro-batch {i}")
         loss.backward()  # type: ignore[no-untyped-call]
-        total, sums = total + value, sums + part
+        # A GPU is busy with that; the host adds up meanwhile.
+        total, sums = total + value, sums + _sums(logp, micro, clip_eps)
         seen.append(logp)
     return GradientStats(total, sums, TokenTable.of(batch.micro_batches, seen))
 
 
-def _logprobs(policy: Any, micro: MicroBatch) -> Tensor:
-    return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
-
-
 @torch.no_grad()
-def _without_gradient(policy: Any, micro: MicroBatch) -> Tensor:
-    return _logprobs(policy, micro)
+def _no_gradient(forward: ForwardPass, policy: Any, micro: MicroBatch) -> Tensor:
+    return forward(policy, micro)
 
 
-def _loss(logp: Tensor, micro: MicroBatch, clip_eps: float) -> tuple[Tensor, LossSums]:
+def _fetched(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
+    """Both to host memory in one transfer: scalar, [B, T]."""
+    values = torch.cat([loss.detach().view(1), logp.detach().flatten()]).cpu()
+    return float(values[0]), values[1:].view(logp.shape)
+
+
+def _loss(logp: Tensor, micro: MicroBatch, clip_eps: float) -> Tensor:
     return grpo_loss(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
 
 
-def _finite(loss: float, sums: LossSums, where: str) -> float:
-    if not math.isfinite(loss):
-        raise NonFiniteLoss(
-            f"{where}: loss is {loss} (largest ratio {sums.ratio_max:.3g}, largest |log ratio| "
-            f"{sums.diff_max:.3g}); no weight was changed by this step. Lower the learning rate, "
-            "or look at the batch's logprobs"
-        )
-    return loss
+def _sums(logp: Tensor, micro: MicroBatch, clip_eps: float) -> LossSums:
+    return loss_sums(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
+
+
+def _non_finite(loss: float, sums: LossSums, where: str) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        f"{where}: loss is {loss} (largest ratio {sums.ratio_max:.3g}, largest |log ratio| "
+        f"{sums.diff_max:.3g}); no weight was changed by this step. Lower the learning rate, "
+        "or look at the batch's logprobs"
+    )

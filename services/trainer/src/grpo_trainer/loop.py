@@ -26,6 +26,7 @@ from grpo_trainer.alignment import (
 )
 from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.benchmark import Stopwatch, server_status
+from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.healthy_ranges import RangeWatch
 from grpo_trainer.intake import Doorkeeper
@@ -42,6 +43,7 @@ from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.taking import next_batch, take_batch
 from grpo_trainer.trainer_state import Position
+from grpo_trainer.updates.build import build_update, require_packages
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 
@@ -58,6 +60,7 @@ class Run:
     api: TrainerClient
     sync: WeightSync
     policy: Any
+    forward: ForwardPass
     optimizer: MasterOptimizer
     probe: AlignmentProbe
     door: Doorkeeper
@@ -77,6 +80,7 @@ def train(settings: TrainerSettings) -> None:
         GrpoError: any of the named errors; the server is left serving in every case.
     """
     torch.manual_seed(settings.seed)
+    require_packages(settings)
     with hold_save_path(settings.save_path), _run_api(settings) as api:
         store = StateStore(settings.save_path)
         store.remove_unfinished()
@@ -117,6 +121,7 @@ def begin(
     policy = sync.load_policy(restoring=saved is not None)
     # Dropout would make the trainer's log-probabilities differ from the server's at random.
     policy.eval()
+    forward = build_forward_pass(policy, settings.forward_options)
     optimizer = build_optimizer(policy, settings)
     at = Position(step=0, batch_id=0, epoch=0)
     if saved is None:
@@ -134,6 +139,7 @@ def begin(
         api=api,
         sync=sync,
         policy=policy,
+        forward=forward,
         optimizer=optimizer,
         probe=AlignmentProbe(policy),
         door=Doorkeeper(policy.config.vocab_size, lineage, settings.max_staleness),
@@ -160,7 +166,7 @@ def run_step(run: Run, position: Position) -> Position:
     watch.fetched()
     intake = taken.intake
     batch = collate(intake.groups, CollationLimits(settings.seq_len, settings.batch_size))
-    gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step)
+    gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step, run.forward)
     held = PolicyVersion(position.epoch, step)
     fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
     watch.computed()
@@ -215,12 +221,15 @@ def verify(run: Run, step: int, published: Published) -> Alignment | None:
 
 
 def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
+    """Raises `UnusableOptimizer` where the options do not go with the policy's weights."""
+    parameters = list(trained_parameters(policy).values())
     return MasterOptimizer(
-        trained_parameters(policy).values(),
+        parameters,
         lr=settings.lr,
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
+        update=build_update(settings, parameters),
     )
 
 

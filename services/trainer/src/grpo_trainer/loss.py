@@ -83,7 +83,7 @@ def grpo_loss(
     advantages: Tensor,
     token_weight: Tensor,
     clip_eps: float,
-) -> tuple[Tensor, LossSums]:
+) -> Tensor:
     """Sum over tokens of `-weight * min(r A, clip(r, 1-eps, 1+eps) A)`, r = exp(logp - behaviour).
 
     PPO's clipped surrogate (arXiv 1707.06347, equation 7) with group-relative advantages. The
@@ -99,33 +99,31 @@ def grpo_loss(
         clip_eps: half-width of the interval in which the ratio may move
 
     Returns:
-        The loss (scalar, to be minimised) and sums for the metrics.
+        The loss: a scalar, to be minimised.
     """
-    # Untrained positions hold placeholders, and a trained token may be all but impossible to one
-    # side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping.
-    log_ratio = (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip_eps, 1.0 + clip_eps)
+    ratio = _log_ratio(logp, behaviour_logp).exp()
+    clipped = _clipped(ratio, clip_eps)
     advantage = advantages.unsqueeze(-1)  # [B, 1]
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)  # [B, T]
-    loss = -(token_weight * surrogate).sum()
-    trained = token_weight > 0
-    sums = _sums(logp, behaviour_logp, log_ratio, advantage, ratio != clipped, trained)
-    return loss, sums
+    return -(token_weight * surrogate).sum()
 
 
 @torch.no_grad()
-def _sums(
+def loss_sums(
     logp: Tensor,
     behaviour_logp: Tensor,
-    log_ratio: Tensor,
-    advantage: Tensor,
-    is_clipped: Tensor,
-    trained: Tensor,
+    advantages: Tensor,
+    token_weight: Tensor,
+    clip_eps: float,
 ) -> LossSums:
+    """Sums for the metrics. Args: those of `grpo_loss`, in host memory: each sum is looked at."""
+    trained = token_weight > 0
     if not bool(trained.any()):
         return NO_SUMS
-    advantage = advantage.expand_as(logp)[trained]  # [N], as all that follow
+    log_ratio = _log_ratio(logp, behaviour_logp)
+    ratio = log_ratio.exp()
+    is_clipped = ratio != _clipped(ratio, clip_eps)
+    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], as all that follow
     logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
     log_ratio = log_ratio[trained].double()
     diff, ratio = logp - behaviour_logp, log_ratio.exp()
@@ -149,3 +147,13 @@ def _sums(
         negative_tokens=float(negative.sum()),
         negative_logp=float(logp[negative].sum()),
     )
+
+
+def _log_ratio(logp: Tensor, behaviour_logp: Tensor) -> Tensor:
+    """Untrained positions hold placeholders, and a trained token may be all but impossible to one
+    side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping."""
+    return (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clipped(ratio: Tensor, clip_eps: float) -> Tensor:
+    return ratio.clamp(1.0 - clip_eps, 1.0 + clip_eps)

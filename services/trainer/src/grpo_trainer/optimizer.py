@@ -1,19 +1,28 @@
-"""AdamW on fp32 masters of the policy's parameters.
+"""AdamW on masters of the policy's parameters.
 
 A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update rounds away.
-Gradients are therefore gathered in fp32, the step is taken on fp32 copies, and only its result is
-rounded into the served weights. The step itself touches no served weight, so serving goes on
-meanwhile; `write_into_parameters` is the short moment that needs a pause.
+The step is therefore taken on masters, fp32 copies or bf16 ones that are rounded stochastically
+(`updates`), and only its result goes into the served weights. The step itself touches no served
+weight, so serving goes on meanwhile; `write_into_parameters` is the short moment that needs a
+pause.
+
+To keep it short, a step leaves its result in the served data type as well where the masters are in
+another one (the staging copy): each part takes the place of a gradient that was used up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
+from grpo_trainer.gathered_gradients import GatheredGradients
+from grpo_trainer.updates.adamw import AdamW32
+from grpo_trainer.updates.base import MasterUpdate, Pace, State
+from grpo_trainer.updates.masters import Float32Masters
 
 MASTER = "master"
 
@@ -25,6 +34,7 @@ class MasterOptimizer:
         parameters: the policy's parameters; their gradients are taken over as they appear
         lr: peak learning rate, reached after `warmup_steps` steps of linear growth
         max_grad_norm: bound on the global L2 norm of the gradient
+        update: what a step does to a master (default: AdamW in fp32)
     """
 
     def __init__(
@@ -34,16 +44,18 @@ class MasterOptimizer:
         warmup_steps: int,
         weight_decay: float,
         max_grad_norm: float,
+        update: MasterUpdate | None = None,
     ) -> None:
         self._parameters = list(parameters)
-        self.masters = [p.detach().float().clone().requires_grad_() for p in self._parameters]
-        self._adamw = torch.optim.AdamW(self.masters, lr=lr, weight_decay=weight_decay)
+        self._update = update or Float32Masters(AdamW32())
+        self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
+        self.gradients = GatheredGradients(self._parameters)
+        self._states: list[State] = [{} for _ in self.masters]
+        self._staged: list[Tensor | None] = [None for _ in self.masters]
         self._lr = lr
         self._warmup_steps = warmup_steps
+        self._weight_decay = weight_decay
         self._max_grad_norm = max_grad_norm
-        for parameter, master in zip(self._parameters, self.masters, strict=True):
-            hook = _GradientTransfer(master)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def learning_rate(self, step: int) -> float:
         """Rate of the step with this index, counted from 0."""
@@ -51,54 +63,64 @@ class MasterOptimizer:
             return self._lr
         return self._lr * (step + 1) / self._warmup_steps
 
+    @torch.no_grad()
     def step(self, step: int) -> float:
         """Update the masters from the gathered gradients; returns the norm before clipping.
 
         Raises:
             NonFiniteGradient: nothing was updated.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self._max_grad_norm)
-        if not bool(norm.isfinite()):
+        norm, clip_factor = self._norm_and_clip_factor()
+        if not math.isfinite(norm):
             raise NonFiniteGradient(
-                f"step {step}: gradient norm is {float(norm)}; the weights of the step before are "
+                f"step {step}: gradient norm is {norm}; the weights of the step before are "
                 "intact. Lower the learning rate, or look for extreme ratios in the last metrics"
             )
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate(step)
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        return float(norm)
+        pace = Pace(self.learning_rate(step), self._weight_decay, clip_factor)
+        self._update.begin(step)
+        for index in range(len(self.masters)):
+            self._step_one(index, pace)
+        return norm
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """All that the next step depends on, as `kind/name`; not copied.
 
-        Kinds: master, and AdamW's own (step, exp_avg, exp_avg_sq) once it has taken a step.
+        Kinds: master, and those of the update rule once it has taken a step (AdamW's: step,
+        exp_avg, exp_avg_sq).
 
         Args:
             names: of the parameters, in their order
         """
         found: dict[str, Tensor] = {}
-        for name, master in zip(names, self.masters, strict=True):
-            kinds = {MASTER: master.detach(), **self._adamw.state.get(master, {})}
+        for name, master, state in zip(names, self.masters, self._states, strict=True):
+            kinds = {MASTER: master, **state}
             found |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
         return found
 
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned. The parameters follow with the next write."""
-        own: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        own: dict[str, State] = {name: {} for name in names}
         for path, tensor in tensors.items():
             kind, _, name = path.partition("/")
             own[name][kind] = tensor
-        for name, master in zip(names, self.masters, strict=True):
-            master.copy_(own[name].pop(MASTER))
-            if own[name]:
-                self._adamw.state[master] = {k: t.clone() for k, t in own[name].items()}
+        for index, (name, master) in enumerate(zip(names, self.masters, strict=True)):
+            saved = own[name]
+            master.copy_(saved.pop(MASTER))
+            self._states[index] = self._update.adopted(saved, master) if saved else {}
+            self._staged[index] = None
 
     @torch.no_grad()
     def write_into_parameters(self) -> None:
-        """Round the masters into the policy's parameters, in place: their addresses stay."""
-        torch._foreach_copy_(list[Tensor](self._parameters), self.masters)
+        """Round the masters into the policy's parameters, in place: their addresses stay.
+
+        Copies what the step has staged, where it has, and lets go of it. A repeated write rounds
+        once more, to the same bytes: to the nearest in either case.
+        """
+        pairs = zip(self._staged, self.masters, strict=True)
+        newest = [master if staged is None else staged for staged, master in pairs]
+        torch._foreach_copy_(list[Tensor](self._parameters), newest)
+        self._staged = [None for _ in self.masters]
 
     @torch.no_grad()
     def unwritten_parameters(self) -> int:
@@ -106,18 +128,25 @@ class MasterOptimizer:
         pairs = zip(self._parameters, self.masters, strict=True)
         return sum(not torch.equal(p, master.to(p.dtype)) for p, master in pairs)
 
+    def _norm_and_clip_factor(self) -> tuple[float, float]:
+        """In fp32, as `torch.nn.utils.clip_grad_norm_` has them; waits for the device once."""
+        norm = self.gradients.norm()
+        clip_factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+        both: list[float] = torch.stack((norm, clip_factor)).tolist()
+        return both[0], both[1]
 
-class _GradientTransfer:
-    """Moves a finished gradient into the master's and frees it, one parameter at a time."""
+    def _step_one(self, index: int, pace: Pace) -> None:
+        gradient, master = self.gradients.pop(index), self.masters[index]
+        if gradient is None:
+            return
+        served = self._parameters[index].dtype
+        state = self._states[index] or self._update.initial_state(master)
+        staged = self._update.take(master, gradient, state, pace, served)
+        del gradient  # its memory is what the staging copy goes into
+        self._states[index] = state
+        # of one type: the master itself, and no copy
+        self._staged[index] = master.to(served) if staged is None else staged
 
-    def __init__(self, master: Tensor) -> None:
-        self._master = master
 
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        parameter.grad = None
-        if self._master.grad is None:
-            self._master.grad = gradient
-        else:
-            self._master.grad += gradient
+def _contiguous_copy(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -14,7 +14,8 @@ from pydantic_settings import SettingsConfigDict
 from grpo_core.bearer_token import usable_token
 from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
-from grpo_trainer.mode_settings import ModeSettings
+from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.optimizer_settings import OptimizerSettings
 from grpo_trainer.option_lists import joined_lists
 
 AUTO, NEVER = "auto", "never"
@@ -22,7 +23,7 @@ AUTO_DEVICE = "auto"
 LISTS = ("--lora-target-modules", "--lora-layer-indices")
 
 
-class TrainerSettings(ModeSettings):
+class TrainerSettings(OptimizerSettings):
     """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
 
     model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
@@ -33,11 +34,6 @@ class TrainerSettings(ModeSettings):
         32, ge=1, description="Micro-batches per step; a step trains on their product of sequences"
     )
     seq_len: int = Field(2048, ge=2, description="Longest sequence, in tokens; longer ones are cut")
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up")
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer, on fp32 masters")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="Bound on the gradient's L2 norm")
     clip_eps: float = Field(
         0.2, gt=0, lt=1, description="The ratio may move in [1 - clip_eps, 1 + clip_eps]"
     )
@@ -51,6 +47,19 @@ class TrainerSettings(ModeSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="Device to train on: cpu, cuda or cuda:N; auto: in shared_vllm that of the "
         "served weights, else a GPU where there is one",
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compute the sequences of a micro-batch end to end, without padding, and with "
+        "flash attention where GPU and data type have it; auto: on a GPU, if the model allows it",
+    )
+    fused_head: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compute log-probabilities without all logits in memory at once; auto: on a "
+        "GPU, if the model allows it",
+    )
+    compile: bool = Field(
+        False, description="Compile the layers with torch.compile: needs a compiler on this machine"
     )
 
     atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
@@ -175,6 +184,10 @@ class TrainerSettings(ModeSettings):
     @property
     def inference_url(self) -> str:
         return self.vllm_url or f"http://127.0.0.1:{self.vllm_port}"
+
+    @property
+    def forward_options(self) -> ForwardOptions:
+        return ForwardOptions(Choice(self.packing), Choice(self.fused_head), self.compile)
 
     def registration(self, first_step: int) -> Registration:
         """What run-api is told: a batch is one optimizer step's worth of sequences."""

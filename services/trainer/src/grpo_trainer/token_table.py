@@ -23,7 +23,7 @@ proof."""
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Log-probabilities are those of the temperature that the token's group names."""
+    """In host memory. Log-probabilities are at the temperature that the token's group names."""
 
     logp: Tensor  # [N] float32, the trainer's
     behaviour_logp: Tensor  # [N] float32, the server's, as logged
@@ -33,18 +33,18 @@ class TokenTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], logp: Sequence[Tensor]) -> TokenTable:
-        """Args: logp: [B, T] per micro-batch."""
+        """Args: logp: [B, T] per micro-batch, in host memory as these are."""
         first = 0
         parts = []
         for micro, seen in zip(micro_batches, logp, strict=True):
             row, column = (micro.token_weight > 0).nonzero(as_tuple=True)
             parts.append(
                 cls(
-                    logp=seen[row, column].cpu(),
-                    behaviour_logp=micro.behaviour_logp[row, column].cpu(),
-                    temperature=micro.temperature[row].cpu(),
-                    sequence=row.cpu() + first,
-                    position=column.cpu() + 1,
+                    logp=seen[row, column],
+                    behaviour_logp=micro.behaviour_logp[row, column],
+                    temperature=micro.temperature[row],
+                    sequence=row + first,
+                    position=column + 1,
                 )
             )
             first += len(micro.inputs)

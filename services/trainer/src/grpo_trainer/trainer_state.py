@@ -2,9 +2,11 @@
 
     <save path>/trainer_state/000007_step_30/
         trainer_state.json     `StateRecord`
-        tensors.safetensors    fp32: master/<name>, exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+        tensors.safetensors    master/<name>, and what the update rule keeps: of AdamW, in fp32,
+                               exp_avg/<name>, exp_avg_sq/<name>, step/<name>
 
-The learning rate follows from the step and the settings, which may change between two starts.
+The learning rate follows from the step and the settings, which may change between two starts; so
+do the random numbers of stochastic rounding.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class StateRecord(BaseModel):
     mode: str = Mode.SHARED_VLLM
     lora: LoraRecord | None = None
     optimizer: str
+    master_dtype: str = "float32"
     parameters: dict[str, tuple[int, ...]]
     rng: RngState
     files: dict[str, FileFacts] = {}
@@ -101,6 +104,7 @@ def capture(
         mode=settings.weight_bridge_mode,
         lora=LoraRecord.of(settings),
         optimizer=settings.optimizer,
+        master_dtype=settings.master_dtype,
         parameters=shapes,
         rng=RngState.capture(),
     )
@@ -142,6 +146,7 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
     pairs: list[tuple[str, object, object]] = [
         ("mode", record.mode, settings.weight_bridge_mode),
         ("optimizer", record.optimizer, settings.optimizer),
+        ("master dtype", record.master_dtype, settings.master_dtype),
     ]
     if record.lora is not None and now is not None:
         pairs += [

@@ -121,6 +121,7 @@ class SharedVllm:
         check_views(self._policy, self.weights)
         started = time.monotonic()
         grad_norm = optimizer.step(step)
+        self.weights.wait_until_written()  # a GPU may still be stepping: not in the pause
         stepped = time.monotonic()
         version = self._publish(step + 1)
         return Published(
@@ -184,7 +185,6 @@ class SharedVllm:
         assert self._optimizer is not None, "start() comes first"
         session = self._hold.attachment.session
         try:
-            self.weights.wait_until_written()  # a GPU may still be stepping: not in the pause
             self._bridge.pause(session, self._lease_s, version)
             self._optimizer.write_into_parameters()
             self.weights.wait_until_written()

@@ -1,0 +1,174 @@
+"""Log-probabilities of given tokens from hidden states, without all logits at once.
+
+The logits of a vocabulary of 150,000 tokens take 600 kB per position in float32, and the plain
+path holds several copies of them for the backward pass. Here they exist for some rows at a time:
+they are computed once for the log-probabilities, and again for the gradient. Values and rounding
+are those of the plain path.
+
+Legend: K rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+CHUNK_LOGITS = 2**27
+"""Logits that exist at a time: half a GB in float32, and more than enough rows to keep a matrix
+product busy."""
+
+_CHANGES_LOGITS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+"""Of a model's configuration: what its own forward pass does to the logits, and this does not."""
+
+
+def obstacles(model: Any) -> list[str]:
+    """What stands in the way of computing the head here, as far as the model says it.
+
+    Args: model: as transformers made it, without an adapter's wrapper.
+    """
+    config = model.config.get_text_config()
+    found = [
+        f"it changes its logits by {name} = {value}"
+        for name in _CHANGES_LOGITS
+        if (value := getattr(config, name, None)) not in (None, 1.0)
+    ]
+    head = model.get_output_embeddings()
+    kind = type(head)
+    if kind is not nn.Linear:
+        found.append(f"its head is a {kind.__module__}.{kind.__name__} instead of one matrix")
+    return found
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What is done with the logits of some rows: [K, V] in the model's type."""
+
+    logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    @classmethod
+    def compiled(cls) -> Arithmetic:
+        """Each as one kernel that reads the logits and writes its result, instead of several that
+        pass float32 copies on."""
+        return cls(
+            torch.compile(_logprobs, dynamic=True), torch.compile(_logits_gradient, dynamic=True)
+        )
+
+
+def _logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """[K] log-probabilities of the targets, and [K] logsumexp of the scaled logits; float32."""
+    scaled = logits.float() / temperature.unsqueeze(-1)  # [K, V]
+    logp = -functional.cross_entropy(scaled, targets, reduction="none")
+    return logp, scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logp
+
+
+def _logits_gradient(
+    logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
+) -> Tensor:
+    """[K] gradient of the log-probabilities → [K, V] of the logits, in their type."""
+    scaled = logits.float() / temperature.unsqueeze(-1)
+    distribution = scaled.sub_(logsumexp.unsqueeze(-1)).exp_()
+    # In float32: of a target that is all but certain, bfloat16 would leave nothing.
+    distribution.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(logsumexp, -1)[:, None])
+    return distribution.mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
+
+
+EAGER = Arithmetic(_logprobs, _logits_gradient)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    temperature: Tensor,
+    arithmetic: Arithmetic = EAGER,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> Tensor:
+    """Log-probability of each target at its temperature: [K] float32.
+
+    Args:
+        hidden: [K, H] in the head's type
+        targets: [K] int64
+        temperature: [K] float32
+        chunk_logits: how many logits may exist at a time; one row's in any case
+    """
+    rows = max(1, chunk_logits // head.out_features)
+    found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, targets, temperature, arithmetic, rows
+    )
+    return found
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Keeps what it was given and a logsumexp per row; logits are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        arithmetic: Arithmetic,
+        rows: int,
+    ) -> Tensor:
+        logp = torch.empty(len(hidden), device=hidden.device)
+        logsumexp = torch.empty_like(logp)
+        for part in _parts(len(hidden), rows):
+            logits = functional.linear(hidden[part], weight, bias)
+            logp[part], logsumexp[part] = arithmetic.logprobs(
+                logits, targets[part], temperature[part]
+            )
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logsumexp)
+        ctx.arithmetic, ctx.rows = arithmetic, rows
+        return logp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, logsumexp = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        # Added up in float32: there are many rows, and each part would be rounded.
+        of_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for part in _parts(len(hidden), ctx.rows):
+            of_logits = ctx.arithmetic.gradient(
+                functional.linear(hidden[part], weight, bias),
+                targets[part],
+                temperature[part],
+                logsumexp[part],
+                gradient[part],
+            )
+            of_hidden[part] = of_logits @ weight
+            if of_weight is not None:
+                of_weight += of_logits.T @ hidden[part]
+            if of_bias is not None:
+                of_bias += of_logits.sum(0, dtype=torch.float32)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _parts(length: int, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, length, rows))
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""How a step changes the masters: update rules, the masters' data type, rounding."""

@@ -1,0 +1,65 @@
+"""The Triton kernel of the fused step. Importing it imports Triton.
+
+Triton compiles annotations too, and knows `tl.constexpr` alone of ours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adamw_kernel(  # type: ignore[no-untyped-def]
+    master,
+    exp_avg,
+    exp_avg_sq,
+    gradient,
+    low,
+    count,
+    gradient_scale,
+    decay,
+    step_size,
+    bias_correction2_sqrt,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    WRITES_LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """AdamW (arXiv 1711.05101, algorithm 2), in the order of operations of `torch.optim.AdamW`.
+
+    Args:
+        master, exp_avg, exp_avg_sq: [count] fp32, changed in place
+        gradient: [count], any floating type
+        low: [count] bf16, receives the new master; any pointer unless WRITES_LOW
+        decay: 1 - lr * weight decay
+        step_size: lr / (1 - beta1^steps)
+        bias_correction2_sqrt: sqrt(1 - beta2^steps)
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * gradient_scale
+    m = tl.load(exp_avg + at, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    p = tl.load(master + at, mask=inside, other=0.0) * decay
+    m = m + (g - m) * (1 - BETA1)
+    v = v * BETA2 + g * (1 - BETA2) * g
+    # Rounded as IEEE 754 has it: `/` and `sqrt` of Triton are approximations on a GPU.
+    p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + EPS)
+    tl.store(exp_avg + at, m, mask=inside)
+    tl.store(exp_avg_sq + at, v, mask=inside)
+    tl.store(master + at, p, mask=inside)
+    if WRITES_LOW:
+        tl.store(low + at, _nearest_bfloat16(p).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _nearest_bfloat16(x):  # type: ignore[no-untyped-def]
+    """fp32 numbers that bf16 holds exactly: the nearest, ties to the even one.
+
+    In integers, because Triton's interpreter, in which this is tested, cuts off where a GPU rounds.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)

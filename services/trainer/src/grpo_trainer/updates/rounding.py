@@ -1,0 +1,74 @@
+"""From fp32 to bf16: to the nearest, or at random so that the mean is kept.
+
+bf16 is the upper half of fp32's bits. Between two neighbouring bf16 numbers the lower 16 bits count
+evenly from the one nearer to 0 to the other, so adding a uniform 16-bit number before they are cut
+off reaches the farther one with a probability that equals the distance to the nearer one: the
+expectation is the fp32 number itself (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551,
+section 3).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LOWER_BITS = 16
+CHUNK_ELEMENTS = 1 << 24
+"""Rounded at a time: what it takes beside the weights is three times 64 MiB."""
+
+
+class Rounding(Protocol):
+    """Puts fp32 numbers into bf16 ones."""
+
+    def begin(self, step: int) -> None:
+        """The step with this index, counted from 0, comes next."""
+
+    def round_into(self, target: Tensor, wide: Tensor) -> None:
+        """Args: target: bf16; wide: fp32 of the same shape; both contiguous."""
+
+
+class Nearest:
+    """The nearer neighbour; of two equally near ones that with an even last bit."""
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def round_into(self, target: Tensor, wide: Tensor) -> None:
+        target.copy_(wide)
+
+
+class Stochastic:
+    """Either neighbour. The random numbers of a step follow from `seed` and its index alone, so a
+    run that goes on from a saved state draws what it would have drawn, and no state has to hold
+    them.
+
+    Args:
+        device: of the weights
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generator = torch.Generator(device)
+
+    def begin(self, step: int) -> None:
+        # Through a hash: neighbouring seeds and steps are to have nothing in common.
+        self._generator.manual_seed(random.Random(f"{self._seed}/{step}").getrandbits(63))
+
+    def round_into(self, target: Tensor, wide: Tensor) -> None:
+        for low, high in zip(_chunks(target), _chunks(wide), strict=True):
+            low.copy_(self._rounded(high))
+
+    def _rounded(self, wide: Tensor) -> Tensor:
+        """Numbers that bf16 can hold, still in fp32. Infinities have no lower bits, and stay; a
+        NaN might be carried into a number, so it is kept aside."""
+        noise = torch.empty_like(wide, dtype=torch.int32)
+        noise.random_(0, 1 << LOWER_BITS, generator=self._generator)
+        bits = noise.add_(wide.view(torch.int32)).bitwise_and_(-(1 << LOWER_BITS))
+        return torch.where(wide.isnan(), wide, bits.view(torch.float32))
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor.view(-1), CHUNK_ELEMENTS)

@@ -1,0 +1,93 @@
+"""Models in memory, a ragged micro-batch, and what a forward pass makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
+from grpo_trainer.adapter import trained_parameters
+from grpo_trainer.batch import Batch, CollationLimits, MicroBatch, collate
+from grpo_trainer.forward_pass import ForwardPass
+from grpo_trainer.group_checks import usable_group
+
+VOCABULARY = 48
+LENGTHS = (9, 1, 5, 2, 16, 4)
+"""In tokens. One token alone predicts nothing: its row is padding from the start."""
+
+
+def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Two query heads for each key. Weights large enough for attention to choose, and for sequences
+    that see each other to show."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": True,
+        }
+        | changes
+    )
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True) -> Batch:
+    """One group. The first two tokens of a completion are not trained on, nor all of the third."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    masks = [[MASKED] * len(row[:2]) + row[2:] for row in tokens]
+    masks[2] = [MASKED] * len(tokens[2])
+    group = ScoredGroup(
+        tokens=tokens,
+        masks=masks,
+        scores=[0.1 * i for i in range(len(tokens))],
+        inference_logprobs=[
+            [PROMPT_LOGPROB if m == MASKED else -2.0 for m in row] for row in masks
+        ],
+        overrides=[{"temperature": 0.6 + 0.2 * i} if temperatures else {} for i in range(6)],
+    )
+    return collate([usable_group(0, group, VOCABULARY)], CollationLimits(64, micro_batch_size))
+
+
+def ragged() -> MicroBatch:
+    return ragged_batch().micro_batches[0]
+
+
+def outcome(
+    policy: Any, forward: ForwardPass, micro: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities where they count, and the gradient of a sum that weighs each differently.
+
+    A parameter without a gradient counts as one with zeros.
+    """
+    for parameter in policy.parameters():
+        parameter.grad = None
+    logp = forward(policy, micro)[micro.token_weight > 0]
+    weights = torch.linspace(-1, 2, len(logp))
+    (weights * logp).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in trained_parameters(policy).items()
+    }
+    return logp.detach(), gradients
+
+
+def require_equal(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    """In float32, to rounding; every gradient, in units of its largest element."""
+    assert float(expected[0].std()) > 0.5
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        size = float(gradient.abs().max())
+        assert size > 0, name
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5 * size, msg=name)

@@ -1,0 +1,140 @@
+"""torch.compile of the layers: the same numbers, in parameters that stay where they are.
+
+What is traced and differentiated does not depend on the code that comes out of it, so most tests
+leave the slow part out: backend "aot_eager" runs the traced operations one by one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from grpo_trainer import forward_pass, packed_attention
+from grpo_trainer.compiled_layers import compile_layers, require_compiler
+from grpo_trainer.errors import FastPathRefused, MissingPackage
+from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.forward_pass import FastForward, FusedHead, build_forward_pass, plain_forward
+from grpo_trainer.layout import packed
+from grpo_trainer.policy import model_of
+from tests.unit.trainer.flash_on_cpu import flash_on_cpu
+from tests.unit.trainer.forward_rig import outcome, qwen, ragged, ragged_batch, require_equal
+from tests.unit.trainer.test_fused_head import adapted
+from tests.unit.trainer.test_packed_attention import use_flash
+
+TRACED = "aot_eager"
+CPU = torch.device("cpu")
+FAST = FastForward(packed, FusedHead())
+
+# torch.compile uses what torch calls deprecated, and hides warnings of its own tracing from a log,
+# but not where they are errors.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def test_values_gradients_and_the_parameters_they_belong_to() -> None:
+    policy, eager, micro = qwen(), qwen(), ragged()
+    before = {name: p.data_ptr() for name, p in policy.named_parameters()}
+    fired = []
+    for name, parameter in policy.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    compile_layers(policy, TRACED)
+    require_equal(outcome(policy, plain_forward, micro), outcome(eager, plain_forward, micro))
+    assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
+    assert sorted(fired) == sorted(before)
+    assert policy.state_dict().keys() == eager.state_dict().keys()
+
+    # written in place, as after an update
+    with torch.no_grad():
+        for parameter in (*policy.parameters(), *eager.parameters()):
+            parameter.mul_(1.1)
+    require_equal(outcome(policy, plain_forward, micro), outcome(eager, plain_forward, micro))
+    # in other memory, as after the return of a server
+    for parameter in (*policy.parameters(), *eager.parameters()):
+        parameter.data = parameter.detach() * 0.9
+    require_equal(outcome(policy, plain_forward, micro), outcome(eager, plain_forward, micro))
+
+
+def test_flash_attention_is_compiled_in_for_all_layers_and_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, eager = qwen(), qwen()
+    with flash_on_cpu():
+        use_flash(policy, False, monkeypatch)
+        compile_layers(policy, TRACED)
+        graphs = []
+        for size in (6, 4, 3, 5):
+            micro = ragged_batch(size).micro_batches[0]
+            require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2, 2, 2]  # the second shape says what varies
+    assert not counters["graph_break"]
+
+
+def test_the_layers_of_an_adapter() -> None:
+    policy, eager, micro = adapted(), adapted(), ragged()
+    compile_layers(model_of(policy), TRACED)
+    require_equal(outcome(policy, plain_forward, micro), outcome(eager, plain_forward, micro))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here, which torch.compile needs")
+def test_everything_at_once_really_compiled() -> None:
+    policy, micro = qwen(num_hidden_layers=1), ragged()
+    expected = outcome(policy, plain_forward, micro)
+    forward = build_forward_pass(policy, ForwardOptions(Choice.ON, Choice.ON, compile=True))
+    require_equal(outcome(policy, forward, micro), expected)
+
+
+def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrongly_compiled(model: Any) -> None:
+        model.model.layers[0].register_forward_hook(lambda _m, _i, out: 2 * out)
+
+    monkeypatch.setattr(forward_pass, "compile_layers", wrongly_compiled)
+    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; leave it out"):
+        build_forward_pass(qwen(), ForwardOptions(Choice.OFF, Choice.OFF, compile=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "named"),
+    [(CPU, "CXX", "g\\+\\+ or clang\\+\\+"), (torch.device("cuda", 0), "CC", "gcc or clang")],
+)
+def test_no_compiler_is_told_when_the_run_begins(
+    device: torch.device, variable: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(MissingPackage, match=f"there is no {named}: .* leave --compile out"):
+        require_compiler(device)
+    monkeypatch.setenv(variable, "/nowhere/cc")
+    with pytest.raises(MissingPackage, match="there is no /nowhere/cc: "):
+        require_compiler(device)
+
+
+def test_nothing_is_touched_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    policy = qwen()
+    with pytest.raises(MissingPackage):
+        build_forward_pass(policy, ForwardOptions(Choice.ON, Choice.ON, compile=True))
+    assert policy.config._attn_implementation == packed_attention.DEFAULT
+
+
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
+    class Strange(nn.Module):
+        def get_decoder(self) -> nn.Module:
+            return nn.Linear(1, 1)
+
+    with pytest.raises(FastPathRefused, match="Strange has no list of layers"):
+        compile_layers(Strange())

@@ -1,0 +1,188 @@
+"""The head in parts: the numbers of all logits at once, and never all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+
+from grpo_trainer import fused_head
+from grpo_trainer.adapter import with_adapter
+from grpo_trainer.forward_pass import FastForward, FusedHead, plain_forward
+from grpo_trainer.fused_head import linear_logprobs
+from grpo_trainer.policy import model_of
+from tests.unit.trainer.forward_rig import outcome, qwen, ragged, require_equal
+from tests.unit.trainer.test_packed_attention import SMALL
+from tests.unit.trainer.tiny_policy import LORA
+
+FUSED = FastForward(head=FusedHead())
+ROWS, WIDTH, VOCABULARY = 20, 16, 30
+
+
+class Case:
+    """Random rows and a head; `plain` is the computation of `token_logprobs`."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
+        self.hidden = (3 * torch.randn(ROWS, WIDTH)).to(dtype).requires_grad_()
+        self.targets = torch.randint(VOCABULARY, (ROWS,))
+        self.temperature = torch.linspace(0.5, 2, ROWS)
+        self.weights = torch.linspace(-1, 2, ROWS)
+
+    def plain(self) -> Tensor:
+        scaled = self.head(self.hidden).float() / self.temperature.unsqueeze(-1)
+        return -functional.cross_entropy(scaled, self.targets, reduction="none")
+
+    def fused(self, rows: int) -> Tensor:
+        return linear_logprobs(
+            self.hidden,
+            self.head,
+            self.targets,
+            self.temperature,
+            chunk_logits=rows * VOCABULARY,
+        )
+
+    def gradients(self, logp: Tensor) -> list[Tensor]:
+        wanted = [self.hidden, *self.head.parameters()]
+        return list(torch.autograd.grad((self.weights * logp).sum(), wanted))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_values_and_gradients_however_it_is_cut(rows: int, bias: bool) -> None:
+    case = Case(bias=bias)
+    logp, expected = case.fused(rows), case.plain()
+    torch.testing.assert_close(logp, expected, rtol=1e-6, atol=1e-6)
+    for found, gradient in zip(case.gradients(logp), case.gradients(expected), strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_derivatives_are_those_of_differences() -> None:
+    case = Case(torch.float64)
+    case.hidden = case.hidden.detach().double().requires_grad_()
+    direction = torch.randn_like(case.hidden)
+    logp = case.fused(2)
+    (gradient,) = torch.autograd.grad(logp[3], case.hidden)
+    start, epsilon = case.hidden.detach(), 1e-2
+    with torch.no_grad():
+        case.hidden = start + epsilon * direction
+        up = case.fused(2)[3]
+        case.hidden = start - epsilon * direction
+        down = case.fused(2)[3]
+    slope = float((up - down) / (2 * epsilon))
+    assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-3)
+
+
+def test_bfloat16_rounds_where_the_plain_way_rounds() -> None:
+    """The logits, once; a certain target's gradient is not lost in a difference."""
+    case = Case(torch.bfloat16)
+    logp, expected = case.fused(3), case.plain()
+    assert torch.equal(logp, expected)
+    for found, gradient in zip(case.gradients(logp), case.gradients(expected), strict=True):
+        size = float(gradient.abs().max())
+        torch.testing.assert_close(found.float(), gradient.float(), rtol=0.01, atol=0.01 * size)
+
+
+def test_many_rows_add_up_in_float32() -> None:
+    """One row at a time, in bfloat16: a sum that rounded every time would stop growing."""
+    rows = 2000
+    head = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    nn.init.zeros_(head.weight)
+    hidden = torch.ones(rows, 2, dtype=torch.bfloat16)
+    ones = torch.ones(rows)
+    logp = linear_logprobs(hidden, head, torch.zeros(rows, dtype=torch.long), ones, chunk_logits=2)
+    (gradient,) = torch.autograd.grad(logp.sum(), head.weight)
+    assert gradient.float().tolist() == [[1000, 1000], [-1000, -1000]]
+
+
+def test_no_rows_at_all() -> None:
+    """A micro-batch in which nothing is trained on still has a backward pass."""
+    head = nn.Linear(3, 5)
+    hidden = torch.zeros(0, 3, requires_grad=True)
+    logp = linear_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), torch.ones(0))
+    logp.sum().backward()
+    assert logp.shape == (0,)
+    assert head.weight.grad is not None
+    assert not head.weight.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that anything computed; a view of another one is none."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        found = function(*args, **(kwargs or {}))
+        shared = {t.data_ptr() for t in args if isinstance(t, Tensor)}
+        if isinstance(found, Tensor) and found.data_ptr() not in shared:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_never_more_logits_than_allowed_and_none_kept() -> None:
+    case = Case()
+    with Largest() as largest:
+        case.gradients(case.plain())
+    assert largest.elements == ROWS * VOCABULARY
+    with Largest() as largest:
+        case.gradients(case.fused(1))
+    assert largest.elements == WIDTH * VOCABULARY  # the weight's gradient
+
+
+def test_no_gradient_of_a_frozen_head_is_computed() -> None:
+    case = Case()
+    case.head.requires_grad_(False)
+    with Largest() as largest:
+        torch.autograd.grad(case.fused(1).sum(), case.hidden)
+    assert largest.elements == ROWS * WIDTH < WIDTH * VOCABULARY
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_computes_the_same(tied: bool) -> None:
+    policy, micro = qwen(tie_word_embeddings=tied), ragged()
+    assert fused_head.obstacles(policy) == []
+    require_equal(outcome(policy, FUSED, micro), outcome(policy, plain_forward, micro))
+
+
+def adapted() -> Any:
+    policy = with_adapter(qwen(), LORA).eval()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:  # 0 would hide the adapter
+            nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def test_an_adapter_computes_the_same_and_the_frozen_head_gets_no_gradient() -> None:
+    policy, micro = adapted(), ragged()
+    assert fused_head.obstacles(model_of(policy)) == []
+    expected = outcome(policy, plain_forward, micro)
+    assert len(expected[1]) == 2 * 2 * 2  # layers, modules, A and B
+    require_equal(outcome(policy, FUSED, micro), expected)
+    assert model_of(policy).get_output_embeddings().weight.grad is None
+
+
+REFUSED = {
+    "final_logit_softcapping = 30": Gemma2Config(**SMALL),
+    "logit_scale = 0.0625": CohereConfig(**SMALL),
+    "logits_scaling = 8": GraniteConfig(**SMALL, logits_scaling=8.0),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_a_model_does_to_its_logits_is_named(told: str) -> None:
+    model = AutoModelForCausalLM.from_config(REFUSED[told])
+    assert told in "; ".join(fused_head.obstacles(model))
+
+
+def test_an_adapter_on_the_head_is_named() -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"])
+    policy = get_peft_model(qwen(tie_word_embeddings=False), config)
+    (told,) = fused_head.obstacles(model_of(policy))
+    assert "its head is a peft.tuners.lora.layer.Linear" in told
