@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Packs vLLM, and what our packages need beside it, for a GPU host without network. See docs/gpu.md.
+#
+#   gpu/bundle.sh DIR [PART_MB]
+#
+# Writes DIR/part-00, part-01, ... of PART_MB (50) million bytes each, their checksums, and install.sh
+# with what it reads. Runs on any Linux machine that reaches a package index, whatever its Python: wheels
+# are chosen for the host. PYTHON: one that has pip and packaging (python3).
+set -euo pipefail
+
+dir=${1:?usage: bundle.sh DIR [PART_MB]}
+part_mb=${2:-50}
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+
+"$python" -c 'import packaging, pip' || {
+  echo "bundle.sh: $python needs pip and packaging; PYTHON names another" >&2
+  exit 1
+}
+
+# pip takes each platform tag by its exact name, and an older C library's wheels load under a newer one.
+platforms=(--platform manylinux1_x86_64 --platform manylinux2014_x86_64)
+for glibc in 17 24 26 27 28 31 34; do
+  platforms+=(--platform "manylinux_2_${glibc}_x86_64")
+done
+
+mkdir -p "$dir"
+# Without its checksums a bundle is refused: nobody mistakes one that broke off for a whole one.
+rm -f "$dir/parts.sha256" "$dir"/part-*
+wheels=$(mktemp -d)
+trap 'rm -rf "$wheels"' EXIT
+
+"$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+  --implementation cp --abi cp312 --abi abi3 --abi none "${platforms[@]}" \
+  --dest "$wheels" --requirement "$here/vllm-0.24-cp312.txt"
+"$python" "$here/check_wheels.py" pack "$wheels"
+
+echo "packing: a few minutes"
+"$python" "$here/pack_wheels.py" "$wheels" |
+  split --bytes "${part_mb}MB" --numeric-suffixes - "$dir/part-"
+cp "$here"/{install.sh,check_wheels.py,host-has.txt,left-out.txt} "$dir"
+(cd "$dir" && sha256sum part-* >parts.sha256.new && mv parts.sha256.new parts.sha256)
+printf '%s parts in %s, %s MB\n' "$(wc -l <"$dir/parts.sha256")" "$dir" \
+  "$(cat "$dir"/part-* | wc -c | awk '{printf "%.0f", $1 / 1e6}')"

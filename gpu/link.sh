@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# On the GPU host: makes our packages importable from SITE_DIR, where install.sh put what they need.
+#
+#   gpu/link.sh SITE_DIR
+#
+# Links to the sources, so that what runs is this checkout as it stands, and each package's metadata: in
+# those vLLM finds our plugin (entry point vllm.general_plugins). pip would copy the sources, and an
+# editable install works by .pth files, which Python does not read in directories of PYTHONPATH.
+# PYTHON: the host's interpreter (python3), which has setuptools.
+set -euo pipefail
+
+site=${1:?usage: link.sh SITE_DIR}
+repo=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+[ -d "$site" ] || {
+  echo "link.sh: $site is missing: run install.sh first" >&2
+  exit 1
+}
+site=$(cd "$site" && pwd)
+metadata=$(mktemp -d)
+trap 'rm -rf "$metadata"' EXIT
+
+"$python" - "$metadata" "$repo/shared" "$repo"/services/* <<'END' >/dev/null
+import os
+import sys
+
+from setuptools.build_meta import prepare_metadata_for_build_wheel
+
+metadata, *projects = sys.argv[1:]
+for project in projects:
+    os.chdir(project)
+    # A directory for each: setuptools wants to find nothing else in it.
+    described = os.path.join(metadata, os.path.basename(project))
+    os.mkdir(described)
+    prepare_metadata_for_build_wheel(described)
+END
+rm -rf "$site"/grpo_*.dist-info
+cp -R "$metadata"/*/*.dist-info "$site"
+for package in "$repo"/shared/src/*/__init__.py "$repo"/services/*/src/*/__init__.py; do
+  ln -sfn "$(dirname "$package")" "$site/"
+done
+
+PYTHONPATH=$site "$python" -P - <<'END'
+from importlib.metadata import entry_points
+
+(plugin,) = entry_points(group="vllm.general_plugins", name="grpo_shared_weights")
+print(f"linked; vLLM will find its plugin {plugin.name} ({plugin.value})")
+END
