@@ -34,14 +34,21 @@ TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $
 # several engines that start at once on two cores take minutes instead of seconds.
 LANES ?= "lint unit integration soak e2e" "inference faults compat"
 
+# What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
+PART ?= proof modes memory precision
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200
 SOAK_SEED ?= 0
 SOAK_APPENDFSYNC ?= always
 SOAK_DIRECTORY ?= $(CURDIR)/runs/soak-$(shell date +%Y%m%d-%H%M%S)
 
-# Options of `make bench-run-api`, for example --quick.
+# Options of the benchmarks, for example --quick of `make bench-run-api`.
 BENCH_FLAGS ?=
+
+# The model of `make bench-gpu`: 0.5b, 1.5b or 7b.
+SIZE ?= 0.5b
 
 .PHONY: help
 help: ## List the targets
@@ -94,9 +101,9 @@ test-full: test ## The same, every kill in every mode, and every mode end to end
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
-	@$(BIN)/ruff check $(PACKAGES) containers tests benchmarks
-	@$(BIN)/ruff format --check $(PACKAGES) containers tests benchmarks
-	@$(BIN)/mypy $(SOURCES) benchmarks containers/*.py
+	@$(BIN)/ruff check $(PACKAGES) containers gpu tests benchmarks
+	@$(BIN)/ruff format --check $(PACKAGES) containers gpu tests benchmarks
+	@$(BIN)/mypy $(SOURCES) benchmarks containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
 .PHONY: unit integration inference compat faults e2e
@@ -106,6 +113,10 @@ unit integration inference compat faults e2e: $(VENV)/.installed-dev
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## The stack in containers, for real: images, every mode, kills
 	@bash tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers $(PYTEST_FLAGS)
+
+.PHONY: test-gpu
+test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes memory precision"
+	@PYTHON=$(GPU_PYTHON) bash tests/gpu/run.sh $(PART)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
@@ -119,6 +130,10 @@ bench-lora: install ## Measure decoding with an adapter beside stock vLLM, into 
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api beside atroposlib's API server, into benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
+
+.PHONY: bench-gpu
+bench-gpu: ## On a host with an NVIDIA GPU: what a model of SIZE does there, into benchmarks/RESULTS.md
+	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 include containers/containers.mk
 

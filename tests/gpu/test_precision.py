@@ -1,0 +1,189 @@
+"""On the GPU every fast path says what the plain one says, and every optimizer does what it should.
+
+The same comparisons as in tests/unit/trainer, on what only a GPU has: flash attention, Triton's own
+code, bitsandbytes' and torch's fused kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.errors import UnusableOptimizer
+from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.forward_pass import ForwardPass, build_forward_pass, plain_forward
+from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.layout import SequenceLengths
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.settings import parse_settings
+from grpo_trainer.updates.build import build_update
+from tests.unit.trainer.forward_rig import qwen, ragged_batch
+
+DEVICE = torch.device("cuda", 0)
+BFLOAT16_NOISE = 0.05
+"""Mean |difference| of log-probabilities."""
+SIZE = 3_000_001
+"""Of a parameter: over 1,024 blocks of any kernel, the last of them not full."""
+STEPS = 5
+FAST = [
+    dict(zip(("packing", "fused_head", "compile"), choice, strict=True))
+    for choice in itertools.product((Choice.ON, Choice.OFF), (Choice.ON, Choice.OFF), (True, False))
+]
+
+
+def policy(dtype: torch.dtype) -> Any:
+    """Heads of 64, which flash attention computes; two queries for each key."""
+    return qwen(dtype, hidden_size=256, intermediate_size=512, initializer_range=0.05).to(DEVICE)
+
+
+def outcome(model: Any, forward: ForwardPass) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of what is trained on, and all gradients in a line."""
+    micro = ragged_batch().micro_batches[0].to(DEVICE)
+    model.zero_grad(set_to_none=True)
+    logp = forward(model, micro)[micro.token_weight > 0]
+    weights = torch.linspace(-1, 2, len(logp), device=DEVICE)
+    (weights * logp).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    return logp.detach(), gradients
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+@pytest.mark.parametrize("options", FAST, ids=lambda o: "-".join(f"{k}:{v}" for k, v in o.items()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fast_paths_say_what_the_plain_one_says(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = policy(dtype)
+    expected = outcome(model, plain_forward)
+    found = outcome(model, build_forward_pass(model, ForwardOptions(**options)))
+    assert float(expected[0].std()) > 0.05
+    if dtype is torch.float32:
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+        assert cosine(found[1], expected[1]) > 0.99999
+    else:
+        assert float((found[0] - expected[0]).abs().mean()) < BFLOAT16_NOISE
+        assert cosine(found[1], expected[1]) > 0.99
+    assert float(found[1].norm()) == pytest.approx(float(expected[1].norm()), rel=0.03)
+
+
+def test_what_sequences_see_of_each_other_would_show() -> None:
+    """The negative control: all of a packed row as one sequence."""
+    model = policy(torch.bfloat16)
+    expected, _ = outcome(model, plain_forward)
+    forward = build_forward_pass(model, ForwardOptions(packing=Choice.ON, fused_head=Choice.OFF))
+
+    def as_one(model: Any, micro: Any) -> Tensor:
+        layout = forward.layout  # type: ignore[attr-defined]
+        object.__setattr__(forward, "layout", lambda m: _without_bounds(layout(m)))
+        found: Tensor = forward(model, micro)
+        object.__setattr__(forward, "layout", layout)
+        return found
+
+    found, _ = outcome(model, as_one)
+    assert float((found - expected).abs().mean()) > 2 * BFLOAT16_NOISE
+
+
+def _without_bounds(laid_out: Any) -> Any:
+    total = laid_out.model_inputs["input_ids"].shape[1]
+    bounds = torch.tensor([0, total], dtype=torch.int32, device=DEVICE)
+    laid_out.model_inputs.update(
+        sequence_lengths=SequenceLengths((total,)),
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=total,
+        max_length_k=total,
+        position_ids=torch.arange(total, device=DEVICE).unsqueeze(0),
+    )
+    return laid_out
+
+
+def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
+    on_gpu, on_host = policy(torch.float32), policy(torch.float32).cpu()
+    found = accumulate_gradients(on_gpu, ragged_batch(2), 0.2, 0)
+    expected = accumulate_gradients(on_host, ragged_batch(2), 0.2, 0)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(found.tokens.logp, expected.tokens.logp, rtol=1e-3, atol=1e-3)
+
+
+def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:
+    settings = parse_settings(
+        ["--model-name", "m", "--weight-bridge-mode", "shared_vllm", "--lr", str(lr), *flags]
+    )
+    drawn = torch.Generator(DEVICE).manual_seed(0)
+    weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
+    parameter = nn.Parameter(weights.to(torch.bfloat16))
+    update = build_update(settings, [parameter])
+    return parameter, MasterOptimizer([parameter], lr, 0, 0.01, 1.0, update)
+
+
+def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
+    """(before, the master, the served weights), on gradients that a seed decides."""
+    parameter, owner = optimizer(*flags, lr=lr)
+    before = parameter.detach().clone()
+    for step in range(steps):
+        drawn = torch.Generator(DEVICE).manual_seed(step)
+        factors = torch.randn(SIZE, generator=drawn, device=DEVICE, dtype=torch.bfloat16)
+        (parameter * factors).sum().backward()  # type: ignore[no-untyped-call]
+        owner.step(step)
+        owner.write_into_parameters()
+    return before, owner.masters[0], parameter.detach()
+
+
+def test_the_fused_step_is_adamw_and_serves_what_it_computes() -> None:
+    _, plain, _ = stepped()
+    _, fused, served = stepped("--fused-step")
+    torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-8)
+    assert torch.equal(served, fused.to(torch.bfloat16))
+
+
+def test_moments_in_eight_bits_move_the_weights_alike() -> None:
+    before, plain, _ = stepped()
+    _, small, _ = stepped("--optimizer", "adamw_8bit")
+    moved, expected = small - before, plain - before
+    assert cosine(moved, expected) > 0.98
+    assert float(moved.norm()) == pytest.approx(float(expected.norm()), rel=0.05)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit"])
+def test_bfloat16_masters_keep_small_updates_where_they_are_rounded_at_random(rule: str) -> None:
+    """At 1e-6 nearest rounding loses nearly all of them."""
+    flags = ("--optimizer", rule, "--master-dtype", "bfloat16")
+    before, kept, _ = stepped(*flags, lr=1e-6, steps=20)
+    _, exact, _ = stepped("--optimizer", rule, lr=1e-6, steps=20)
+    _, lost, _ = stepped(*flags, "--rounding", "nearest", lr=1e-6, steps=20)
+    wanted = exact - before
+    for masters, bound in ((kept, 0.1), (lost, 0.8)):
+        moved = (masters - before).float()
+        share = float((moved * wanted).sum() / wanted.square().sum())
+        assert (abs(share - 1) < bound) == (masters is kept), share
+
+
+def test_peak_memory_is_the_sum_of_its_parts() -> None:
+    """Masters and moments: 12 bytes per weight of adamw, 6 of the smallest."""
+    for flags, expected in (
+        ((), 12.0),
+        (("--optimizer", "adamw_8bit"), 6.1),
+        (("--optimizer", "adamw_8bit", "--master-dtype", "bfloat16"), 4.1),
+    ):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        parameter, owner = optimizer(*flags)
+        (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+        owner.step(0)
+        owner.write_into_parameters()
+        held = (torch.cuda.memory_allocated() - before) / SIZE - 2  # the parameter itself
+        assert held == pytest.approx(expected, rel=0.05), flags
+        del parameter, owner
+
+
+def test_the_fused_step_is_refused_where_there_is_no_gpu() -> None:
+    settings = parse_settings(["--model-name", "m", "--fused-step"])
+    with pytest.raises(UnusableOptimizer, match="needs a GPU"):
+        build_update(settings, [torch.zeros(3)])
