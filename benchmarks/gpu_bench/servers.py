@@ -187,6 +187,8 @@ def _environment(on_gpu: bool, cache: Path) -> Mapping[str, str]:
     common = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # All servers sample alike: ours without FlashInfer's kernel, because of what it logs.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # Each its own: servers that start side by side would compile into one place.
         "VLLM_CACHE_ROOT": str(cache),
     }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.forward_pass import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.layout import SequenceLengths
@@ -29,10 +29,11 @@ BFLOAT16_NOISE = 0.05
 SIZE = 3_000_001
 """Of a parameter: over 1,024 blocks of any kernel, the last of them not full."""
 STEPS = 5
-FAST = [
+FAST: list[dict[str, Any]] = [
     dict(zip(("packing", "fused_head", "compile"), choice, strict=True))
     for choice in itertools.product((Choice.ON, Choice.OFF), (Choice.ON, Choice.OFF), (True, False))
 ]
+FAST.append({"packing": Choice.ON, "fused_head": Choice.ON, "head_kernel": LIGER})
 
 
 def policy(dtype: torch.dtype) -> Any:

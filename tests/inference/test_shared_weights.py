@@ -17,7 +17,7 @@ import torch
 from grpo_core.inference_client import BridgeClient, GenerateAnswer
 from grpo_core.weight_manifest import TensorRegion
 from grpo_local.processes import free_port
-from grpo_trainer.alignment import Alignment, probe_tokens, require_alignment
+from grpo_trainer.alignment import Alignment, probe_tokens, require_alignment, tolerance_of
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
@@ -174,7 +174,7 @@ def test_bfloat16_agrees_within_its_own_noise(bfloat16_server: InferenceServer) 
             noise = bfloat16_noise(trainer)
             assert alignment.mean < 2 * noise.mean
             assert alignment.max < 2 * noise.max
-            require_alignment(alignment, torch.bfloat16, step)
+            require_alignment(alignment, tolerance_of(trainer.policy), step)
         moved = (torch.tensor(trainer.sync.served_logprobs(trainer.tokens)) - before).abs().mean()
         assert float(moved) > 10 * noise.mean
 
@@ -237,7 +237,7 @@ def test_a_server_that_serves_copies_is_caught_after_one_step(
             assert alignment.moved > 0.05
             assert alignment.mean > 0.05
             with pytest.raises(ServedWeightsDiffer, match="LogProb Alignment: MISMATCH!"):
-                require_alignment(alignment, torch.float32, step=0)
+                require_alignment(alignment, tolerance_of(trainer.policy), step=0)
     finally:
         stop_inference(server)
 

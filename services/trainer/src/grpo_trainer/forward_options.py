@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+TORCH, LIGER = "torch", "liger"
+
 
 class Choice(StrEnum):
     AUTO = "auto"
@@ -20,8 +22,10 @@ class Choice(StrEnum):
 @dataclass(frozen=True)
 class ForwardOptions:
     """`packing`: sequences end to end, without padding. `fused_head`: log-probabilities without all
-    logits at once. `compile`: the layers by torch.compile."""
+    logits at once. `compile`: the layers by torch.compile. `head_kernel`: whose code the fused head
+    computes with."""
 
     packing: Choice = Choice.AUTO
     fused_head: Choice = Choice.AUTO
     compile: bool = False
+    head_kernel: str = TORCH

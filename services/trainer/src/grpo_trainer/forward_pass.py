@@ -19,13 +19,14 @@ from torch.nn import functional
 
 from grpo_core.wire import PROMPT_LOGPROB
 from grpo_trainer import fused_head, packed_attention
-from grpo_trainer.alignment import dtype_of, probe_tokens, tolerance_of
+from grpo_trainer.alignment import probe_tokens, tolerance_of
 from grpo_trainer.batch import MicroBatch
 from grpo_trainer.compiled_layers import compile_layers, require_compiler
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.fused_head import EAGER, Arithmetic, linear_logprobs
 from grpo_trainer.layout import Layout, packed, padded
+from grpo_trainer.liger_head import liger_arithmetic
 from grpo_trainer.policy import device_of, model_of, token_logprobs
 
 log = structlog.get_logger()
@@ -131,17 +132,19 @@ def build_forward_pass(policy: Any, options: ForwardOptions) -> ForwardPass:
     device = device_of(policy)
     if options.compile:
         require_compiler(device)
+    arithmetic = _arithmetic(options, device)
+    probed = EAGER if options.compile else arithmetic  # what is compiled is asked at the end
     probe = _Probe(policy)
     is_packed = is_taken("packing", options.packing, device, lambda: _pack(policy, probe))
-    is_fused = is_taken("fused-head", options.fused_head, device, lambda: _fuse(policy, probe))
+    is_fused = is_taken(
+        "fused-head", options.fused_head, device, lambda: _fuse(policy, probe, probed)
+    )
     if options.compile:
         compile_layers(model_of(policy))
     forward: ForwardPass = plain_forward
     if is_packed or is_fused:
-        arithmetic = Arithmetic.compiled() if options.compile else EAGER
-        forward = FastForward(
-            packed if is_packed else padded, FusedHead(arithmetic) if is_fused else plain_head
-        )
+        head = FusedHead(arithmetic) if is_fused else plain_head
+        forward = FastForward(packed if is_packed else padded, head)
     if options.compile:
         _require_compiled(probe, forward)
     log.info("forward pass", packed=is_packed, fused_head=is_fused, compiled=options.compile)
@@ -181,10 +184,20 @@ def _pack(policy: Any, probe: _Probe) -> None:
         raise
 
 
-def _fuse(policy: Any, probe: _Probe) -> None:
+def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
+    if options.head_kernel == LIGER:
+        if device.type != "cuda":
+            raise FastPathRefused(
+                f"--head-kernel liger needs a GPU, and the weights are on {device}"
+            )
+        return liger_arithmetic()
+    return Arithmetic.compiled() if options.compile else EAGER
+
+
+def _fuse(policy: Any, probe: _Probe, arithmetic: Arithmetic) -> None:
     model = model_of(policy)
     _require_none(model, fused_head.obstacles(model))
-    probe.require_equal(FastForward(head=FusedHead()))
+    probe.require_equal(FastForward(head=FusedHead(arithmetic)))
 
 
 def _require_compiled(probe: _Probe, forward: ForwardPass) -> None:
@@ -212,7 +225,7 @@ class _Probe:
     def require_equal(self, forward: ForwardPass) -> None:
         """Raises `FastPathRefused` where `forward` says something else, beyond rounding."""
         off = float((self._logprobs(forward) - self._expected).abs().mean())
-        tolerance = tolerance_of(dtype_of(self._policy))
+        tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
                 f"{type(model_of(self._policy)).__name__} then answers otherwise: its "

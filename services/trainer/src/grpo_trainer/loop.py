@@ -19,7 +19,6 @@ from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (
     Alignment,
     AlignmentProbe,
-    dtype_of,
     require_alignment,
     require_written,
     tolerance_of,
@@ -143,7 +142,7 @@ def begin(
         optimizer=optimizer,
         probe=AlignmentProbe(policy),
         door=Doorkeeper(policy.config.vocab_size, lineage, settings.max_staleness),
-        rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(dtype_of(policy))),
+        rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(policy)),
         ranges=RangeWatch(),
         saver=saver,
         write_record=write_record,
@@ -216,7 +215,7 @@ def verify(run: Run, step: int, published: Published) -> Alignment | None:
         return None
     require_written(run.optimizer, step)
     alignment = run.probe.measure(run.sync.served_logprobs)
-    require_alignment(alignment, dtype_of(run.policy), step)
+    require_alignment(alignment, tolerance_of(run.policy), step)
     return alignment
 
 

@@ -58,6 +58,11 @@ class TrainerSettings(OptimizerSettings):
         description="Compute log-probabilities without all logits in memory at once; auto: on a "
         "GPU, if the model allows it",
     )
+    head_kernel: Literal["torch", "liger"] = Field(
+        "torch",
+        description="What computes with the fused head's logits: torch, or liger-kernel's Triton "
+        "kernel, on a GPU",
+    )
     compile: bool = Field(
         False, description="Compile the layers with torch.compile: needs a compiler on this machine"
     )
@@ -187,7 +192,9 @@ class TrainerSettings(OptimizerSettings):
 
     @property
     def forward_options(self) -> ForwardOptions:
-        return ForwardOptions(Choice(self.packing), Choice(self.fused_head), self.compile)
+        return ForwardOptions(
+            Choice(self.packing), Choice(self.fused_head), self.compile, self.head_kernel
+        )
 
     def registration(self, first_step: int) -> Registration:
         """What run-api is told: a batch is one optimizer step's worth of sequences."""

@@ -24,7 +24,6 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
     PROBE_LENGTH,
     Alignment,
-    dtype_of,
     logprobs_of,
     probe_tokens,
     tolerance_of,
@@ -82,7 +81,7 @@ class ServedProof:
     def __init__(self, policy: Any, server: Server, lengths: ProbeLengths) -> None:
         self._policy = policy
         self._server = server
-        self._tolerance = tolerance_of(dtype_of(policy))
+        self._tolerance = tolerance_of(policy)
         vocabulary = policy.config.vocab_size
         self._tokens = probe_tokens(vocabulary, lengths.fixed)
         self._prompt = probe_tokens(vocabulary, lengths.prompt)
