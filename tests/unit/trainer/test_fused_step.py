@@ -7,20 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.unit.trainer.interpreted import require_passing
+
 CASES = Path(__file__).with_name("fused_step_cases.py")
 
 
 def test_the_cases_of_the_fused_step() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    require_passing(CASES)
 
 
 def test_the_kernel_and_bitsandbytes_are_imported_for_their_options_alone() -> None:

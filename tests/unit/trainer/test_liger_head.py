@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,13 @@ from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.forward_pass import build_forward_pass
 from tests.unit.trainer.forward_rig import qwen
+from tests.unit.trainer.interpreted import require_passing
 
-ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).with_name("liger_head_cases.py")
 
 
 def test_the_cases_of_ligers_arithmetic() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    require_passing(CASES)
 
 
 def test_it_is_refused_without_a_gpu() -> None:
