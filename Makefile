@@ -35,7 +35,7 @@ TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $
 LANES ?= "lint unit integration soak e2e" "inference faults compat"
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
-PART ?= proof modes memory precision
+PART ?= proof modes swaps memory precision
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
 # Options of `make soak`.
@@ -115,7 +115,7 @@ test-containers: $(VENV)/.installed-dev ## The stack in containers, for real: im
 	@bash tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers $(PYTEST_FLAGS)
 
 .PHONY: test-gpu
-test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes memory precision"
+test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes swaps memory precision"
 	@PYTHON=$(GPU_PYTHON) bash tests/gpu/run.sh $(PART)
 
 .PHONY: soak

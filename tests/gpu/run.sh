@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs parts of the GPU tests, each in less than 8 minutes: `run.sh proof|modes|memory|precision...`.
-# PYTHON names an interpreter with vLLM, a CUDA build of torch and our packages (docs/gpu.md).
+# Runs parts of the GPU tests, each in less than 8 minutes: `run.sh PART...`.
+# Parts: proof, modes, swaps, memory, precision. PYTHON names an interpreter with vLLM, a CUDA build of torch and our packages (docs/gpu.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
@@ -24,20 +24,26 @@ tests_of() {
   case $1 in
     proof) echo tests/gpu/test_proof_without_vllm.py tests/inference/test_vllm_internals.py \
       tests/inference/test_shared_weights.py ;;
-    modes) echo tests/gpu/test_modes.py \
-      "$swaps::test_no_request_fails_in_twenty_swaps_under_load" \
+    modes) echo tests/gpu/test_modes.py ;;
+    swaps) echo "$swaps::test_no_request_fails_in_twenty_swaps_under_load" \
       "$swaps::test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before" ;;
     memory) echo tests/gpu/test_memory.py tests/inference/test_bridge_restart.py ;;
     precision) echo tests/gpu/test_precision.py ;;
-    *) echo "unknown part $1: proof, modes, memory or precision" >&2; return 2 ;;
+    *) echo "unknown part $1: proof, modes, swaps, memory or precision" >&2; return 2 ;;
   esac
 }
 
+failed=()
 for part in "$@"; do
   tests=$(tests_of "$part")
   started=$SECONDS
   # Warnings of other versions of other people's packages are no failure of ours.
   # shellcheck disable=SC2086  # a list of paths
-  timeout --kill-after=30 "$part_limit_s" "$python" -m pytest $tests -s -W default --durations=10
+  timeout --kill-after=30 "$part_limit_s" "$python" -m pytest $tests -s -W default --durations=10 \
+    || failed+=("$part")
   printf 'part %s: %d seconds\n' "$part" $((SECONDS - started))
 done
+if [ "${#failed[@]}" -gt 0 ]; then
+  printf 'failed: %s\n' "${failed[*]}"
+  exit 1
+fi

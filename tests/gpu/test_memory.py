@@ -47,15 +47,24 @@ def say(what: str, **values: float) -> None:
 
 @contextlib.contextmanager
 def measured(what: str) -> Iterator[dict[str, int]]:
-    """What the block adds: `allocated` by torch in this process, `used` on the device."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    allocated, used = torch.cuda.memory_allocated(), used_on_device()
+    """What the block adds: `allocated` by torch, in `reserved` blocks; `used` on the device."""
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # cuBLAS takes a workspace
+    before = _held()
     found: dict[str, int] = {}
     yield found
-    found["allocated"] = torch.cuda.memory_allocated() - allocated
-    found["used"] = used_on_device() - used
+    after = _held()
+    found.update({name: after[name] - before[name] for name in after})
     say(what, **found)
+
+
+def _held() -> dict[str, int]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "used": used_on_device(),
+    }
 
 
 def weight_bytes(trainer: AttachedTrainer) -> int:
@@ -73,7 +82,7 @@ def test_attaching_costs_no_copy_of_the_weights(large_server: InferenceServer) -
         kept = masters
         say("expected", weights=size, masters=masters, kept=kept)
         assert added["allocated"] == pytest.approx(masters + kept, rel=0.02)
-        assert added["used"] - added["allocated"] < 0.3 * size
+        assert added["used"] - added["reserved"] < 0.3 * size
 
 
 def test_a_copy_would_be_seen(large_server: InferenceServer) -> None:
@@ -96,7 +105,7 @@ def test_a_step_adds_moments_and_gradients_and_nothing_else(large_server: Infere
         after = torch.cuda.memory_allocated() - before
         peak = torch.cuda.max_memory_allocated() - before
         say("second step", weights=size, gathered=gathered, kept_after=after, peak=peak)
-        assert gathered == pytest.approx(2 * size, rel=0.05)  # float32 gradients
+        assert gathered == pytest.approx(size, rel=0.05)  # the first one as it came, in bfloat16
         assert after < 0.02 * size
         assert trainer.alignment().mean < 0.05
 
@@ -104,8 +113,6 @@ def test_a_step_adds_moments_and_gradients_and_nothing_else(large_server: Infere
 def test_memory_comes_back_when_the_trainer_leaves(large_server: InferenceServer) -> None:
     with measured("after a trainer that came and went") as added, attached_trainer(large_server):
         pass
-    gc.collect()
-    torch.cuda.empty_cache()
     assert added["allocated"] < MIB
 
 

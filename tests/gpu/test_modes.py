@@ -21,7 +21,9 @@ from tests.fixtures.inference import FLOAT32_NOISE
 
 STEPS = 6
 RESTART_EVERY_STEPS = 3
-DEADLINE_S = 400
+DEADLINE_S = 200
+BFLOAT16_NOISE = 0.05
+"""Mean |difference| of log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ def test_every_publication_served_what_was_trained(run: Run) -> None:
     assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
     probed = [r for r in records if "alignment/probe_max" in r]
     assert probed
+    if run.mode.trains_adapter:  # in bfloat16
+        assert max(r["alignment/probe_abs_mean"] for r in probed) < BFLOAT16_NOISE
+        return
     assert max(r["alignment/probe_max"] for r in probed) < FLOAT32_NOISE
     assert max(r["alignment/probe_moved"] for r in probed) > 2 * FLOAT32_NOISE
     fresh = [r["alignment/diff_max"] for r in records if r["staleness/max"] == 0]

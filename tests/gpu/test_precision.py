@@ -6,6 +6,7 @@ code, bitsandbytes' and torch's fused kernels.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -173,6 +174,7 @@ def test_peak_memory_is_the_sum_of_its_parts() -> None:
         (("--optimizer", "adamw_8bit"), 6.1),
         (("--optimizer", "adamw_8bit", "--master-dtype", "bfloat16"), 4.1),
     ):
+        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         parameter, owner = optimizer(*flags)

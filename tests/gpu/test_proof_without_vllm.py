@@ -27,6 +27,7 @@ from grpo_trainer.weight_sync.shared_views import MappedWeights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
 
 START_DEADLINE_S = 90.0
+SETTLING_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ while not connection.server_has_closed():
     assert time.monotonic() < deadline
     time.sleep(0.02)
 own = torch.ones(1000, device="cuda")
+print("noticed", flush=True)
+sys.stdin.readline()
 del views, weights
 connection.close()
 torch.cuda.synchronize()
@@ -174,9 +177,14 @@ def test_an_exporter_that_is_killed_takes_nobody_along_and_its_memory_comes_back
         try:
             assert consumer.stdout is not None
             assert consumer.stdout.readline() == "attached\n"
-            free = torch.cuda.mem_get_info()[0]
             server.process.send_signal(signal.SIGKILL)
             server.process.wait()
+            assert consumer.stdout.readline() == "noticed\n"
+            time.sleep(SETTLING_S)  # what was the exporter's alone is free by then
+            free = torch.cuda.mem_get_info()[0]
+            assert consumer.stdin is not None
+            consumer.stdin.write("let go\n")
+            consumer.stdin.flush()
             assert consumer.stdout.readline() == "let go\n"
             size = 4 * ROWS * COLUMNS
             wait_for(lambda: torch.cuda.mem_get_info()[0] - free > 0.9 * size, deadline_s=20.0)

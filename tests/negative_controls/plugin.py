@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tests.negative_controls import grpo_negative_controls
@@ -18,8 +19,9 @@ def control_plugin(control: str, directory: Path) -> dict[str, str]:
         "[vllm.general_plugins]\ngrpo_negative_controls = grpo_negative_controls:register\n"
     )
     source = Path(grpo_negative_controls.__file__).parent
+    inherited = os.environ.get("PYTHONPATH")
     return {
-        "PYTHONPATH": f"{directory}:{source}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), str(source), inherited))),
         "VLLM_PLUGINS": "grpo_negative_controls",
         grpo_negative_controls.VARIABLE: control,
     }

@@ -49,5 +49,17 @@ def test_on_a_gpu_the_server_leaves_room_for_the_trainer(
     assert following(chosen[1], "--device") == "cuda:1"
 
 
+def test_lora_kernels_on_a_gpu_take_no_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(services, "GPU_CONTROL", tmp_path / "nvidiactl")
+    for mode, dtype in (("lora_only", "bfloat16"), ("shared_vllm", "float32")):
+        for command in commands(tmp_path, "--mode", mode):
+            assert following(command, "--dtype") == dtype
+    chosen = commands(tmp_path, "--mode", "lora_only", "--dtype", "float16")
+    assert following(chosen[0], "--dtype") == "float16"
+
+
 def test_graphs_are_captured_on_request(tmp_path: Path) -> None:
     assert "--enforce-eager" not in commands(tmp_path, "--no-eager")[0]

@@ -96,7 +96,7 @@ class ServiceFactory:
                 *("--port", port),
                 *("--health-port", free_port()),
                 *hand_off.server_flags(),
-                *("--dtype", self.settings.dtype),
+                *("--dtype", self._dtype()),
                 *("--max-model-len", self.sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
                 *(["--enforce-eager"] if self.settings.eager else []),
@@ -126,7 +126,7 @@ class ServiceFactory:
                 *("--lr", sizes.lr),
                 *("--warmup-steps", settings.warmup_steps),
                 *("--optimizer", "adamw"),
-                *("--dtype", settings.dtype),
+                *("--dtype", self._dtype()),
                 *("--device", self.settings.device),
                 *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
@@ -169,6 +169,12 @@ class ServiceFactory:
     def environment_name(self, task: TaskName) -> str:
         """Several environments are told apart by their task."""
         return "environment" if len(self.settings.task) == 1 else f"environment-{task}"
+
+    def _dtype(self) -> str:
+        if self.settings.dtype is not None:
+            return self.settings.dtype
+        takes_float32 = not (GPU_CONTROL.exists() and self.settings.weight_mode.trains_adapter)
+        return "float32" if takes_float32 else "bfloat16"
 
     def _gpu_share(self) -> list[str]:
         """vLLM would take nearly all of a GPU's memory, and the trainer has to fit beside it."""

@@ -82,8 +82,10 @@ class DemoSettings(ModeOptions):
     kv_cache_mib: int | None = Field(
         None, ge=1, description="KV cache of the vLLM server, in MiB; unset: 64, gsm8k 256"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="data type of the weights in server and trainer"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="data type of the weights in server and trainer; unset: float32, on a GPU "
+        "bfloat16 in the LoRA modes, whose kernels take no float32",
     )
     device: str = Field(
         "auto",

@@ -37,6 +37,8 @@ def parsed_engine_arguments(
         arguments.served_model_name.append(names[0] + BASE_SUFFIX)
     if settings.share_weights:
         refuse_parallel_engines(arguments)
+    if arguments.enable_lora and current_platform.is_cuda():
+        refuse_float32_adapters(arguments.dtype)
     # Here, not in the plugin: this process alone knows the options, and the engine's processes
     # inherit its environment before they read it.
     if arguments.enable_lora and switch_lora_pdl_off():
@@ -44,6 +46,19 @@ def parsed_engine_arguments(
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
     return arguments
+
+
+def refuse_float32_adapters(dtype: str) -> None:
+    """vLLM's LoRA kernels on a GPU assert a 16-bit type, in the middle of a request.
+
+    Raises:
+        SystemExit: status 2, saying what to pass.
+    """
+    if dtype in ("float32", "float"):
+        raise SystemExit(
+            f"vllm-api-server: --enable-lora with --dtype {dtype}: on a GPU vLLM computes adapters "
+            "in 16-bit types alone; pass --dtype bfloat16"
+        )
 
 
 def engine_arguments(settings: ServerSettings, weights: PlannedWeights) -> list[str]:
