@@ -375,3 +375,14 @@ def test_the_switch_is_thrown_where_adapters_are_served(
         engine_arguments.parsed_engine_arguments(settings, PlannedWeights())
     assert thrown == [True] * len(flags)
     assert len(logged) == len(flags)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float"])
+def test_adapters_in_float32_are_refused_by_name(internals: ModuleType, dtype: str) -> None:
+    """On a GPU, where vLLM's LoRA kernels assert a 16-bit type in the middle of a request."""
+    assert internals
+    from grpo_vllm.engine_arguments import refuse_float32_adapters
+
+    with pytest.raises(SystemExit, match="pass --dtype bfloat16"):
+        refuse_float32_adapters(dtype)
+    refuse_float32_adapters("bfloat16")
