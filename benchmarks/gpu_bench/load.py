@@ -82,7 +82,7 @@ class BackgroundLoad:
     def _run(self) -> None:
         try:
             asyncio.run(self._all())
-        except BaseExceptionGroup as errors:
+        except ExceptionGroup as errors:
             self._error = errors.exceptions[0]
 
     async def _all(self) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_core.weight_socket import connect_weights
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
+from tests.inference.engine_load import wait_for
 
 START_DEADLINE_S = 90.0
 SETTLING_S = 2.0
@@ -63,13 +64,6 @@ def exporter(
         process.kill()
         process.wait()
         shutil.rmtree(directory)
-
-
-def wait_for(condition: Callable[[], bool], deadline_s: float) -> None:
-    give_up_at = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"not within {deadline_s} s"
-        time.sleep(0.05)
 
 
 @contextmanager

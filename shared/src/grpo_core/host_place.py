@@ -19,6 +19,11 @@ def pid_namespace() -> int:
     return _PID_NAMESPACE.stat().st_ino
 
 
+def torch_build(version: str, cuda: str | None) -> str:
+    """torch's version and CUDA version as one text: both sides must write it alike."""
+    return f"{version} with CUDA {cuda}"
+
+
 def shm_filesystem() -> int:
     """Number of the file system at /dev/shm; 0 where there is none."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.host_place import pid_namespace, shm_filesystem
+from grpo_core.host_place import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weight_transport import CudaMemory, CudaPlace, CudaSegment
 from grpo_vllm.device_memory import DeviceMemory, Segment
 
@@ -35,15 +35,10 @@ def cuda_place(device: torch.device) -> CudaPlace:
     return CudaPlace(
         device_uuid=str(properties.uuid),
         device_name=properties.name,
-        torch=torch_build(),
+        torch=torch_build(torch.__version__, torch.version.cuda),
         pid_namespace=pid_namespace(),
         shm_filesystem=shm_filesystem(),
     )
-
-
-def torch_build() -> str:
-    """The layout of handles is torch's private matter, and may change with each version."""
-    return f"{torch.__version__} with CUDA {torch.version.cuda}"
 
 
 def why_not_exportable(memory: DeviceMemory) -> str | None:

@@ -9,22 +9,26 @@ from grpo_trainer.updates.base import Pace, State, UpdateRule
 from grpo_trainer.updates.rounding import Rounding
 
 
-class Float32Masters:
-    """Every update counts, however small."""
-
-    dtype = torch.float32
+class _MastersOfRule:
+    """What a parameter's state is, the rule alone decides."""
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
-
-    def begin(self, step: int) -> None:
-        pass
 
     def initial_state(self, master: Tensor) -> State:
         return self._rule.initial_state(master)
 
     def adopted(self, saved: State, master: Tensor) -> State:
         return self._rule.adopted(saved, master)
+
+
+class Float32Masters(_MastersOfRule):
+    """Every update counts, however small."""
+
+    dtype = torch.float32
+
+    def begin(self, step: int) -> None:
+        pass
 
     def take(
         self,
@@ -37,7 +41,7 @@ class Float32Masters:
         self._rule.update(master, gradient, state, pace)
 
 
-class Bfloat16Masters:
+class Bfloat16Masters(_MastersOfRule):
     """Half the memory. The update is computed in fp32 and its result rounded: stochastically, an
     update smaller than what bf16 resolves changes a part of the weights by more, and the mean is
     right; to the nearest, it is lost."""
@@ -45,17 +49,11 @@ class Bfloat16Masters:
     dtype = torch.bfloat16
 
     def __init__(self, rule: UpdateRule, rounding: Rounding) -> None:
-        self._rule = rule
+        super().__init__(rule)
         self._rounding = rounding
 
     def begin(self, step: int) -> None:
         self._rounding.begin(step)
-
-    def initial_state(self, master: Tensor) -> State:
-        return self._rule.initial_state(master)
-
-    def adopted(self, saved: State, master: Tensor) -> State:
-        return self._rule.adopted(saved, master)
 
     def take(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_core.host_place import pid_namespace, shm_filesystem
+from grpo_core.host_place import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weight_manifest import TensorRegion
 from grpo_core.weight_transport import CudaMemory, CudaPlace, CudaSegment
 from grpo_trainer.errors import UnreachableWeights
@@ -34,7 +34,7 @@ class OwnPlace:
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
         return cls(
             devices={uuid: index for index, uuid in enumerate(uuids)},
-            torch=f"{torch.__version__} with CUDA {torch.version.cuda}",
+            torch=torch_build(torch.__version__, torch.version.cuda),
             pid_namespace=pid_namespace(),
             shm_filesystem=shm_filesystem(),
         )
