@@ -16,8 +16,8 @@ from grpo_core.redis_names import served_weights_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.processes import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_vllm import served_record
 from grpo_vllm.served_record import (
-    ATTEMPT_DEADLINE_S,
     BadServedRecord,
     RedisUnreachable,
     ServedRecord,
@@ -74,19 +74,21 @@ async def test_no_redis_is_a_named_error_within_the_deadline() -> None:
         started = time.monotonic()
         with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.5 s") as raised:
             await record.read(0.5)
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < DEADLINE_S
     assert "leave it out to serve the checkpoint" in str(raised.value)
     assert "secret" not in str(raised.value)
 
 
-async def test_a_redis_that_hangs_costs_one_attempt() -> None:
+async def test_a_redis_that_hangs_costs_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt_s = 2.0  # that a busy machine's delay is little beside one
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", attempt_s)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         port = hanging.getsockname()[1]
         async with ServedRecord(f"redis://127.0.0.1:{port}/0", "run") as record:
             started = time.monotonic()
             for served in (FIRST, TORN, LATEST):
                 await record.note(served)
-            assert ATTEMPT_DEADLINE_S <= time.monotonic() - started < 2.5 * ATTEMPT_DEADLINE_S
+            assert attempt_s <= time.monotonic() - started < 2.5 * attempt_s
 
 
 class NotedMeanwhile(ServedRecord):
@@ -123,7 +125,7 @@ async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_lates
         started = time.monotonic()
         for served in (FIRST, TORN, LATEST):
             await record.note(served)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < DEADLINE_S
         server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
         try:
             async with asyncio.timeout(DEADLINE_S):

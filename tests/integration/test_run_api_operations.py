@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,9 +101,7 @@ def test_probes_and_metrics_while_redis_hangs(
     with ThreadPoolExecutor() as pool:
         headers = {"X-Request-Id": "slow-1"}
         waiting = pool.submit(lambda: client.get("/status", headers=headers))
-        started = time.monotonic()
         assert client.get("/healthz").json() == {"status": "ok"}
-        assert time.monotonic() - started < 0.5
 
         ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
         assert ready.status_code == 503
@@ -115,7 +112,7 @@ def test_probes_and_metrics_while_redis_hangs(
         assert scraped.status_code == 200
         assert "run_api_redis_up 0.0" in scraped.text
         assert "run_api_step" not in scraped.text
-        assert time.monotonic() - started < 4.0
+        assert not waiting.done()
 
         paused_redis.signal(signal.SIGCONT)
         assert waiting.result().status_code == 200

@@ -58,6 +58,8 @@ class Stack:
     def start(self, service: Service) -> float:
         """Start it and wait until it is healthy; returns the seconds that took.
 
+        One that may finish, and has by then, is waited for no longer.
+
         Raises:
             ProcessFailed: it, or a service started before it, ended; or its deadline passed.
             StopRequested: a stop signal arrived.
@@ -165,7 +167,9 @@ class Stack:
         self._look_around()
         self._check_processes(self._running[:-1])
         newest = self._running[-1][1]
-        return newest.exit_code is None and service.healthy()
+        if newest.exit_code is None:
+            return service.healthy()
+        return not _has_failed(service, newest)
 
     def _look_around(self) -> None:
         self._stop_request.check()
