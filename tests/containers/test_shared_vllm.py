@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ STEPS = 60
 WINDOW = 15
 MIN_RISE = 0.06
 """As in `tests/e2e/test_demo.py`, which explains it."""
+MORE_STEPS = 2
 KILLED_AFTER_STEPS = 10
 RESTARTED_AFTER_STEPS = 25
 FIRST_STEPS_WITHIN_S = 180
@@ -76,15 +78,19 @@ def test_the_run_finishes_though_its_server_was_killed(finished: Stack) -> None:
     assert finished.restarts("trainer") == 0
 
 
-def test_the_reward_has_risen(finished: Stack, tmp_path: Path) -> None:
-    fetched = finished.make("fetch-checkpoint", TO=str(tmp_path))
+def records(stack: Stack, directory: Path) -> list[dict[str, Any]]:
+    """What the trainer has written of each step; its files are below `directory` then."""
+    fetched = stack.make("fetch-checkpoint", TO=str(directory))
     assert fetched.returncode == 0, fetched.stderr
-    directory = tmp_path / "shared_vllm"
-    assert (directory / "final_model" / "model.safetensors").is_file()
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    rewards = [record["reward/mean"] for record in records]
+    lines = (directory / "shared_vllm" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_reward_has_risen(finished: Stack, tmp_path: Path) -> None:
+    made = records(finished, tmp_path)
+    assert (tmp_path / "shared_vllm" / "final_model" / "model.safetensors").is_file()
+    assert [record["step"] for record in made] == list(range(1, STEPS + 1))
+    rewards = [record["reward/mean"] for record in made]
     first, last = (sum(part) / WINDOW for part in (rewards[:WINDOW], rewards[-WINDOW:]))
     assert last - first > MIN_RISE, f"{first:.3f} → {last:.3f}"
 
@@ -93,6 +99,14 @@ def test_wait_ends_with_the_trainers_status(finished: Stack) -> None:
     done = finished.make("wait")
     assert done.returncode == 0
     assert "trainer-shared ended with status 0" in done.stdout
+
+
+def test_a_complete_run_goes_on_with_more_steps(finished: Stack, tmp_path: Path) -> None:
+    steps = STEPS + MORE_STEPS
+    done = finished.up(STEPS=str(steps))
+    assert done.returncode == 0, done.stdout + done.stderr + finished.logs()
+    assert finished.wait_for_the_trainer(RUN_WITHIN_S) == 0, finished.logs()
+    assert [record["step"] for record in records(finished, tmp_path)] == list(range(1, steps + 1))
 
 
 def test_nothing_was_said_in_vain(finished: Stack) -> None:

@@ -293,7 +293,8 @@ class ServerStatus(WireModel):
 class EnvironmentStatus(WireModel):
     """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
 
-    `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit.
+    `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit;
+    `num_steps` how long the trainer's run is, below 1 without an end. None: run-api does not say.
     """
 
     current_step: int
@@ -303,6 +304,7 @@ class EnvironmentStatus(WireModel):
     max_group_size: int
     env_weight: float
     pressure: float = 0.0
+    num_steps: int | None = None
 
 
 class TrainerInfo(WireModel):

@@ -39,7 +39,7 @@ def counters(
 ) -> RunCounters:
     """`queued`: groups by sender and size."""
     kinds = {Kind(*kind): n for kind, n in queued.items()}
-    return RunCounters(7, batch_size, kinds, max_group_size, fill)
+    return RunCounters(7, batch_size, kinds, max_group_size, fill, num_steps=50)
 
 
 def status_of(index: int, environments: list[Environment], state: RunCounters) -> EnvironmentStatus:
@@ -54,6 +54,7 @@ def test_one_environment() -> None:
         self_queue_size=2,
         max_group_size=4,
         env_weight=1.0,
+        num_steps=50,
     )
 
 

@@ -33,7 +33,9 @@ class SimulatedRun:
     def view(self) -> RunView:
         queued = Counter(bundle.kind for bundle in self.queue)
         largest = max((kind.sequences for kind in queued), default=1)
-        return RunView(self.environments, RunCounters(0, self.batch_size, queued, largest, NOTHING))
+        return RunView(
+            self.environments, RunCounters(0, self.batch_size, queued, largest, NOTHING, 10)
+        )
 
     def may_send(self, own: Environment) -> bool:
         """As Atropos environments and ours pause."""

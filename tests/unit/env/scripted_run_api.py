@@ -19,6 +19,9 @@ class RunApi:
         self.disconnected: list[int] = []
         self.submit_status = 200
         self.takes_batches = True
+        self.steps_before = 0
+        self.prolonged_to: int | None = None
+        self.status_polls = 0
 
     def routes(self) -> dict[str, Route]:
         return {
@@ -33,18 +36,21 @@ class RunApi:
         self.waits -= 1
         if self.waits >= 0:
             return 200, {"status": "wait for trainer to start"}
-        answer = {"status": "success", "env_id": self.env_id, "starting_step": 0}
+        answer = {"status": "success", "env_id": self.env_id}
+        answer |= {"starting_step": self.steps_before}
         return 200, answer | {"wandb_name": body["desired_name"], "num_steps": self.num_steps}
 
     def status(self, body: dict[str, Any]) -> Answer:
+        self.status_polls += 1
         if self.forget_at_group is not None and len(self.groups) >= self.forget_at_group:
             self.forget_at_group, self.env_id = None, self.env_id + 1
         if body["env_id"] != self.env_id:
             return 404, {"detail": "unknown environment"}
         step, queue = divmod(len(self.groups), 2) if self.takes_batches else (0, len(self.groups))
+        told = {} if self.prolonged_to is None else {"num_steps": self.prolonged_to}
         sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
         weights = {"unallocated_fraction": 1.0, "env_weight": 1.0}
-        return 200, {"current_step": step, **sizes, **weights}
+        return 200, {"current_step": self.steps_before + step, **sizes, **weights, **told}
 
     def submit(self, body: dict[str, Any]) -> Answer:
         if self.submit_status == 200:

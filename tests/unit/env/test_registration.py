@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_env.registration import ENDLESS, Membership, NoTrainer, Standstill
+from grpo_env.registration import ENDLESS, AfterTheEnd, Membership, NoTrainer, Standstill
 
 
 class Clock:
@@ -40,3 +40,23 @@ def test_a_step_or_work_to_do_starts_the_count_again(step: int, idle: bool) -> N
 def test_where_the_run_ends(own: int, trainers: int, expected: int) -> None:
     membership = Membership(env_id=0, wandb_name="n", starting_step=0, num_steps=trainers)
     assert membership.total_steps(own) == expected
+    membership = Membership(env_id=0, wandb_name="n", starting_step=0, num_steps=3)
+    assert membership.total_steps(own, latest=trainers) == expected
+
+
+def test_a_complete_run_is_waited_for_until_the_deadline() -> None:
+    clock = Clock()
+    after_the_end = AfterTheEnd(10.0, clock)
+    clock.now += 1000.0  # until it was first asked
+    assert after_the_end.is_waited(groups_sent=0)
+    clock.now += 9.9
+    assert after_the_end.is_waited(groups_sent=0)
+    clock.now += 0.1
+    assert not after_the_end.is_waited(groups_sent=0)
+
+
+@pytest.mark.parametrize(("deadline_s", "groups_sent"), [(0.0, 0), (10.0, 1)])
+def test_who_has_sent_groups_or_is_not_asked_to_wait_leaves(
+    deadline_s: float, groups_sent: int
+) -> None:
+    assert not AfterTheEnd(deadline_s, Clock()).is_waited(groups_sent)

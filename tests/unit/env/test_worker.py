@@ -36,6 +36,41 @@ async def test_total_steps_ends_the_run_earlier_than_the_trainer() -> None:
     assert 2 <= len(api.groups) < 20
 
 
+async def test_a_trainer_that_comes_back_for_more_steps_is_fed_to_the_new_end() -> None:
+    api = RunApi(num_steps=2)
+    api.prolonged_to = 5
+
+    await run(api, right_and_wrong)
+
+    assert len(api.groups) >= 10
+
+
+async def test_a_run_that_was_complete_before_is_left_unless_told_to_wait() -> None:
+    api = RunApi(num_steps=3)
+    api.steps_before = 3
+
+    await run(api, right_and_wrong)
+
+    assert api.groups == []
+    assert api.disconnected == [0]
+
+
+async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
+    api = RunApi(num_steps=3)
+    api.steps_before = 3
+    work = asyncio.create_task(run(api, right_and_wrong, "--env.next-run-deadline-s=60"))
+    async with asyncio.timeout(30):
+        while api.status_polls < 4:
+            await asyncio.sleep(0.01)
+    assert api.groups == []
+    api.prolonged_to = 5
+
+    await work
+
+    assert len(api.groups) >= 4
+    assert api.disconnected == [0]
+
+
 async def test_the_reward_sample_counts_the_groups_that_were_dropped() -> None:
     api = RunApi(num_steps=1)
     texts = iter([["7", "7"], ["7", "7"], ["8", "7"], ["7", "7"]])

@@ -36,12 +36,18 @@ class Membership(WireModel):
     starting_step: int
     num_steps: int
 
-    def total_steps(self, own: int) -> int:
-        """Where the run ends. `own` is this environment's setting, -1 for the trainer's number; a
-        trainer whose number is below 1 leaves it open."""
+    def total_steps(self, own: int, latest: int | None = None) -> int:
+        """Where the run ends; a trainer whose number is below 1 leaves it open.
+
+        Args:
+            own: this environment's setting, -1 for the trainer's number
+            latest: of the trainer that registered last, if run-api says; it may not be the one
+                that this membership tells of
+        """
         if own != -1:
             return own
-        return self.num_steps if self.num_steps > 0 else ENDLESS
+        num_steps = self.num_steps if latest is None else latest
+        return num_steps if num_steps > 0 else ENDLESS
 
 
 def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
@@ -88,6 +94,25 @@ def _membership(answer: dict[str, object]) -> Membership:
         return Membership.model_validate(answer)
     except ValidationError as error:
         raise ProtocolViolation(f"{SERVICE}: POST /register-env: {error}") from error
+
+
+class AfterTheEnd:
+    """A run that was complete before this environment came may be about to be prolonged."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args: deadline_s: how long a trainer that goes on is waited for; 0: not at all"""
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._since: float | None = None
+
+    def is_waited(self, groups_sent: int) -> bool:
+        """Asked while the run is complete. Who has sent groups has seen it end, and leaves."""
+        if groups_sent or not self._deadline_s:
+            return False
+        if self._since is None:
+            log.info("run complete, waiting for a trainer", deadline_s=self._deadline_s)
+            self._since = self._clock()
+        return self._clock() - self._since < self._deadline_s
 
 
 class Standstill:

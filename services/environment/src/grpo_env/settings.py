@@ -137,6 +137,12 @@ class EnvSettings(_Section):
         description="How long to wait for a trainer to register, or to take the next batch from a "
         "full queue (seconds)",
     )
+    next_run_deadline_s: float = Field(
+        0.0,
+        ge=0.0,
+        description="How long to wait for a trainer that goes on, where this environment finds the "
+        "run complete (seconds)",
+    )
     ready_file: Path | None = Field(
         None,
         description="File that is there as long as this environment works or waits for a trainer, "

@@ -21,7 +21,7 @@ from grpo_env.patience import Patience
 from grpo_env.producer import GroupProducer
 from grpo_env.prompts import PromptEncoder
 from grpo_env.ready_file import there_meanwhile
-from grpo_env.registration import Membership, Standstill, join_run, registration_of
+from grpo_env.registration import AfterTheEnd, Membership, Standstill, join_run, registration_of
 from grpo_env.rollout import Generation, SamplingPlan
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task
@@ -90,6 +90,7 @@ class Worker:
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
         self._standstill = Standstill(settings.env.trainer_deadline_s)
+        self._after_the_end = AfterTheEnd(settings.env.next_run_deadline_s)
         self._in_flight: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -105,7 +106,10 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            if not await self._work_until_next_poll(status, self._pace(membership)):
+            if not await self._work_until_next_poll(status, self._pace(membership, status)):
+                if self._after_the_end.is_waited(self._producer.progress.groups_sent):
+                    await asyncio.sleep(_POLL_S)
+                    continue
                 log.info(
                     "run complete",
                     step=status.current_step,
@@ -129,7 +133,7 @@ class Worker:
             env_id=membership.env_id,
             name=membership.wandb_name,
             step=membership.starting_step,
-            total_steps=self._pace(membership).total_steps,
+            total_steps=membership.total_steps(self._env.total_steps),
             batch_size=self._trainer.batch_size,
         )
         return membership
@@ -233,13 +237,13 @@ class Worker:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._api.disconnect(self._membership.env_id)
 
-    def _pace(self, membership: Membership) -> Pace:
+    def _pace(self, membership: Membership, status: EnvironmentStatus) -> Pace:
         env = self._env
         return Pace(
             group_size=env.group_size,
             max_batches_offpolicy=env.max_batches_offpolicy,
             max_concurrent_groups=env.max_concurrent_groups,
-            total_steps=membership.total_steps(env.total_steps),
+            total_steps=membership.total_steps(env.total_steps, status.num_steps),
             min_batch_allocation=env.min_batch_allocation or 0.0,
         )
 

@@ -38,6 +38,7 @@ class RunCounters:
     Attributes:
         queued: bundles by sender and size; the sender is None for data without an env_id.
         max_group_size: sequences in the largest queued group, 1 where the queue is empty.
+        num_steps: as the trainer that registered last has said; 0 where there is none.
     """
 
     current_step: int
@@ -45,6 +46,7 @@ class RunCounters:
     queued: Mapping[Kind, int]
     max_group_size: int
     fill: Fill
+    num_steps: int
 
     def sequences_by_env(self) -> dict[int | None, int]:
         sequences: dict[int | None, int] = {}
@@ -95,6 +97,7 @@ def environment_status(own: Environment, run: RunView, limits: Limits) -> Enviro
         max_group_size=counters.max_group_size,
         env_weight=max(MIN_ENV_WEIGHT, _weight(own, connected) * (1.0 - pressure)),
         pressure=pressure,
+        num_steps=counters.num_steps,
     )
 
 

@@ -92,6 +92,7 @@ class EnvironmentStore:
             queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
             max_group_size=max(map(int, facts.sizes), default=1),
             fill=_fill(*facts.totals),
+            num_steps=_num_steps(facts.trainer[2]),
         )
         return RunView(self._environments(facts), counters)
 
@@ -118,6 +119,12 @@ class EnvironmentStore:
 def _registration(written: bytes) -> EnvironmentRegistration:
     """Read with every poll, of everybody who ever registered."""
     return EnvironmentRegistration.model_validate_json(written)
+
+
+@lru_cache(maxsize=16)
+def _num_steps(written: bytes | None) -> int:
+    """Read with every poll, and rarely another one."""
+    return Registration.model_validate_json(written).num_steps if written else 0
 
 
 @dataclass(frozen=True)
