@@ -44,19 +44,19 @@ def test_where_the_run_ends(own: int, trainers: int, expected: int) -> None:
     assert membership.total_steps(own, latest=trainers) == expected
 
 
-def test_a_complete_run_is_waited_for_until_the_deadline() -> None:
+def test_a_complete_run_waits_for_until_the_deadline() -> None:
     clock = Clock()
     after_the_end = AfterTheEnd(10.0, clock)
     clock.now += 1000.0  # until it was first asked
-    assert after_the_end.is_waited(groups_sent=0)
+    assert after_the_end.waits(groups_sent=0)
     clock.now += 9.9
-    assert after_the_end.is_waited(groups_sent=0)
+    assert after_the_end.waits(groups_sent=0)
     clock.now += 0.1
-    assert not after_the_end.is_waited(groups_sent=0)
+    assert not after_the_end.waits(groups_sent=0)
 
 
 @pytest.mark.parametrize(("deadline_s", "groups_sent"), [(0.0, 0), (10.0, 1)])
 def test_who_has_sent_groups_or_is_not_asked_to_wait_leaves(
     deadline_s: float, groups_sent: int
 ) -> None:
-    assert not AfterTheEnd(deadline_s, Clock()).is_waited(groups_sent)
+    assert not AfterTheEnd(deadline_s, Clock()).waits(groups_sent)

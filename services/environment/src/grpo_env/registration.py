@@ -105,7 +105,7 @@ class AfterTheEnd:
         self._clock = clock
         self._since: float | None = None
 
-    def is_waited(self, groups_sent: int) -> bool:
+    def waits(self, groups_sent: int) -> bool:
         """Asked while the run is complete. Who has sent groups has seen it end, and leaves."""
         if groups_sent or not self._deadline_s:
             return False

@@ -107,7 +107,7 @@ class Worker:
                 membership = await self._join()
                 continue
             if not await self._work_until_next_poll(status, self._pace(membership, status)):
-                if self._after_the_end.is_waited(self._producer.progress.groups_sent):
+                if self._after_the_end.waits(self._producer.progress.groups_sent):
                     await asyncio.sleep(_POLL_S)
                     continue
                 log.info(
