@@ -11,8 +11,8 @@ from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.loop import build_optimizer
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.packages import require_packages
 from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.updates.build import require_packages
 
 CLIP_EPS = 0.2
 LR = 1e-6

@@ -21,8 +21,9 @@ def test_the_kernel_and_bitsandbytes_are_imported_for_their_options_alone() -> N
 import sys
 import torch
 import grpo_trainer.loop
+from grpo_trainer.packages import require_packages
 from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.updates.build import build_update, require_packages
+from grpo_trainer.updates.build import build_update
 settings = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
 require_packages(settings)
 build_update(settings, [torch.zeros(1)])

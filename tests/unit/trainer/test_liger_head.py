@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer import liger_head
-from grpo_trainer.errors import FastPathRefused, MissingPackage
+from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.forward_pass import build_forward_pass
+from grpo_trainer.settings import parse_settings
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.interpreted import require_passing
 
@@ -26,7 +26,9 @@ def test_it_is_refused_without_a_gpu() -> None:
         build_forward_pass(qwen(), options)
 
 
-def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger_head, "find_spec", lambda _: None)
-    with pytest.raises(MissingPackage, match=r"pip install liger-kernel==0\.8\.5"):
-        liger_head.liger_arithmetic()
+def test_it_needs_the_fused_head(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model-name", "m", "--weight-bridge-mode", "shared_vllm", "--head-kernel", "liger")
+    assert parse_settings([*words, "--fused-head", "on"]).head_kernel == LIGER
+    with pytest.raises(SystemExit):
+        parse_settings([*words, "--fused-head", "off"])
+    assert "computes inside the fused head" in capsys.readouterr().err

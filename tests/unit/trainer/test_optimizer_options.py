@@ -3,7 +3,6 @@ installed. Where they do not, the run stops at its start and says so."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from structlog.testing import capture_logs
 
 from grpo_core.settings import load_settings
 from grpo_trainer import loop
-from grpo_trainer.errors import MissingPackage, UnusableOptimizer
+from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.updates import adamw_8bit, build
+from grpo_trainer.updates import adamw_8bit
 from grpo_trainer.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.updates.build import BITSANDBYTES, build_update, require_packages
+from grpo_trainer.updates.build import build_update
 from tests.unit.trainer.tiny_policy import model_directory
 
 ROOT = Path(__file__).parents[3]
@@ -123,32 +122,6 @@ def test_the_fused_step_into_float16_is_refused_by_name() -> None:
         build_update(settings("--fused-step"), parameters)
     update = build_update(settings("--fused-step"), parameters[1:])
     assert type(update).__name__ == "FusedAdamW"
-
-
-@pytest.mark.parametrize(
-    ("flags", "package", "told"),
-    [
-        (("--optimizer", "adamw_8bit"), "bitsandbytes", f"pip install {BITSANDBYTES}"),
-        (("--fused-step",), "triton", "--fused-step needs triton: CUDA builds of torch"),
-    ],
-)
-def test_a_missing_package_stops_the_run_before_anything_else(
-    flags: tuple[str, ...],
-    package: str,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(build, "find_spec", lambda name: None if name == package else find(name))
-    require_packages(settings())
-    with pytest.raises(MissingPackage, match=told):
-        loop.train(settings(*flags, "--save-path", str(tmp_path / "unused")))
-    assert not (tmp_path / "unused").exists()
-
-
-def test_the_install_line_names_the_version_that_is_tested() -> None:
-    assert BITSANDBYTES in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_a_device_without_a_kernel_is_refused_by_name() -> None:

@@ -6,15 +6,9 @@ scaled. It reads them twice and writes the gradient in their place.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
-from grpo_trainer.errors import MissingPackage
 from grpo_trainer.fused_head import Arithmetic
-
-LIGER = "liger-kernel==0.8.5"
-"""As in constraints.txt."""
 
 _NO_TARGET = -100
 _PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
@@ -22,9 +16,6 @@ _PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
 
 
 def liger_arithmetic() -> Arithmetic:
-    """Raises `MissingPackage`."""
-    if find_spec("liger_kernel") is None:
-        raise MissingPackage(f"--head-kernel liger needs liger-kernel: pip install {LIGER}")
     return Arithmetic(_logprobs, _logits_gradient)
 
 

@@ -31,6 +31,7 @@ from grpo_trainer.healthy_ranges import RangeWatch
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.packages import require_packages
 from grpo_trainer.resume import find_state, rejoin, take_up
 from grpo_trainer.rollout_check import RolloutCheck
 from grpo_trainer.save_path import hold_save_path
@@ -42,7 +43,7 @@ from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.taking import next_batch, take_batch
 from grpo_trainer.trainer_state import Position
-from grpo_trainer.updates.build import build_update, require_packages
+from grpo_trainer.updates.build import build_update
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from grpo_core.bearer_token import usable_token
 from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
-from grpo_trainer.forward_options import Choice, ForwardOptions
+from grpo_trainer.forward_settings import ForwardSettings
 from grpo_trainer.optimizer_settings import OptimizerSettings
 from grpo_trainer.option_lists import joined_lists
 
@@ -23,7 +23,7 @@ AUTO_DEVICE = "auto"
 LISTS = ("--lora-target-modules", "--lora-layer-indices")
 
 
-class TrainerSettings(OptimizerSettings):
+class TrainerSettings(ForwardSettings, OptimizerSettings):
     """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
 
     model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
@@ -48,25 +48,6 @@ class TrainerSettings(OptimizerSettings):
         description="Device to train on: cpu, cuda or cuda:N; auto: in shared_vllm that of the "
         "served weights, else a GPU where there is one",
     )
-    packing: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Compute the sequences of a micro-batch end to end, without padding, and with "
-        "flash attention where GPU and data type have it; auto: on a GPU, if the model allows it",
-    )
-    fused_head: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Compute log-probabilities without all logits in memory at once; auto: on a "
-        "GPU, if the model allows it",
-    )
-    head_kernel: Literal["torch", "liger"] = Field(
-        "torch",
-        description="What computes with the fused head's logits: torch, or liger-kernel's Triton "
-        "kernel, on a GPU",
-    )
-    compile: bool = Field(
-        False, description="Compile the layers with torch.compile: needs a compiler on this machine"
-    )
-
     atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(
         None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
@@ -189,12 +170,6 @@ class TrainerSettings(OptimizerSettings):
     @property
     def inference_url(self) -> str:
         return self.vllm_url or f"http://127.0.0.1:{self.vllm_port}"
-
-    @property
-    def forward_options(self) -> ForwardOptions:
-        return ForwardOptions(
-            Choice(self.packing), Choice(self.fused_head), self.compile, self.head_kernel
-        )
 
     def registration(self, first_step: int) -> Registration:
         """What run-api is told: a batch is one optimizer step's worth of sequences."""

@@ -20,7 +20,7 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
     """What writes a record everywhere that the settings name.
 
     Raises:
-        MissingPackage, WandbUnavailable: --use-wandb, and W&B cannot start.
+        WandbUnavailable: --use-wandb, and W&B cannot start.
     """
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []

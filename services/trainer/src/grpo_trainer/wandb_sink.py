@@ -7,7 +7,6 @@ goes wrong with it, or hangs in it, stays there: the sink says so once, and trai
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -21,7 +20,7 @@ from typing import Any, Self
 
 import structlog
 
-from grpo_trainer.errors import MissingPackage, WandbUnavailable
+from grpo_trainer.errors import WandbUnavailable
 from grpo_trainer.metrics import Record
 from grpo_trainer.settings import TrainerSettings
 
@@ -40,12 +39,9 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
     """Start the child and wait until W&B has opened a run.
 
     Raises:
-        MissingPackage: wandb is not installed.
         WandbUnavailable: it did not open a run, for example because nobody is logged in, or the
             file with the key cannot be read.
     """
-    if importlib.util.find_spec("wandb") is None:
-        raise MissingPackage("--use-wandb needs the wandb package: pip install wandb")
     sink = WandbSink(_api_key(settings.wandb_key_file))
     try:
         where = sink.open(

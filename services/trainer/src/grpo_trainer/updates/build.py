@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import structlog
 import torch
 from torch import Tensor
 
-from grpo_trainer.errors import MissingPackage, UnusableOptimizer
+from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.updates.adamw import AdamW32
 from grpo_trainer.updates.adamw_8bit import AdamW8bit
@@ -19,21 +18,6 @@ from grpo_trainer.updates.masters import Bfloat16Masters, Float32Masters
 from grpo_trainer.updates.rounding import Nearest, Rounding, Stochastic
 
 log = structlog.get_logger()
-
-BITSANDBYTES = "bitsandbytes==0.50.2"
-"""As in constraints.txt."""
-
-
-def require_packages(settings: TrainerSettings) -> None:
-    """Before anything else is started.
-
-    Raises:
-        MissingPackage: an option needs one that is not installed.
-    """
-    if settings.optimizer == "adamw_8bit":
-        _require_package("bitsandbytes", "--optimizer adamw_8bit", f"pip install {BITSANDBYTES}")
-    if settings.fused_step:
-        _require_package("triton", "--fused-step", "CUDA builds of torch for Linux bring it")
 
 
 def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> MasterUpdate:
@@ -58,11 +42,6 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
 
 def _adamw(device: torch.device) -> UpdateRule:
     return AdamW32(fused=device.type == "cuda")
-
-
-def _require_package(package: str, option: str, source: str) -> None:
-    if find_spec(package) is None:
-        raise MissingPackage(f"{option} needs {package}: {source}")
 
 
 def _rounding(settings: TrainerSettings, device: torch.device) -> Rounding:

@@ -1,0 +1,66 @@
+"""What single options need is looked for before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer import loop
+from grpo_trainer.errors import MissingPackage
+from grpo_trainer.packages import BITSANDBYTES_PIN, LIGER_PIN, require_packages
+from grpo_trainer.settings import TrainerSettings, parse_settings
+
+ROOT = Path(__file__).parents[3]
+NEEDS = [
+    (("--optimizer", "adamw_8bit"), "bitsandbytes", f"pip install {BITSANDBYTES_PIN}"),
+    (("--fused-step",), "triton", "CUDA builds of torch for Linux bring it"),
+    (("--head-kernel", "liger"), "liger_kernel", f"pip install {LIGER_PIN}"),
+    (("--use-wandb", "--wandb-project", "p"), "wandb", "pip install wandb"),
+]
+
+
+def settings(*flags: str) -> TrainerSettings:
+    always = ("--model-name", "m", "--weight-bridge-mode", "shared_vllm")
+    return parse_settings([*always, *flags])
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    changes: dict[str, Any] = dict.fromkeys(packages)
+    for name, module in changes.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(("flags", "package", "source"), NEEDS)
+def test_a_missing_package_stops_the_run_before_anything_else(
+    flags: tuple[str, ...],
+    package: str,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    leave_out(monkeypatch, package)
+    with pytest.raises(MissingPackage) as missing:
+        loop.train(settings(*flags, "--save-path", str(tmp_path / "unused")))
+    assert str(missing.value).endswith(f" needs {package}: {source}")
+    assert str(missing.value).startswith(flags[0])
+    assert not (tmp_path / "unused").exists()
+
+
+def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, *(package for _, package, _ in NEEDS))
+    chosen = [word for flags, _, _ in NEEDS[2:] for word in flags]
+    with pytest.raises(MissingPackage, match=r"liger_kernel: .*; --use-wandb needs wandb: "):
+        require_packages(settings(*chosen))
+
+
+def test_what_no_option_needs_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, *(package for _, package, _ in NEEDS))
+    require_packages(settings())
+
+
+def test_the_install_lines_name_the_versions_that_are_tested() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {BITSANDBYTES_PIN, LIGER_PIN} <= set(pins)
