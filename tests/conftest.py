@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
+from types import FrameType
 
 import pytest
 
@@ -17,6 +19,16 @@ pytest_plugins = [
 
 EXCUSED_SKIPS = ("no GPU",)
 """Starts of reasons that CI cannot do anything about. Any other skip there is a failure."""
+
+
+def pytest_configure() -> None:
+    """Asked to end, the tests end as after Ctrl-C: fixtures end what they have started."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # make passes on what the group got already
+    raise KeyboardInterrupt
 
 
 @pytest.hookimpl(wrapper=True)

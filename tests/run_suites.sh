@@ -5,17 +5,28 @@
 #   tests/run_suites.sh "lint unit" "e2e"
 #
 # A suite's output is shown when it ends, and how long each took at the end. A lane stops at its first
-# failure, the others go on.
+# failure, the others go on. Interrupted, it waits until the tests have ended what they have started.
 set -euo pipefail
+set -m # a lane is a process group, so that a signal reaches all of it
+
+GRACE_S=60
 
 logs=$(mktemp -d)
 lanes=()
 
 finish() {
+  local lane give_up_at=$((SECONDS + GRACE_S))
   for lane in "${lanes[@]}"; do
-    kill "$lane" 2>/dev/null || true
+    kill -TERM -- "-$lane" 2>/dev/null || true
   done
-  wait || true
+  for lane in "${lanes[@]}"; do
+    while kill -0 -- "-$lane" 2>/dev/null; do
+      if [ "$SECONDS" -ge "$give_up_at" ]; then
+        kill -KILL -- "-$lane" 2>/dev/null || true
+      fi
+      sleep 0.2
+    done
+  done
   rm -rf "$logs"
 }
 trap finish EXIT

@@ -324,7 +324,7 @@ def test_the_process_ends_with_status_one(
             [sys.executable, "-m", "grpo_trainer", *flags],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     assert done.returncode == 1, done.stderr
