@@ -101,7 +101,8 @@ def _fetched(hub_id: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
             f"{hub_id}: not to be had from the hub ({type(error).__name__}: {error}); check the id "
-            "and the network, set HF_TOKEN for a gated one, or name a directory"
+            "and the network, set HF_TOKEN for a gated one (HF_TOKEN_FILE with Compose), or name "
+            "a directory"
         ) from error
 
 
