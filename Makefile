@@ -30,9 +30,9 @@ COMPARE_FLAGS ?=
 
 TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
-# The suites of `make test`, in two lanes that run side by side. Those that start engines most stand in one:
-# several engines that start at once on two cores take minutes instead of seconds.
-LANES ?= "lint unit integration soak e2e" "inference faults compat"
+# The suites of `make test`, in two lanes of about the same length that run side by side: on two cores, a third
+# makes none of them faster.
+LANES ?= "lint unit e2e compat" "inference faults integration soak"
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
 PART ?= proof modes swaps memory precision

@@ -90,7 +90,8 @@ class Line:
 
 def registered(rig: Rig) -> TrainerClient:
     trainer = TrainerClient(rig.run_api_url)
-    registration = REGISTRATION | {"batch_size": BATCH_SIZE, "num_steps": STEPS}
+    # The environment feeds the run that there is, wherever that has got to.
+    registration = REGISTRATION | {"batch_size": BATCH_SIZE, "num_steps": -1}
     trainer.register(Registration.model_validate(registration))
     return trainer
 
