@@ -32,7 +32,7 @@ TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $
 
 # The suites of `make test`, in two lanes of about the same length that run side by side: on two cores, a third
 # makes none of them faster.
-LANES ?= "lint unit e2e compat" "inference faults integration soak"
+LANES ?= "lint unit e2e compat soak" "inference faults integration"
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
 PART ?= proof modes swaps memory precision
