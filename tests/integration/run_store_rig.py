@@ -13,7 +13,7 @@ from grpo_api.intake import Intake, Patience, Submission
 from grpo_api.lifetime import Lifetime
 from grpo_api.limits import Limits
 from grpo_api.payloads import pack, unpack
-from grpo_api.records import Acknowledged, DueBatch, Outcomes, Receipt, SentGroups
+from grpo_api.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
 from grpo_api.redis_link import RedisLink
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
@@ -117,7 +117,7 @@ class Run:
         """What the batch behind `after` holds, leased by the trainer that registered last."""
         dispatcher = self.replica if replica else self.dispatcher
         return await self.markers(
-            await dispatcher.by_lease(trainer_id or self.trainer_id, after, wait_s)
+            await dispatcher.by_lease(Poll(trainer_id or self.trainer_id, after), wait_s)
         )
 
     async def acknowledge(self, batch_id: int) -> Acknowledged:

@@ -173,11 +173,11 @@ def test_leases_that_are_full_are_let_go_of_after_an_early_save(
             for marker in range(1, 7):
                 submit(http, marker, **bulky(marker))
             run = loop_of(trainer, config)
-            assert loop.next_batch(run, 0).id == 1
+            assert loop.next_batch(run, 0, batches_left=9).id == 1
             with pytest.raises(LeasesFull):  # nothing was trained that could be saved
-                loop.next_batch(run, 1)
+                loop.next_batch(run, 1, batches_left=8)
             run.saver.step_taken(Position(step=1, batch_id=1, epoch=1))
-            assert loop.next_batch(run, 1).id == 2
+            assert loop.next_batch(run, 1, batches_left=8).id == 2
             assert found(config).record.position == Position(step=1, batch_id=1, epoch=1)
     finally:
         api.process.kill()
@@ -193,5 +193,5 @@ def test_batches_that_a_later_state_took_with_it_are_missed(
         trainer.acknowledge(3)
         trainer.resume_after(1)
         with capture_logs() as logs:
-            assert loop.next_batch(loop_of(trainer, config), 1).id == 4
+            assert loop.next_batch(loop_of(trainer, config), 1, batches_left=8).id == 4
     assert [(e["first"], e["last"]) for e in logs if e["log_level"] == "warning"] == [(2, 3)]

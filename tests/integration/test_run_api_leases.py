@@ -26,6 +26,7 @@ from tests.integration.run_api_calls import (
     start,
     status,
     submit,
+    told,
 )
 
 
@@ -36,8 +37,10 @@ def trainer(http: httpx.Client) -> int:
     return uuid
 
 
-def lease(http: httpx.Client, trainer: int, after: int = 0, wait_s: float = 0.0) -> httpx.Response:
-    asked = {"trainer": trainer, "after": after, "wait_s": wait_s}
+def lease(
+    http: httpx.Client, trainer: int, after: int = 0, wait_s: float = 0.0, **more: int
+) -> httpx.Response:
+    asked = {"trainer": trainer, "after": after, "wait_s": wait_s, **more}
     return http.get("/batch", params=asked)
 
 
@@ -82,6 +85,28 @@ def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
     assert acknowledge(http, trainer, 3).status_code == 409
     assert acknowledge(http, again, 3).json()["released"] == 2
     assert lease(http, again).json() == {"batch": None}
+
+
+def test_environments_are_told_where_the_run_ends_for_this_trainer(
+    http: httpx.Client, trainer: int
+) -> None:
+    """Counted like steps, whichever batches it takes a step on or is handed again."""
+    submit(http, *range(4))
+    lease(http, trainer, after=0, batches_left=3)
+    register_environment(http)
+    assert (status(http)[0], told(http, 0)["num_steps"]) == (1, 3)
+    lease(http, trainer, after=1, batches_left=3)  # it took no step on the first
+    assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
+    assert acknowledge(http, trainer, 1).is_success
+
+    again = register(http, num_steps=100).json()["uuid"]
+    assert told(http, 0)["num_steps"] == 100
+    lease(http, again, after=0, batches_left=3)  # the second, again
+    assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
+    lease(http, again, after=2, batches_left=0)
+    assert told(http, 0)["num_steps"] == 2
+    lease(http, trainer, after=2, batches_left=9)  # superseded
+    assert told(http, 0)["num_steps"] == 2
 
 
 def test_without_gzip_a_batch_is_the_same(http: httpx.Client, trainer: int) -> None:

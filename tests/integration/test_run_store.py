@@ -13,6 +13,7 @@ from grpo_api.errors import (
     StoreUnavailable,
 )
 from grpo_api.exact_sums import Kind
+from grpo_api.records import Poll
 from grpo_core.wire import EnvironmentRegistration
 from tests.integration.run_api_calls import ENVIRONMENT
 from tests.integration.run_store_rig import Run, open_run
@@ -250,7 +251,7 @@ async def test_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_nex
     run: Run,
 ) -> None:
     await run.submit(1, 2)
-    due = await run.dispatcher.by_lease(run.trainer_id, 0, 0.0)
+    due = await run.dispatcher.by_lease(Poll(run.trainer_id), 0.0)
     assert due is not None
     await run.store.reset()
     await run.register()

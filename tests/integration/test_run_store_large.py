@@ -16,6 +16,7 @@ from grpo_api.errors import (
 )
 from grpo_api.limits import Limits
 from grpo_api.payloads import unpack
+from grpo_api.records import Poll
 from grpo_api.waiting_line import MAX_WAITING
 from tests.integration.run_store_rig import Run, open_run
 
@@ -100,7 +101,7 @@ async def test_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> Non
 async def test_large_group_that_goes_while_it_is_read_is_gone(run: Run) -> None:
     await run.submit(1, **LARGE)
     await run.submit(2)
-    due = await run.dispatcher.by_lease(run.trainer_id, 0, 0.0)
+    due = await run.dispatcher.by_lease(Poll(run.trainer_id), 0.0)
     assert due is not None
 
     async def it_is_acknowledged() -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from grpo_api.limits import Limits
-from grpo_api.records import DueBatch
+from grpo_api.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.served_record import ServedRecord, ServedWeights
 from tests.integration.run_store_rig import Run, open_run
@@ -30,7 +30,7 @@ class VersionedRun:
 
     async def leased(self, after: int, *, replica: bool = False) -> DueBatch:
         dispatcher = self.run.replica if replica else self.run.dispatcher
-        due = await dispatcher.by_lease(self.run.trainer_id, after, 0.0)
+        due = await dispatcher.by_lease(Poll(self.run.trainer_id, after), 0.0)
         assert due is not None
         return due
 

@@ -75,10 +75,17 @@ class TrainerClient(ServiceClient):
         self._last_batch = batch_id
 
     def next_batch(
-        self, deadline_s: float, meanwhile: Callable[[], None] = lambda: None
+        self,
+        deadline_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        batches_left: int | None = None,
     ) -> LeasedBatch:
-        """Wait for the batch after the last one; `meanwhile` is called every second while there is
-        none, and the time that it takes does not count.
+        """Wait for the batch after the last one.
+
+        Args:
+            meanwhile: called every second while there is none; the time that it takes does not
+                count
+            batches_left: how many the run needs, with this one; environments leave after the last
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
@@ -90,7 +97,7 @@ class TrainerClient(ServiceClient):
         give_up_at = time.monotonic() + deadline_s
         while True:
             left_s = max(0.0, give_up_at - time.monotonic())
-            batch = self._lease(min(BATCH_WAIT_S, left_s))
+            batch = self._lease(min(BATCH_WAIT_S, left_s), batches_left)
             if batch is not None:
                 self._last_batch = batch.id
                 return batch
@@ -115,10 +122,11 @@ class TrainerClient(ServiceClient):
         """
         self._asked_by_trainer("POST", f"/batch/{batch_id}/ack")
 
-    def _lease(self, wait_s: float) -> LeasedBatch | None:
-        answer = self._asked_by_trainer(
-            "GET", "/batch", after=self._last_batch, wait_s=round(wait_s, 3)
-        )
+    def _lease(self, wait_s: float, batches_left: int | None) -> LeasedBatch | None:
+        query = {"after": self._last_batch, "wait_s": round(wait_s, 3)}
+        if batches_left is not None:
+            query["batches_left"] = batches_left
+        answer = self._asked_by_trainer("GET", "/batch", **query)
         return leased_batch(answer, self._last_batch)
 
     def _asked_by_trainer(self, method: str, path: str, **query: float) -> dict[str, Any]:

@@ -294,7 +294,8 @@ class EnvironmentStatus(WireModel):
     """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
 
     `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit;
-    `num_steps` how long the trainer's run is, below 1 without an end. None: run-api does not say.
+    `num_steps` at which `current_step` the trainer has all its batches, below 1 where it has not
+    said. None: Atropos' API server does not tell.
     """
 
     current_step: int

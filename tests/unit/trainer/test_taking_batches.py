@@ -41,11 +41,19 @@ def run_of(
         for i, groups in enumerate(batches)
     )
     passed_over: list[Position] = []
+    asked: list[int] = []
+
+    def next_batch(_deadline_s: float, _meanwhile: object, batches_left: int) -> LeasedBatch:
+        asked.append(batches_left)
+        return next(leased)
+
     return SimpleNamespace(
-        api=SimpleNamespace(next_batch=lambda *_, **__: next(leased)),
+        api=SimpleNamespace(next_batch=next_batch, asked=asked),
         sync=SimpleNamespace(tend=lambda: None),
         saver=SimpleNamespace(batch_passed_over=passed_over.append, passed_over=passed_over),
-        settings=SimpleNamespace(batch_deadline_s=batch_deadline_s, max_staleness=2),
+        settings=SimpleNamespace(
+            batch_deadline_s=batch_deadline_s, max_staleness=2, training_steps=AT.step + 3
+        ),
         door=Doorkeeper(VOCABULARY, Lineage(PolicyVersion(1, 0)), max_staleness=2),
     )
 
@@ -58,6 +66,7 @@ def test_the_next_batch_with_something_young_is_taken() -> None:
     assert taken.batch_id == 7
     assert (len(taken.intake.groups), taken.intake.stale_groups) == (1, 5)
     assert [(p.step, p.batch_id) for p in run.saver.passed_over] == [(9, 5), (9, 6)]
+    assert run.api.asked == [3, 3, 3]  # no step is taken on what is passed over
     assert [entry["batch_id"] for entry in logs if entry["log_level"] == "warning"] == [5, 6]
 
 

@@ -38,7 +38,7 @@ class RunCounters:
     Attributes:
         queued: bundles by sender and size; the sender is None for data without an env_id.
         max_group_size: sequences in the largest queued group, 1 where the queue is empty.
-        num_steps: as the trainer that registered last has said; 0 where there is none.
+        num_steps: the step at which the trainer has all its batches; below 1: it has not said.
     """
 
     current_step: int

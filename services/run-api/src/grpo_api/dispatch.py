@@ -12,7 +12,7 @@ from grpo_api.allocation import RunView
 from grpo_api.batching import plan_batch
 from grpo_api.bundles import Bundle
 from grpo_api.lifetime import Lifetime
-from grpo_api.records import DueBatch, OpenPoll, PlanLost
+from grpo_api.records import DueBatch, OpenPoll, PlanLost, Poll
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
 
@@ -33,8 +33,9 @@ class BatchDispatcher:
         self._store = store
         self._lifetime = lifetime
 
-    async def by_lease(self, trainer_id: int, after: int, wait_s: float) -> DueBatch | None:
-        """The batch that follows `after` among those not acknowledged, formed where there is none.
+    async def by_lease(self, poll: Poll, wait_s: float) -> DueBatch | None:
+        """The batch that follows `poll.after` among those not acknowledged, formed where there is
+        none.
 
         None where no batch was complete within `wait_s`. Changes nothing that has been leased: the
         same call gives the same batch.
@@ -42,7 +43,7 @@ class BatchDispatcher:
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
         """
-        return await self._wait(trainer_id, after, wait_s)
+        return await self._wait(poll, wait_s)
 
     async def by_plain_poll(self, wait_s: float) -> DueBatch | None:
         """The same for a trainer that cannot acknowledge: asking again says that it holds what it
@@ -52,13 +53,13 @@ class BatchDispatcher:
             TrainerNotRegistered, BatchesByLease, StoreUnavailable
         """
         await self._store.batches.acknowledge(None)
-        return await self._wait(None, 0, wait_s)
+        return await self._wait(Poll(), wait_s)
 
-    async def _wait(self, trainer_id: int | None, after: int, wait_s: float) -> DueBatch | None:
+    async def _wait(self, poll: Poll, wait_s: float) -> DueBatch | None:
         give_up_at = time.monotonic() + wait_s
         while True:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
-            due = await self._next(trainer_id, after)
+            due = await self._next(poll)
             if due is not None:
                 _log_delivery(due)
                 return due
@@ -75,13 +76,13 @@ class BatchDispatcher:
                 return True
         return False
 
-    async def _next(self, trainer_id: int | None, after: int) -> DueBatch | None:
+    async def _next(self, poll: Poll) -> DueBatch | None:
         for _ in range(_MAX_PLANS):
-            opened = await self._store.batches.open_poll(trainer_id, after)
+            opened = await self._store.batches.open_poll(poll)
             if isinstance(opened, DueBatch):
                 return opened
             outcome = await self._plan_and_lease(opened)
-            if outcome is PlanLost.SUPERSEDED and trainer_id is None:
+            if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
                 return None  # what is there now is for the trainer that has registered since
             if not isinstance(outcome, PlanLost):
                 return outcome

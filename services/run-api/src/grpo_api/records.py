@@ -39,6 +39,21 @@ class DueBatch:
 
 
 @dataclass(frozen=True)
+class Poll:
+    """What a trainer says when it asks for a batch.
+
+    Attributes:
+        trainer_id: None for a trainer that cannot acknowledge. It holds what was delivered.
+        after: id of the last batch that it holds; of no meaning without `trainer_id`.
+        batches_left: how many the run needs after that; None where it does not say.
+    """
+
+    trainer_id: int | None = None
+    after: int = 0
+    batches_left: int | None = None
+
+
+@dataclass(frozen=True)
 class OpenPoll:
     """A poll that waits for a plan, under the trainer and the batch size it began with."""
 

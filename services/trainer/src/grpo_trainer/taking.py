@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -59,7 +60,7 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
     """
     began, last, stale = time.monotonic(), position.batch_id, 0
     while True:
-        leased = next_batch(run, last)
+        leased = next_batch(run, last, run.settings.training_steps - position.step)
         intake = run.door.admit(leased.groups, position.step, leased.received_under)
         stale += intake.stale_groups
         if intake.groups:
@@ -75,16 +76,19 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
             )
 
 
-def next_batch(run: Taker, last_batch: int) -> LeasedBatch:
-    """Args: last_batch: id of the one trained on last, 0 where this line of training begins."""
-    deadline_s, tend = run.settings.batch_deadline_s, run.sync.tend
+def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
+    """Args:
+    last_batch: id of the one taken before, 0 where this line of training begins
+    batches_left: how many the run needs, with this one
+    """
+    ask = partial(run.api.next_batch, run.settings.batch_deadline_s, run.sync.tend, batches_left)
     try:
-        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+        leased = ask()
     except LeasesFull as full:
         log.warning("run-api asks for batches to be acknowledged; saving early", reason=str(full))
         if not run.saver.release_batches():
             raise
-        leased = run.api.next_batch(deadline_s, meanwhile=tend)
+        leased = ask()
     if 0 < last_batch < leased.id - 1:
         log.warning(
             "batches are missing here: a state that this run does not go on from held them",

@@ -26,7 +26,7 @@ from grpo_api.dependencies import Dispatcher, Store
 from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.openapi import json_body, linked, refusals
-from grpo_api.records import DueBatch, Lease
+from grpo_api.records import DueBatch, Lease, Poll
 from grpo_api.store import RunStore
 from grpo_core.wire import Registration, TrainerInfo
 
@@ -44,6 +44,15 @@ After = Annotated[
 WaitS = Annotated[
     float,
     Query(ge=0.0, le=_MAX_WAIT_S, description="seconds to wait for a batch to be complete"),
+]
+BatchesLeft = Annotated[
+    int | None,
+    Query(
+        ge=0,
+        le=_MAX_BATCH_ID,
+        description="how many batches the run still needs after that one; environments are told "
+        "where it ends, in place of what the registration said",
+    ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
 
@@ -92,6 +101,7 @@ async def batch(
     trainer: TrainerId | None = None,
     after: After = 0,
     wait_s: WaitS = 0.0,
+    batches_left: BatchesLeft = None,
     accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
     """Hand out the next batch, or `{"batch": null}`.
@@ -104,7 +114,7 @@ async def batch(
         if trainer is None:
             due = await dispatcher.by_plain_poll(wait_s)
         else:
-            due = await dispatcher.by_lease(trainer, after, wait_s)
+            due = await dispatcher.by_lease(Poll(trainer, after, batches_left), wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if due is None:

@@ -4,6 +4,7 @@
 -- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
 --       2 id of the last batch that it holds; a plain poll: '', it holds what was delivered
 --       3 most bytes that unacknowledged batches may hold
+--       4 how many batches the run needs after ARGV 2, or '' where the trainer does not say
 -- Returns {'unregistered'}
 --         {'superseded'}                     another trainer has registered
 --         {'by lease'}                       a plain poll, while the run's trainer takes leases
@@ -13,7 +14,7 @@
 --         {'open', trainer id, batch_size, batch id}   nothing more is leased: plan this one
 
 local trainer, leases, totals = unpack(KEYS)
-local asking, after, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 
 local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
@@ -54,6 +55,13 @@ end
 set_once('started')
 
 local next_id = math.max(tonumber(after), number(trainer, 'acknowledged')) + 1
+if batches_left ~= '' then
+  -- steps count batches, and of those that are leased this trainer takes next_id and later ones
+  local ends_at = number(trainer, 'step') - (last - next_id + 1) + tonumber(batches_left)
+  if number(trainer, 'ends_at') ~= ends_at then
+    set('ends_at', ends_at)
+  end
+end
 if next_id <= last then
   set('redeliveries', number(trainer, 'redeliveries') + 1)
   return {'leased', current, next_id, redis.call('HGET', leases, next_id)}

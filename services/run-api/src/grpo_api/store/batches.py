@@ -12,7 +12,7 @@ from grpo_api.errors import (
     TrainerNotRegistered,
     TrainerSuperseded,
 )
-from grpo_api.records import Acknowledged, DueBatch, OpenPoll, PlanLost
+from grpo_api.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 from grpo_api.redis_link import RedisLink
 from grpo_api.store.keys import keys, parse_lease, write_queued
 
@@ -25,24 +25,22 @@ class BatchStore:
         self._link = link
         self._max_leased_bytes = max_leased_bytes
 
-    async def open_poll(self, trainer_id: int | None, after: int = 0) -> DueBatch | OpenPoll:
+    async def open_poll(self, poll: Poll) -> DueBatch | OpenPoll:
         """Hand out again what the trainer does not hold, or begin to plan the next batch.
 
-        Args:
-            trainer_id: None for a trainer that cannot acknowledge. It holds what was delivered.
-            after: id of the last batch that the trainer holds; of no meaning without `trainer_id`.
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchesByLease
-            BatchUnknown: no batch has the id `after`.
+            BatchUnknown: no batch has the id `poll.after`.
             LeasesFull: nothing new is handed out before batches are acknowledged.
         """
         outcome, *rest = await self._link.script(
             "open_poll",
             keys(self._link, "trainer", "leases", "totals"),
-            *_asking(trainer_id, after),
+            *_asking(poll.trainer_id, poll.after),
             self._max_leased_bytes,
+            "" if poll.batches_left is None else poll.batches_left,
         )
-        _refuse(outcome, after, rest)
+        _refuse(outcome, poll.after, rest)
         if outcome == b"full":
             raise LeasesFull(stored_bytes=rest[0], limit=self._max_leased_bytes)
         if outcome == b"leased":
