@@ -16,6 +16,7 @@ lanes=()
 
 finish() {
   local lane give_up_at=$((SECONDS + GRACE_S))
+  trap '' INT TERM # one is enough: the tests are ending
   for lane in "${lanes[@]}"; do
     kill -TERM -- "-$lane" 2>/dev/null || true
   done
@@ -23,6 +24,7 @@ finish() {
     while kill -0 -- "-$lane" 2>/dev/null; do
       if [ "$SECONDS" -ge "$give_up_at" ]; then
         kill -KILL -- "-$lane" 2>/dev/null || true
+        break
       fi
       sleep 0.2
     done
@@ -56,7 +58,7 @@ run_lane() {
 
 started=$SECONDS
 for lane in "$@"; do
-  run_lane "$lane" &
+  run_lane "$lane" </dev/null &
   lanes+=($!)
 done
 

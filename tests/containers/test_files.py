@@ -105,10 +105,8 @@ def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_and_keys_are_files_for_those_who_need_them(mode: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("hf_not_for_everybody")
-    token_file = tmp_path / "token"
-    token_file.write_text("hf_in_a_file")
-    chosen = configuration(mode, HF_TOKEN_FILE=str(token_file), HF_TOKEN="hf_in_the_shell")
-    assert "hf_in_" not in chosen.stdout
+    chosen = configuration(mode, HF_TOKEN_FILE=str(tmp_path / "token"), HF_TOKEN="hf_in_the_shell")
+    assert "hf_in_the_shell" not in chosen.stdout
     holders: dict[str, set[str]] = {}
     for name, service in json.loads(chosen.stdout)["services"].items():
         for secret in service.get("secrets", []):

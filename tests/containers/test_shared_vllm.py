@@ -101,12 +101,19 @@ def test_wait_ends_with_the_trainers_status(finished: Stack) -> None:
     assert "trainer-shared ended with status 0" in done.stdout
 
 
-def test_a_complete_run_goes_on_with_more_steps(finished: Stack, tmp_path: Path) -> None:
-    steps = STEPS + MORE_STEPS
-    done = finished.up(STEPS=str(steps))
-    assert done.returncode == 0, done.stdout + done.stderr + finished.logs()
-    assert finished.wait_for_the_trainer(RUN_WITHIN_S) == 0, finished.logs()
-    assert [record["step"] for record in records(finished, tmp_path)] == list(range(1, steps + 1))
+def test_a_complete_run_goes_on_with_more_steps_or_begins_anew(
+    finished: Stack, tmp_path: Path
+) -> None:
+    run_again(finished, STEPS=str(STEPS + MORE_STEPS))
+    run_again(finished, STEPS=str(MORE_STEPS), RESUME="never")
+    steps = [*range(1, STEPS + MORE_STEPS + 1), *range(1, MORE_STEPS + 1)]
+    assert [record["step"] for record in records(finished, tmp_path)] == steps
+
+
+def run_again(stack: Stack, **settings: str) -> None:
+    done = stack.up(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr + stack.logs()
+    assert stack.wait_for_the_trainer(RUN_WITHIN_S) == 0, stack.logs()
 
 
 def test_nothing_was_said_in_vain(finished: Stack) -> None:

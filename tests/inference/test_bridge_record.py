@@ -117,8 +117,9 @@ async def test_what_is_noted_while_redis_catches_up_arrives_as_well(
 
 
 async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_latest_later(
-    tmp_path: Path, run_id: str
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     async with ServedRecord(url, run_id) as record:

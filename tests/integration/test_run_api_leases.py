@@ -99,14 +99,16 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
     assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
     assert acknowledge(http, trainer, 1).is_success
 
-    again = register(http, num_steps=100).json()["uuid"]
-    assert told(http, 0)["num_steps"] == 100
+    again = register(http, num_steps=1).json()["uuid"]
+    assert told(http, 0)["num_steps"] == 4  # until the new one has said
     lease(http, again, after=0, batches_left=3)  # the second, again
     assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
     lease(http, again, after=2, batches_left=0)
     assert told(http, 0)["num_steps"] == 2
     lease(http, trainer, after=2, batches_left=9)  # superseded
     assert told(http, 0)["num_steps"] == 2
+    lease(http, again, after=2)
+    assert told(http, 0)["num_steps"] is None
 
 
 def test_without_gzip_a_batch_is_the_same(http: httpx.Client, trainer: int) -> None:

@@ -8,7 +8,6 @@ import pytest
 from tests.integration.run_api_calls import (
     disconnect,
     next_batch,
-    register,
     register_environment,
     send,
     start,
@@ -45,15 +44,6 @@ def test_it_is_a_get_with_a_json_body(http: httpx.Client) -> None:
     assert http.request("GET", "/status-env", json={"env_id": None}).status_code == 422
 
 
-def test_a_trainer_that_registers_again_says_where_the_run_ends(http: httpx.Client) -> None:
-    start(http)
-    register_environment(http)
-    register(http, num_steps=250).raise_for_status()
-    assert told(http, 0)["num_steps"] == 250
-    register(http, num_steps=-1).raise_for_status()
-    assert told(http, 0)["num_steps"] == -1
-
-
 def test_nobody_else_may_ask(http: httpx.Client) -> None:
     start(http)
     register_environment(http)
@@ -72,7 +62,7 @@ def test_an_empty_queue(two: httpx.Client) -> None:
         "max_group_size": 1,
         "env_weight": 0.25,
         "pressure": 0.0,
-        "num_steps": 100,
+        "num_steps": None,
     }
 
 
@@ -87,7 +77,7 @@ def test_own_and_shared_sequences(two: httpx.Client) -> None:
         "max_group_size": 4,
         "env_weight": 0.25,
         "pressure": 0.0,
-        "num_steps": 100,
+        "num_steps": None,
     }
     assert told(two, 1)["queue_size"] == (12 + max(0, 4 - 4)) // 4
     assert told(two, 1)["self_queue_size"] == 3

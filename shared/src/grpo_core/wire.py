@@ -294,8 +294,7 @@ class EnvironmentStatus(WireModel):
     """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
 
     `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit;
-    `num_steps` at which `current_step` the trainer has all its batches, below 1 where it has not
-    said. None: Atropos' API server does not tell.
+    `num_steps` at which `current_step` the trainer has all its batches; None where it does not say.
     """
 
     current_step: int

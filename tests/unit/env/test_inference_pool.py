@@ -120,7 +120,7 @@ async def test_a_server_that_asks_for_patience_or_drops_the_connection_gets_anot
         assert len(server.seen) == 3
 
 
-async def test_health_waits_for() -> None:
+async def test_health_is_waited_for() -> None:
     answers = iter([503, 500])
 
     def health(_body: dict[str, Any]) -> Answer:

@@ -44,7 +44,7 @@ def test_where_the_run_ends(own: int, trainers: int, expected: int) -> None:
     assert membership.total_steps(own, latest=trainers) == expected
 
 
-def test_a_complete_run_waits_for_until_the_deadline() -> None:
+def test_a_complete_run_is_waited_for_until_the_deadline() -> None:
     clock = Clock()
     after_the_end = AfterTheEnd(10.0, clock)
     clock.now += 1000.0  # until it was first asked

@@ -25,7 +25,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Pace:
-    """The limits that do not change during a run."""
+    """The limits; `total_steps` is the only one that may change during a run."""
 
     group_size: int
     max_batches_offpolicy: int

@@ -41,8 +41,8 @@ class Membership(WireModel):
 
         Args:
             own: this environment's setting, -1 for the trainer's number
-            latest: of the trainer that registered last, if run-api says; it may not be the one
-                that this membership tells of
+            latest: what the trainer says now, if it does; it may be another one than that of this
+                membership
         """
         if own != -1:
             return own

@@ -108,7 +108,7 @@ class Worker:
                 continue
             if not await self._work_until_next_poll(status, self._pace(membership, status)):
                 if self._after_the_end.waits(self._producer.progress.groups_sent):
-                    await asyncio.sleep(_POLL_S)
+                    await self._wait_for_a_group(_POLL_S)
                     continue
                 log.info(
                     "run complete",

@@ -89,8 +89,11 @@ class ManagedProcess:
             ProcessFailed: the process ended first, or the deadline passed.
         """
         started = time.monotonic()
-        while not healthy():
-            if self.exit_code is not None:
+        while True:
+            has_ended = self.exit_code is not None  # before `healthy`, which may think it well
+            if healthy():
+                return time.monotonic() - started
+            if has_ended:
                 raise ProcessFailed(
                     f"{self.name} ended with {describe_exit(self.exit_code)} while starting; "
                     f"see {self.log_path}\n{self.log_tail()}"
@@ -101,7 +104,6 @@ class ManagedProcess:
                     f"{self.log_tail()}"
                 )
             time.sleep(_HEALTH_POLL_S)
-        return time.monotonic() - started
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process alone, where it still runs."""

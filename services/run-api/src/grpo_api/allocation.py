@@ -38,7 +38,7 @@ class RunCounters:
     Attributes:
         queued: bundles by sender and size; the sender is None for data without an env_id.
         max_group_size: sequences in the largest queued group, 1 where the queue is empty.
-        num_steps: the step at which the trainer has all its batches; below 1: it has not said.
+        num_steps: the step at which the trainer has all its batches; None: it does not say.
     """
 
     current_step: int
@@ -46,7 +46,7 @@ class RunCounters:
     queued: Mapping[Kind, int]
     max_group_size: int
     fill: Fill
-    num_steps: int
+    num_steps: int | None
 
     def sequences_by_env(self) -> dict[int | None, int]:
         sequences: dict[int | None, int] = {}

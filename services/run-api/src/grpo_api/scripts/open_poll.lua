@@ -55,7 +55,9 @@ end
 set_once('started')
 
 local next_id = math.max(tonumber(after), number(trainer, 'acknowledged')) + 1
-if batches_left ~= '' then
+if batches_left == '' then
+  redis.call('HDEL', trainer, 'ends_at')
+else
   -- steps count batches, and of those that are leased this trainer takes next_id and later ones
   local ends_at = number(trainer, 'step') - (last - next_id + 1) + tonumber(batches_left)
   if number(trainer, 'ends_at') ~= ends_at then

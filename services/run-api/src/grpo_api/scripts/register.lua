@@ -42,7 +42,7 @@ end
 
 -- the first write: where memory is full Redis refuses a script that begins with one which may need
 -- more, and without a trainer nothing is ever let go of
-redis.call('HDEL', trainer, 'takes_leases', 'ends_at')
+redis.call('HDEL', trainer, 'takes_leases')
 redis.call(
   'HSET', trainer,
   'registration', registration,

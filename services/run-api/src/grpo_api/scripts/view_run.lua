@@ -3,9 +3,9 @@
 -- KEYS  1 trainer (hash)    2 environments (hash)  3 environment_names (hash)  4 connected (set)
 --       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)       8 totals (hash)
 -- ARGV  1 env_id that is polling, or ''
--- Returns {time (ms), {step, batch_size, registration, ends_at}, environments, names, connected, seen,
---         kinds, sizes, {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ...,
---         of sizes the fields only
+-- Returns {time (ms), {step, batch_size, ends_at}, environments, names, connected, seen, kinds,
+--         sizes, {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ..., of
+--         sizes the fields only
 --
 -- The time is Redis' own: replicas of run-api need not agree on theirs.
 
@@ -21,7 +21,7 @@ if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
 end
 return {
   now_ms,
-  redis.call('HMGET', trainer, 'step', 'batch_size', 'registration', 'ends_at'),
+  redis.call('HMGET', trainer, 'step', 'batch_size', 'ends_at'),
   redis.call('HGETALL', environments),
   redis.call('HGETALL', names),
   redis.call('SMEMBERS', connected),

@@ -92,7 +92,7 @@ class EnvironmentStore:
             queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
             max_group_size=max(map(int, facts.sizes), default=1),
             fill=_fill(*facts.totals),
-            num_steps=_num_steps(*facts.trainer[2:]),
+            num_steps=None if facts.trainer[2] is None else int(facts.trainer[2]),
         )
         return RunView(self._environments(facts), counters)
 
@@ -119,15 +119,6 @@ class EnvironmentStore:
 def _registration(written: bytes) -> EnvironmentRegistration:
     """Read with every poll, of everybody who ever registered."""
     return EnvironmentRegistration.model_validate_json(written)
-
-
-@lru_cache(maxsize=16)
-def _num_steps(registration: bytes | None, ends_at: bytes | None) -> int:
-    """As the trainer's polls say, else its registration. Read with every poll of an environment,
-    and rarely another one."""
-    if ends_at is not None:
-        return int(ends_at)
-    return Registration.model_validate_json(registration).num_steps if registration else 0
 
 
 @dataclass(frozen=True)
