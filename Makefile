@@ -33,7 +33,7 @@ TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $
 # The suites of `make test`, in two lanes of about the same length that run side by side. A third makes none of
 # them faster. Those that start engines most (e2e, inference, faults) meet as little as possible: engines that
 # start at once on two cores take twice as long.
-LANES ?= "lint e2e unit compat" "integration soak inference faults"
+LANES ?= "lint e2e unit compat soak" "integration inference faults"
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
 PART ?= proof modes swaps memory precision
