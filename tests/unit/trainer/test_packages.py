@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +27,8 @@ def settings(*flags: str) -> TrainerSettings:
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    changes: dict[str, Any] = dict.fromkeys(packages)
-    for name, module in changes.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
 
 
 @pytest.mark.parametrize(("flags", "package", "source"), NEEDS)
