@@ -17,7 +17,12 @@ import torch
 from grpo_core.inference_client import BridgeClient, GenerateAnswer
 from grpo_core.weight_manifest import TensorRegion
 from grpo_local.processes import free_port
-from grpo_trainer.alignment import Alignment, probe_tokens, require_alignment, tolerance_of
+from grpo_trainer.alignment import (
+    logprobs_of,
+    probe_tokens,
+    require_alignment,
+    tolerance_of,
+)
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
@@ -47,10 +52,12 @@ def served_in_generation(
     """Log-probabilities of sampled tokens: as the server logged them, and as the trainer sees
     them afterwards."""
     completion = trainer.bridge.sample(prompt, max_tokens=24, temperature=0.7, ignore_eos=True)
-    return completion.logprobs, logprobs_of(trainer.policy, prompt, completion.token_ids, 0.7)
+    return completion.logprobs, completion_logprobs(
+        trainer.policy, prompt, completion.token_ids, 0.7
+    )
 
 
-def logprobs_of(
+def completion_logprobs(
     policy: Any, prompt: list[int], completion: list[int], temperature: float
 ) -> list[float]:
     device = next(policy.parameters()).device
@@ -109,8 +116,8 @@ def test_a_request_in_flight_goes_on_under_the_new_weights_exactly(
             trainer.sync.apply(trainer.optimizer, 1)
             reply = GenerateAnswer.model_validate(answer())
         for completion in reply.completions():
-            old = logprobs_of(old_policy, prompt, completion.token_ids, 1.0)
-            new = logprobs_of(trainer.policy, prompt, completion.token_ids, 1.0)
+            old = completion_logprobs(old_policy, prompt, completion.token_ids, 1.0)
+            new = completion_logprobs(trainer.policy, prompt, completion.token_ids, 1.0)
             assert deviation_at_best_switch(completion.logprobs, old, new) < 10 * FLOAT32_NOISE
             assert max(abs(o - n) for o, n in zip(old, new, strict=True)) > 0.5
 
@@ -165,18 +172,23 @@ def bfloat16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Infere
 
 
 def test_bfloat16_agrees_within_its_own_noise(bfloat16_server: InferenceServer) -> None:
-    """The yardstick is measured beside it: the same weights in bfloat16 against float32."""
+    """The yardstick is measured beside it: the same weights in bfloat16 against float32.
+
+    Both sides round on their own, so their difference is up to √2 of one's. On 499 tokens and
+    three kinds of CPU kernels: 1.09 to 1.26 times the yardstick's mean on average, 9.5 at most.
+    """
     with attached_trainer(bfloat16_server, lr=3e-3) as trainer:
-        before = torch.tensor(trainer.sync.served_logprobs(trainer.tokens))
+        tokens = probe_tokens(trainer.policy.config.vocab_size, length=500)
+        before = torch.tensor(trainer.sync.served_logprobs(tokens))
         for step in range(STEPS):
             trainer.step(step)
-            alignment = trainer.alignment()
-            noise = bfloat16_noise(trainer)
-            assert alignment.mean < 2 * noise.mean
-            assert alignment.max < 2 * noise.max
-            require_alignment(alignment, tolerance_of(trainer.policy), step)
-        moved = (torch.tensor(trainer.sync.served_logprobs(trainer.tokens)) - before).abs().mean()
-        assert float(moved) > 10 * noise.mean
+            served = torch.tensor(trainer.sync.served_logprobs(tokens))
+            ours = logprobs_of(trainer.policy, tokens)
+            noise = float((ours - logprobs_of(in_float32(trainer.policy), tokens)).abs().mean())
+            assert float((served - ours).abs().mean()) < 2 * noise
+            assert float((served - ours).abs().max()) < 30 * noise
+            require_alignment(trainer.alignment(), tolerance_of(trainer.policy), step)
+        assert float((served - before).abs().mean()) > 100 * noise
 
 
 def test_routes_that_change_state_are_on_the_control_port_alone(
@@ -202,17 +214,11 @@ def test_an_engine_that_computes_in_several_threads_is_forked(
     assert "the engine is not forked" not in log
 
 
-def bfloat16_noise(trainer: AttachedTrainer) -> Alignment:
-    device = next(trainer.policy.parameters()).device
-    ids = torch.tensor([trainer.tokens], device=device)
-    exact = type(trainer.policy)(trainer.policy.config).float().to(device)
-    exact.load_state_dict({n: p.float() for n, p in trainer.policy.state_dict().items()})
-    one = torch.ones(1, device=device)
-    with torch.no_grad():
-        rounded = token_logprobs(trainer.policy, ids[:, :-1], ids[:, 1:], one)
-        precise = token_logprobs(exact.eval(), ids[:, :-1], ids[:, 1:], one)
-    difference = (rounded - precise).abs()
-    return Alignment(float(difference.mean()), float(difference.max()), moved=0.0)
+def in_float32(policy: Any) -> Any:
+    """A copy of it that computes in float32 with the same weights."""
+    exact = type(policy)(policy.config).float().to(next(policy.parameters()).device)
+    exact.load_state_dict({name: p.float() for name, p in policy.state_dict().items()})
+    return exact.eval()
 
 
 @pytest.mark.parametrize(
