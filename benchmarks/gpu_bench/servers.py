@@ -19,7 +19,8 @@ import structlog
 
 from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_local.processes import ManagedProcess, ProcessFailed, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess, ProcessFailed
 
 log = structlog.get_logger()
 

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.compat.training_run import TrainingRun
 from tests.compat.upstream_install import Upstream

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
 from tests.faults import staged_trainer
 from tests.fixtures.inference import SMALL

@@ -14,7 +14,7 @@ import redis
 
 from grpo_core.redis_names import served_weights_key
 from grpo_core.wire import PolicyVersion
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from grpo_vllm import served_record
 from grpo_vllm.served_record import (

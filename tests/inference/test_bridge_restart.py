@@ -19,7 +19,7 @@ import torch
 from grpo_core.inference_client import BridgeClient, GenerateAnswer
 from grpo_core.weight_socket import connect_weights
 from grpo_core.wire import PolicyVersion
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_trainer.alignment import probe_tokens
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights

@@ -16,7 +16,7 @@ import torch
 
 from grpo_core.inference_client import BridgeClient, GenerateAnswer
 from grpo_core.weight_manifest import TensorRegion
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_trainer.alignment import (
     logprobs_of,
     probe_tokens,

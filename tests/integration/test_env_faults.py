@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from grpo_core.run_api_client import TrainerClient
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from tests.fixtures.environment import (
     BATCH_DEADLINE_S,
     EXIT_DEADLINE_S,

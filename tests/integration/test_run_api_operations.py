@@ -18,7 +18,8 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.redis_link import RedisLink, layout_prefix
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.run_api_calls import REGISTRATION, register

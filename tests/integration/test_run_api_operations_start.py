@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from grpo_api.lifetime import Lifetime
 from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 
 DEADLINE_S = 5.0
 

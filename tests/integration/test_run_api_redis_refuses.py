@@ -11,7 +11,7 @@ import httpx
 import pytest
 import redis
 
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import (

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (

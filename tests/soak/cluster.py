@@ -12,11 +12,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_core.wire import ServerStatus
+from grpo_local.ports import free_port
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
 from tests.soak.evidence import LINE, journal_path
 from tests.soak.faults import ENVIRONMENTS, FIRST_API, REDIS, SECOND_API, TRAINER
 from tests.soak.journal import writer_of
-from tests.soak.ports import lasting_ports
 from tests.soak.redis_facts import AofState, aof_state
 from tests.soak.supervisor import Supervisor
 
@@ -32,7 +32,7 @@ COUNTS = (
 )
 """In run-api's metrics, 0 where everything was trained and acknowledged."""
 CALL_DEADLINE_S = 60.0
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 120.0
 _LOOK_S = 1.0
 _REDIS_DEADLINE_S = 5.0
 _ENVIRONMENT_TIMEOUT_S = 10.0
@@ -57,7 +57,7 @@ class Cluster:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._redis_port, *self._api_ports = lasting_ports(1 + len(APIS))
+        self._redis_port, *self._api_ports = (free_port() for _ in (REDIS, *APIS))
         self.urls = [f"http://127.0.0.1:{port}" for port in self._api_ports]
         self._trainer_urls = cycle(self.urls)
         self.aof_states: list[AofState] = []

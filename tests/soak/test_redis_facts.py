@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
-from tests.soak.ports import lasting_ports
 from tests.soak.redis_facts import aof_state, aof_tails_cut
 
 SETS_BOTH = "redis.call('SET', 'a', ARGV[1]) return redis.call('SET', 'b', ARGV[1])"
@@ -23,7 +23,7 @@ def kill_and_cut(server: ManagedProcess, file: Path, bytes_cut: int) -> None:
 
 @pytest.mark.parametrize("bytes_cut", [1, 40])
 def test_a_cut_tail(tmp_path: Path, bytes_cut: int) -> None:
-    (port,) = lasting_ports(1)
+    port = free_port()
     file, log = tmp_path / "appendonly.aof", tmp_path / "redis.log"
     with redis.Redis(port=port, decode_responses=True) as client:
         server = start_redis(port, tmp_path, bundled_redis())

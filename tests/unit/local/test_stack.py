@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from grpo_local.health import HealthProbe
-from grpo_local.processes import ManagedProcess, ProcessFailed, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess, ProcessFailed
 from grpo_local.services import url
 from grpo_local.stack import STOP_GRACE_S, Service, Stack
 from grpo_local.stop_request import StopRequest, StopRequested

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from grpo_local.health import HealthProbe
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import start_redis
 from grpo_local.services import redis_url, url
 from tests.unit.local.process_table import eventually, is_alive

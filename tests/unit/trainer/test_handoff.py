@@ -27,7 +27,7 @@ from grpo_core.handoff import (
     status_key,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from grpo_trainer.errors import LostServer, NotPublished, WeightsRefused
 from grpo_trainer.weight_sync import handoff, supervisor_watch

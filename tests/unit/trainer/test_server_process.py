@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_trainer import server_process
 from grpo_trainer.errors import MissingPackage, NoInferenceServer
 from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags

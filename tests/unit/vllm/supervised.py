@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 
 from grpo_core.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
-from grpo_local.processes import ManagedProcess, free_port
+from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess
 from tests.fixtures.handoff import Sender
 from tests.unit.vllm.stub_engine import BROKEN, DIRECTORY
 

@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -137,14 +136,6 @@ def describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"status {code}"
-
-
-def free_port() -> int:
-    """A TCP port that nothing on the loopback interface listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _die_with_parent() -> None:

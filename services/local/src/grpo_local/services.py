@@ -11,7 +11,7 @@ from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
 from grpo_local.health import HealthProbe
 from grpo_local.mode_flags import HandOff
-from grpo_local.processes import free_port
+from grpo_local.ports import free_port
 from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import DemoSettings, TaskName

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_local import ports
+from grpo_local.ports import free_port
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from grpo_local import ports
+ports._GIVEN_TO_CLIENTS, ports._LOWEST = Path(sys.argv[1]), int(sys.argv[2])
+print(ports.free_port())
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the kernel is said to give to clients."""
+    told = tmp_path / "range"
+    monkeypatch.setattr(ports, "_GIVEN_TO_CLIENTS", told)
+    return told
+
+
+@pytest.fixture
+def leave_only(told: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A single port below the clients'."""
+
+    def leave(port: int) -> None:
+        monkeypatch.setattr(ports, "_LOWEST", port)
+        told.write_text(f"{port + 1}\t60999\n")
+
+    return leave
+
+
+def bound() -> socket.socket:
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    return server
+
+
+def test_it_lies_below_what_clients_get(told: Path) -> None:
+    told.write_text("15010\t60999\n")
+    assert all(15_000 <= free_port() < 15_010 for _ in range(3))
+
+
+def test_one_that_is_taken_is_not_given(leave_only: Callable[[int], None]) -> None:
+    with bound() as server:
+        leave_only(server.getsockname()[1])
+        assert free_port() != server.getsockname()[1]
+
+
+def test_it_is_given_once(told: Path, leave_only: Callable[[int], None]) -> None:
+    """To one process, though nobody listens on it yet."""
+    with bound() as server:
+        port: int = server.getsockname()[1]
+    leave_only(port)
+    assert free_port() == port
+    assert free_port() != port
+    command = [sys.executable, "-c", ELSEWHERE, str(told), str(port)]
+    elsewhere = subprocess.run(command, capture_output=True, check=True)
+    assert int(elsewhere.stdout) != port
+
+
+@pytest.mark.parametrize("said", ["1024\t65535\n", None])
+def test_without_room_below_the_kernel_chooses(said: str | None, told: Path) -> None:
+    if said is not None:
+        told.write_text(said)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
