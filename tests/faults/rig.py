@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +16,26 @@ import psutil
 
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
-from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
+from grpo_local.redis_server import answers_ping
 from tests.faults import staged_trainer
-from tests.fixtures.inference import SMALL
-
-REDIS, RUN_API, SERVER, ENVIRONMENT, TRAINER = (
-    *("redis", "run-api", "vllm-server", "environment", "trainer"),
+from tests.faults.commands import (
+    ENVIRONMENT,
+    REDIS,
+    RUN_API,
+    SERVER,
+    SHARED,
+    TRAINER,
+    Commands,
+    Ports,
 )
+
 ORDER = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 300.0
 STEP_DEADLINE_S = 180.0
-GROUP_SIZE, BATCH_SIZE = 4, 16
-RUN_ID = "faults"
-STEPS = 100_000
-"""More than any test waits for."""
-STATE_INTERVAL = 3
 EVERYTHING = os.environ.get("FAULTS") == "all"
 """`make test-full`: also what `make test` has no time for. A trainer needs ten seconds to start on
 a slow core, an engine without its host twenty."""
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Ports:
-    redis: int
-    run_api: int
-    server: int
-    health: int
-
-
-SHARED = "shared_vllm"
-RESTART_EVERY_STEPS = 3
-LORA_MODES = ("lora_only", "lora_restart")
 
 
 class Rig:
@@ -65,21 +51,21 @@ class Rig:
         self._stages = directory / "stages"
         self._stages.mkdir()
         (directory / REDIS).mkdir()
-        self._socket = sockets / "weights.sock"
-        self._model = str(model)
         self._ports = Ports(free_port(), free_port(), free_port(), free_port())
+        self._commands = Commands(
+            directory, sockets / "weights.sock", str(model), mode, self._ports
+        )
         self._processes: dict[str, ManagedProcess] = {}
         self._starts = 0
-        self.metrics = directory / "metrics.jsonl"
-        self.checkpoints = directory / "checkpoints"
+        self.metrics, self.checkpoints = self._commands.metrics, self._commands.checkpoints
 
     @property
     def run_api_url(self) -> str:
-        return f"http://127.0.0.1:{self._ports.run_api}"
+        return self._commands.run_api_url
 
     @property
     def server_url(self) -> str:
-        return f"http://127.0.0.1:{self._ports.server}"
+        return self._commands.server_url
 
     def start(self, name: str, *flags: str) -> ManagedProcess:
         """Start one process and wait until it is ready. A later flag wins over an earlier."""
@@ -96,7 +82,7 @@ class Rig:
             self._processes[name].kill()  # ended by itself: this collects its exit status
         self._starts += 1
         log = self._directory / f"{self._starts:02}-{name}.log"
-        command = [*self._command(name), *flags]
+        command = [*self._commands.of(name), *flags]
         process = ManagedProcess(name, command, log, self._variables())
         self._processes[name] = process
         return process
@@ -126,14 +112,13 @@ class Rig:
         supervisor = psutil.Process(self._processes[SERVER].pid)
         below = supervisor.children(recursive=True)
         supervisor.kill()
-        psutil.wait_procs(below, timeout=10.0)
-        left = [child for child in below if child.is_running()]
-        assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+        psutil.wait_procs(below, timeout=60.0)
+        assert not [child for child in below if _runs(child)]
 
     def server_status(self) -> dict[str, Any]:
         """What the supervisor says of itself."""
         url = f"http://127.0.0.1:{self._ports.health}/status"
-        answer: dict[str, Any] = httpx.get(url, timeout=5).json()
+        answer: dict[str, Any] = httpx.get(url, timeout=30).json()
         return answer
 
     def close(self) -> None:
@@ -142,9 +127,7 @@ class Rig:
 
     def records(self) -> list[dict[str, Any]]:
         """One per step, of every trainer so far."""
-        if not self.metrics.exists():
-            return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return read_records(self.metrics)
 
     def wait_for_steps(self, more: int) -> list[dict[str, Any]]:
         """The records of the next `more` steps."""
@@ -229,90 +212,18 @@ class Rig:
             staged_trainer.VARIABLE: str(self._stages),
         }
 
-    def _command(self, name: str) -> list[str]:
-        commands = {
-            REDIS: self._redis,
-            RUN_API: self._run_api,
-            SERVER: self._server,
-            ENVIRONMENT: self._environment,
-            TRAINER: self._trainer,
-        }
-        return commands[name]()
 
-    def _redis(self) -> list[str]:
-        return redis_command(self._ports.redis, self._directory / REDIS, bundled_redis())
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Of the whole lines of a metrics file: its last one may be half written."""
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
-    def _run_api(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_api"),
-            *("--port", str(self._ports.run_api)),
-            *("--redis-deadline-s", "3"),
-            *self._redis_flags(),
-        ]
 
-    def _server(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_vllm"),
-            *("--model", self._model),
-            *("--port", str(self._ports.server)),
-            *("--health-port", str(self._ports.health)),
-            *self._how_weights_come(),
-            *self._redis_flags(),
-            *("--dtype", "float32"),
-            *SMALL,
-        ]
-
-    def _how_weights_come(self) -> list[str]:
-        if self.mode == SHARED:
-            config = self._directory / "vllm_bridge_config.json"
-            return [
-                "--share-weights",
-                *("--weights-socket", str(self._socket)),
-                *("--bridge-config-path", str(config)),
-            ]
-        lora = ["--enable-lora"] if self.mode in LORA_MODES else []
-        return [*lora, "--weights-dir", str(self.checkpoints / "served_weights")]
-
-    def _environment(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_env", "arithmetic", "serve"),
-            *("--env.rollout-server-url", self.run_api_url),
-            *("--env.group-size", str(GROUP_SIZE)),
-            *("--env.max-completion-tokens", "8"),
-            *("--env.max-batches-offpolicy", "2"),
-            *("--env.drop-equal-scores", "false"),
-            *("--openai.base-url", f"{self.server_url}/v1"),
-            *("--openai.model-name", self._model),
-        ]
-
-    def _trainer(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "tests.faults.staged_trainer"),
-            *("--model-name", self._model),
-            *("--weight-bridge-mode", self.mode),
-            *self._mode_flags(),
-            *("--atropos-url", self.run_api_url),
-            *("--vllm-port", str(self._ports.server)),
-            *("--training-steps", str(STEPS)),
-            *("--batch-size", str(BATCH_SIZE // 2)),
-            *("--gradient-accumulation-steps", "2"),
-            *("--lr", "1e-4"),
-            *("--seq-len", "128"),
-            *("--metrics-file", str(self.metrics)),
-            *("--save-path", str(self.checkpoints)),
-            *("--checkpoint-interval", "0"),
-            *("--state-interval", str(STATE_INTERVAL)),
-        ]
-
-    def _mode_flags(self) -> list[str]:
-        if self.mode == SHARED:
-            return ["--verify-every-steps", "1"]
-        restarts = ["--vllm-restart-interval", str(RESTART_EVERY_STEPS)]
-        return [*self._redis_flags(), *([] if self.mode == "lora_only" else restarts)]
-
-    def _redis_flags(self) -> list[str]:
-        url = f"redis://127.0.0.1:{self._ports.redis}/0"
-        return ["--redis-url", url, "--run-id", RUN_ID]
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _content(path: Path) -> str:

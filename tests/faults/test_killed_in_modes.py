@@ -13,16 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.rig import (
-    EVERYTHING,
-    ORDER,
-    REDIS,
-    RESTART_EVERY_STEPS,
-    SERVER,
-    STATE_INTERVAL,
-    TRAINER,
-    Rig,
-)
+from tests.faults.commands import REDIS, RESTART_EVERY_STEPS, SERVER, STATE_INTERVAL, TRAINER
+from tests.faults.rig import EVERYTHING, ORDER, Rig
 from tests.faults.staged_trainer import TRAINING, WAITING
 
 MODES = ("lora_only", "lora_restart", "none") if EVERYTHING else ("lora_only",)

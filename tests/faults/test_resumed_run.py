@@ -5,7 +5,6 @@ Both train on the same groups, sampled once, from the same weights.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration, ScoredGroup
 from grpo_local.processes import ManagedProcess
 from grpo_trainer.state_store import STATES
-from tests.faults.rig import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER, Rig
+from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
+from tests.faults.rig import Rig, read_records
 from tests.faults.staged_trainer import SAVED, TRAINING
 from tests.integration.run_api_calls import REGISTRATION
 
@@ -67,9 +67,8 @@ class Line:
 
     def survivors(self) -> dict[int, dict[str, Any]]:
         """The record of each step, the last one where it was taken several times."""
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {record["step"]: record for record in map(json.loads, lines)}
+        records = read_records(self.directory / "metrics.jsonl")
+        return {record["step"]: record for record in records}
 
     def losses(self) -> list[tuple[int, float, float]]:
         return [
