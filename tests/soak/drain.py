@@ -13,9 +13,10 @@ from tests.soak.trained_line import read_checkpoint
 from tests.soak.verdict import Evidence, LeftOver
 
 GOODBYE_DEADLINE_S = 90.0
-IDLE_DEADLINE_S = 60.0
-_STILL_S = 2.5
+IDLE_DEADLINE_S = 180.0
+_STILL_S = 5.0
 """Longer than the trainer waits in one poll and until it saves what it has."""
+_TAKEN_WITHIN_S = 3.0
 _POLL_S = 0.1
 _FILLER_SENDER = 99
 
@@ -108,7 +109,7 @@ def _send_filler(cluster: Cluster, journal: Journal, maker: GroupMaker) -> None:
 
 def _is_empty(cluster: Cluster) -> bool:
     """Looked at for a moment: the trainer may be about to take the batch."""
-    give_up_at = time.monotonic() + 1.0
+    give_up_at = time.monotonic() + _TAKEN_WITHIN_S
     while time.monotonic() < give_up_at:
         status = cluster.status()
         if status is not None and status.queue_size == 0:

@@ -26,6 +26,7 @@ _HITS = (
     ("SIGTERM trainer", (TRAINER,), signal.SIGTERM),
 )
 """One round: each of these once, in any order, and an environment."""
+ROUND = len(_HITS) + 1
 
 _ENVIRONMENT_KILLED = "SIGKILL environment"
 

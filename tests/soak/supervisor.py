@@ -15,7 +15,7 @@ from grpo_core.closing import ClosesOnExit
 from grpo_local.processes import ManagedProcess, describe_exit
 from tests.soak.faults import Fault
 
-GRACE_S = 15.0
+GRACE_S = 60.0
 """From SIGTERM to the end of a process."""
 _TICK_S = 0.02
 _LOG_LINES = 15

@@ -13,7 +13,7 @@ import pytest
 from tests.soak.faults import TRAINER, Fault
 from tests.soak.supervisor import Supervisor
 
-SAYS_WHO_IT_IS = "import os, signal, time; {}; print(os.getpid(), flush=True); time.sleep(60)"
+SAYS_WHO_IT_IS = "import os, signal, time; {}; print(os.getpid(), flush=True); time.sleep(600)"
 
 
 def process(at_first: str) -> list[str]:
@@ -44,7 +44,7 @@ class Watched:
         """Until the process has been started again after the last of them, or an incident."""
         faults = [Fault(0.0, number.name, (TRAINER,), number, 0.0) for number in signals]
         assert self.supervisor.run_until(
-            lambda: self.supervisor.hits.total() == len(faults) and self.is_up(), 10.0, faults
+            lambda: self.supervisor.hits.total() == len(faults) and self.is_up(), 60.0, faults
         )
 
 
@@ -76,7 +76,7 @@ def test_what_does_not_end_in_order_is_an_incident(watched: Watched) -> None:
 @pytest.mark.parametrize("status", [0, 1])
 def test_what_ends_by_itself_is_an_incident(watched: Watched, status: int) -> None:
     watched.start(process(f"print('the reason', flush=True); raise SystemExit({status})"))
-    assert watched.supervisor.run_until(lambda: False, 10.0)
+    assert watched.supervisor.run_until(lambda: False, 60.0)
     (incident,) = watched.supervisor.incidents
     assert incident.startswith(f"trainer ended with status {status}")
     assert "the reason" in incident
@@ -84,7 +84,7 @@ def test_what_ends_by_itself_is_an_incident(watched: Watched, status: int) -> No
 
 def test_what_does_not_end_at_all_is_an_incident(watched: Watched) -> None:
     watched.start(DOES_NOT_END)
-    assert watched.supervisor.run_until(watched.is_up, 10.0)
+    assert watched.supervisor.run_until(watched.is_up, 60.0)
     watched.supervisor.end([TRAINER], 0.5)
     assert watched.supervisor.incidents == ["still running 0.5 s after SIGTERM: trainer"]
 
