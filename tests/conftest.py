@@ -7,6 +7,7 @@ import signal
 from collections.abc import Generator
 from types import FrameType
 
+import httpx
 import pytest
 
 pytest_plugins = [
@@ -20,10 +21,16 @@ pytest_plugins = [
 EXCUSED_SKIPS = ("no GPU",)
 """Starts of reasons that CI cannot do anything about. Any other skip there is a failure."""
 
+HTTP_DEADLINE_S = 60.0
+"""Of requests without one of their own, which httpx gives five seconds: a machine with other work
+may stand still as long, and no test means to find that."""
+
 
 def pytest_configure() -> None:
     """Asked to end, the tests end as after Ctrl-C: fixtures end what they have started."""
     signal.signal(signal.SIGTERM, _interrupt)
+    for part in ("connect", "read", "write", "pool"):
+        setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, HTTP_DEADLINE_S)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

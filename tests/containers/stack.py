@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "run-api", "environment", "vllm-server", "trainer")
-UP_WITHIN_S = 400
+UP_WITHIN_S = 900
 POLL_S = 0.5
 
 

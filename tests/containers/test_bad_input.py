@@ -14,7 +14,7 @@ from tests.containers.stack import ROOT, Stack, docker
 
 PORTS = {"RUN_API_PORT": "18020", "VLLM_PORT": "19020"}
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600, func_only=True)  # the first one builds the images
 
 
 @pytest.fixture

@@ -65,14 +65,14 @@ start_engine() {
   dockerd --host "$DOCKER_HOST" --data-root "$home/data" --exec-root "$home/exec" \
     --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 &
   trap stop_engine EXIT
-  for _ in $(seq 120); do
+  for _ in $(seq 360); do
     if docker info >/dev/null 2>&1; then
       return
     fi
     sleep 0.5
   done
   tail -n 20 "$home/dockerd.log" >&2
-  echo "the Docker engine did not start within 60 s; its log is $home/dockerd.log" >&2
+  echo "the Docker engine did not start within 180 s; its log is $home/dockerd.log" >&2
   exit 1
 }
 

@@ -17,10 +17,10 @@ from tests.e2e.left_over import processes_that_log_below
 STEPS = 60
 WINDOW = 15
 DEADLINE_S = 900
-MIN_RISE = 0.06
+MIN_RISE = 0.04
 """Of the mean reward, last 15 steps over first 15. The reward of single steps scatters with a
 standard deviation of 0.065 (two runs), so the difference of two such means has a standard error of
-0.024. Seen: 0.15 in both. A weak test alone, at 2.5 of those: the sharp one is the saved model's.
+0.024. Seen: 0.15 in both. A weak test alone, at 1.7 of those: the sharp one is the saved model's.
 """
 MIN_RISE_SAVED = 0.08
 """Of the saved model's exact accuracy, its expected reward, without sampling noise. Seen: 0.149."""
