@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from grpo_api.dispatch import BatchDispatcher
@@ -25,23 +28,30 @@ TIMEOUT_S = 60.0
 """Silence after which an environment counts as gone."""
 
 LIMITS = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=2**30)
-PATIENCE = Patience(placing_s=5.0, full_s=0.3, held_bytes=2**20)
+PATIENCE = Patience(placing_s=60.0, full_s=0.3, held_bytes=2**20)
+"""A queue that is full makes room at once or not at all."""
+PATIENT = replace(PATIENCE, full_s=60.0)
+"""For those who are to find room however slow the machine is."""
+DEADLINE_S = 60.0
 
 
 class TroubledLink(RedisLink):
     """A link whose troubles a test chooses, by script or command."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        super().__init__(url, run_id, deadline_s=5.0)
+        super().__init__(url, run_id, deadline_s=DEADLINE_S)
         self.loses_answer_of: str | None = None
         self.repeats_scripts = False
         self.between_repeats: Interruption | None = None
         self.before: dict[str, Interruption] = {}
+        self.answered: Counter[str] = Counter()
 
     async def call(self, *command: Any) -> Any:
         if interruption := self.before.pop(command[0], None):
             await interruption()
-        return await super().call(*command)
+        answer = await super().call(*command)
+        self.answered[command[0]] += 1
+        return answer
 
     async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
         if interruption := self.before.pop(name, None):
@@ -55,13 +65,20 @@ class TroubledLink(RedisLink):
         if self.loses_answer_of == name:
             self.loses_answer_of = None
             raise StoreUnavailable("answer lost")
+        self.answered[name] += 1
         return answer
+
+    async def until_answered(self, name: str, times: int) -> None:
+        """A script or command, so often; whoever asked goes on before the caller does."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.answered[name] < times:
+                await asyncio.sleep(0.01)
 
 
 class Run:
     """One run: its store, and what two replicas of run-api would have."""
 
-    def __init__(self, link: TroubledLink, limits: Limits) -> None:
+    def __init__(self, link: TroubledLink, limits: Limits, patience: Patience) -> None:
         self.link = link
         self.store = RunStore(link, TIMEOUT_S, limits.leased_bytes)
         self.lifetime = Lifetime()
@@ -70,7 +87,7 @@ class Run:
             BatchDispatcher(self.store, self.lifetime) for _ in range(2)
         )
         self.intake, self.intake_of_replica = (
-            Intake(self.store, limits, PATIENCE, self.lifetime) for _ in range(2)
+            Intake(self.store, limits, patience, self.lifetime) for _ in range(2)
         )
 
     async def register(self, **changes: Any) -> None:
@@ -135,6 +152,15 @@ class Run:
         status = await self.store.trainer.status()
         return status.current_step, status.queue_size
 
+    async def submit_to_the_line(self, marker: int) -> asyncio.Task[list[Outcomes]]:
+        """Where the queue is full: returns once the group has its place among those who wait."""
+        looked = self.link.answered["view_run"]
+        held = asyncio.create_task(self.submit(marker))
+        # the last that a submission asks before it takes its place
+        await self.link.until_answered("view_run", looked + 1)
+        assert not held.done()
+        return held
+
     async def stay_silent(self, env_id: int, seconds: float) -> None:
         """Let the environment's last poll be that long ago."""
         seen = f"{self.link.prefix}seen"
@@ -155,9 +181,11 @@ class Run:
 
 
 @asynccontextmanager
-async def open_run(redis_url: str, run_id: str, limits: Limits = LIMITS) -> AsyncIterator[Run]:
+async def open_run(
+    redis_url: str, run_id: str, limits: Limits = LIMITS, patience: Patience = PATIENCE
+) -> AsyncIterator[Run]:
     """A run of which nothing is known but its trainer."""
-    run = Run(TroubledLink(redis_url, run_id), limits)
+    run = Run(TroubledLink(redis_url, run_id), limits, patience)
     await run.store.reset()
     await run.register()
     yield run

@@ -18,7 +18,7 @@ from grpo_api.limits import Limits
 from grpo_api.payloads import unpack
 from grpo_api.records import Poll
 from grpo_api.waiting_line import MAX_WAITING
-from tests.integration.run_store_rig import Run, open_run
+from tests.integration.run_store_rig import PATIENT, Run, open_run
 
 
 @pytest.fixture
@@ -137,6 +137,16 @@ async def test_whom_the_batch_waits_for_is_let_in_past_a_full_line(redis_url: st
         await run.submit(9, env_id=second)
         assert await run.lease(after=0) == [0, 9]
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_those_who_waited_longest_come_first(redis_url: str) -> None:
+    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
+    async with open_run(redis_url, "line", limits, PATIENT) as run:
+        await run.submit(*range(4))
+        held = [await run.submit_to_the_line(marker) for marker in (10, 11, 12, 13)]
+        assert [await run.poll(), await run.poll()] == [[0, 1], [2, 3]]
+        await asyncio.gather(*held)
+        assert [await run.poll(), await run.poll()] == [[10, 11], [12, 13]]
 
 
 @pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])

@@ -18,6 +18,10 @@ from grpo_api.limits import Limits
 from grpo_api.records import Acknowledged
 from tests.integration.run_store_rig import Run, open_run
 
+POLL_S = 30.0
+SOON_S = 15.0
+"""Well before such a poll would end by itself."""
+
 
 @pytest.fixture
 async def run(redis_url: str) -> AsyncIterator[Run]:
@@ -114,16 +118,16 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
 
 
 async def test_long_poll_answers_as_soon_as_a_batch_is_there(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    polling = asyncio.create_task(run.lease(after=0, wait_s=POLL_S))
     await asyncio.sleep(0.2)
     assert not polling.done()
     await run.submit(1, 2, replica=True)
-    assert await asyncio.wait_for(polling, timeout=5.0) == [1, 2]
+    assert await asyncio.wait_for(polling, SOON_S) == [1, 2]
     assert await run.lease(after=1, wait_s=0.1) is None
 
 
 async def test_long_poll_ends_when_the_server_stops(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=30.0))
+    polling = asyncio.create_task(run.lease(after=0, wait_s=POLL_S))
     await asyncio.sleep(0.1)
     run.lifetime.closing.set()
-    assert await asyncio.wait_for(polling, timeout=5.0) is None
+    assert await asyncio.wait_for(polling, SOON_S) is None

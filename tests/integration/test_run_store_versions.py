@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,7 +10,7 @@ from grpo_api.limits import Limits
 from grpo_api.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.served_record import ServedRecord, ServedWeights
-from tests.integration.run_store_rig import Run, open_run
+from tests.integration.run_store_rig import PATIENT, Run, open_run
 from tests.integration.test_run_store_large import LARGE
 
 RUN_ID = "version-tests"
@@ -46,7 +45,7 @@ class VersionedRun:
 async def versioned(redis_url: str) -> AsyncIterator[VersionedRun]:
     limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
     async with (
-        open_run(redis_url, RUN_ID, limits) as run,
+        open_run(redis_url, RUN_ID, limits, PATIENT) as run,
         ServedRecord(redis_url, RUN_ID) as record,
     ):
         await run.link.call("DEL", run.link.served_weights)
@@ -96,9 +95,7 @@ async def test_a_group_that_waited_for_room_carries_what_was_served_when_it_came
     run = versioned.run
     await versioned.serve(OLD)
     await run.submit(1, 2, 3, 4)
-    held = asyncio.create_task(run.submit(5))
-    await asyncio.sleep(0.1)
-    assert not held.done()
+    held = await run.submit_to_the_line(5)
     await versioned.serve(NEW)
     await versioned.leased(after=0)
     await held
