@@ -23,7 +23,7 @@ from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import bulky, register, status, submit
 from tests.unit.trainer.test_trainer_state import Side
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 STATE = Position(step=2, batch_id=2, epoch=1)
 
 
