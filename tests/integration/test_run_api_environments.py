@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+import redis
 
-from tests.fixtures.run_api import start_run_api
+from grpo_api.redis_link import layout_prefix
+from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     ENVIRONMENT,
     WAITING,
@@ -23,8 +24,6 @@ from tests.integration.run_api_calls import (
     submit,
     told,
 )
-
-SHORT_TIMEOUT_S = 2.0
 
 
 def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx.Client) -> None:
@@ -173,43 +172,37 @@ def test_a_restarted_environment_is_another_one(http: httpx.Client) -> None:
 
 
 @pytest.fixture
-def impatient(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A run-api that takes an environment for gone after two seconds of silence."""
-    api = start_run_api(
-        redis_url,
-        tmp_path_factory.mktemp("run-api"),
-        run_id="impatient",
-        environment_timeout_s=SHORT_TIMEOUT_S,
-    )
-    with httpx.Client(base_url=api.url, timeout=30.0) as client:
-        client.get("/reset_data").raise_for_status()
-        yield client
-    api.process.stop()
+def stay_silent(redis_url: str) -> Iterator[Callable[[int, float], None]]:
+    """Lets an environment's last poll be so many seconds longer ago."""
+    with redis.Redis.from_url(redis_url) as connection:
+
+        def move_back(env_id: int, seconds: float) -> None:
+            connection.hincrby(f"{layout_prefix(RUN_ID)}seen", str(env_id), -int(seconds * 1000))
+
+        yield move_back
 
 
 def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
-    impatient: httpx.Client,
+    http: httpx.Client, stay_silent: Callable[[int, float], None]
 ) -> None:
-    start(impatient)
-    register_environment(impatient)
-    register_environment(impatient, min_batch_allocation=0.5)
-    submit(impatient, 1, 2, 3, 4, env_id=0)
-    told(impatient, 1)
-    last_poll = time.monotonic()
+    start(http)
+    register_environment(http)
+    register_environment(http, min_batch_allocation=0.5)
+    submit(http, 1, 2, 3, 4, env_id=0)
+    told(http, 1)
 
-    batch = None
-    while batch is None and time.monotonic() < last_poll + 10 * SHORT_TIMEOUT_S:
-        told(impatient, 0)
-        batch = next_batch(impatient)
-        time.sleep(0.1)
-    assert batch == [1, 2]
-    assert time.monotonic() - last_poll > SHORT_TIMEOUT_S
-    assert told(impatient, 0)["env_weight"] == 1.0
-    assert told(impatient, 0)["unallocated_fraction"] == 1.0
+    stay_silent(1, ENVIRONMENT_TIMEOUT_S - 40)
+    assert told(http, 0)["env_weight"] == 0.5
+    assert next_batch(http) is None
 
-    back = told(impatient, 1)
+    stay_silent(1, 40)
+    assert next_batch(http) == [1, 2]
+    assert told(http, 0)["env_weight"] == 1.0
+    assert told(http, 0)["unallocated_fraction"] == 1.0
+
+    back = told(http, 1)
     assert (back["env_weight"], back["unallocated_fraction"]) == (0.5, 0.5)
-    assert told(impatient, 0)["env_weight"] == 0.5
-    assert next_batch(impatient) is None
-    submit(impatient, 5, env_id=1)
-    assert next_batch(impatient) == [3, 5]
+    assert told(http, 0)["env_weight"] == 0.5
+    assert next_batch(http) is None
+    submit(http, 5, env_id=1)
+    assert next_batch(http) == [3, 5]
