@@ -177,7 +177,7 @@ def test_a_worker_that_dies_is_a_503_and_the_next_takes_its_place(
     post(large, large_group()).raise_for_status()
     first = worker_of(api)
     os.kill(first.pid, signal.SIGKILL)
-    first.wait(timeout=10)
+    first.wait(timeout=60)
     answer = post(large, large_group())
     assert answer.status_code in (200, 503)
     if answer.status_code == 503:
@@ -193,4 +193,4 @@ def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: 
         client.post("/scored_data", content=b" " * 2_000_000)
     worker = worker_of(api)
     api.process.kill()
-    worker.wait(timeout=10)
+    worker.wait(timeout=60)

@@ -27,8 +27,8 @@ from tests.integration.run_api_calls import (
 from tests.integration.stored_keys import stored_keys
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
-DEADLINE_S = 240.0
-SETTLE_S = 10.0
+DEADLINE_S = 600.0
+SETTLE_S = 60.0
 RUN_ID = "openapi"
 TOKEN = "correct-horse"
 SHORT_LIVED = ("receipt:", "last_group_id", "seen")
@@ -39,6 +39,7 @@ WRONG = (
 )
 """What each route that takes something refuses."""
 GROWTH_BYTES = 64 * 1024 * 1024
+pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,8 @@ def test_refused_requests_leave_nothing_behind(
     assert stored_keys(redis_url, RUN_ID, SHORT_LIVED) == before
     client.close()
     api.process.wait_until(lambda: clients_of(server, port) == 0, SETTLE_S)
-    assert server.num_fds() <= files
+    # a connection is closed a moment after it has left that state
+    api.process.wait_until(lambda: server.num_fds() <= files, SETTLE_S)
     assert server.memory_info().rss - used < GROWTH_BYTES
 
 

@@ -26,7 +26,9 @@ from tests.integration.run_api_calls import REGISTRATION, register
 
 TOKEN = "correct-horse-battery-staple"
 OPEN = ("/health", "/healthz", "/readyz")
-LOG_DEADLINE_S = 5.0
+LOG_DEADLINE_S = 30.0
+REDIS_DEADLINE_S = 60.0
+"""Longer than the probes of a test take while a request waits for Redis."""
 RUN_ID = "operations"
 
 
@@ -47,6 +49,7 @@ def api(
         own_redis[0],
         tmp_path_factory.mktemp("run-api"),
         run_id=RUN_ID,
+        redis_deadline_s=REDIS_DEADLINE_S,
         environment={"RUN_API_TOKEN": TOKEN, "RUN_API_LOG_LEVEL": "DEBUG"},
     )
     yield running
@@ -63,7 +66,7 @@ def stranger(api: RunningApi) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def _client(api: RunningApi) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=api.url, timeout=30.0, headers=headers) as known:
+    with httpx.Client(base_url=api.url, timeout=2 * REDIS_DEADLINE_S, headers=headers) as known:
         yield known
 
 
@@ -173,7 +176,7 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
 
 
 def test_a_sender_that_leaves_is_no_defect(api: RunningApi, client: httpx.Client) -> None:
-    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=5.0)
+    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
     leaving.putrequest("POST", "/scored_data")
     for name, value in (("Authorization", f"Bearer {TOKEN}"), ("X-Request-Id", "gone-1")):
         leaving.putheader(name, value)
@@ -227,7 +230,7 @@ def test_what_is_401_says_what_is_missing_and_changes_nothing(
 
 
 def test_401_comes_before_the_body(api: RunningApi) -> None:
-    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=5.0)
+    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
     connection.putrequest("POST", "/scored_data")
     connection.putheader("Content-Length", str(10**9))
     connection.endheaders()

@@ -16,7 +16,7 @@ from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
 from grpo_local.ports import free_port
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def admin(redis_url: str) -> Iterator[redis.Redis]:
 
 
 @asynccontextmanager
-async def link_to(url: str, deadline_s: float = 5.0) -> AsyncIterator[RedisLink]:
+async def link_to(url: str, deadline_s: float = DEADLINE_S) -> AsyncIterator[RedisLink]:
     link = RedisLink(url, "start", deadline_s)
     try:
         yield link

@@ -15,8 +15,9 @@ import pytest
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import group, start, status
 
-DEADLINE_S = 10.0
-BODY_DEADLINE_S = 0.25
+DEADLINE_S = 60.0
+BODY_DEADLINE_S = 2.0
+"""Long enough for what has been sent to arrive, however busy the machine is."""
 MAX_BODY_BYTES = 2 * 1024 * 1024
 LARGE = json.dumps(group(9)).encode() + b" " * (MAX_BODY_BYTES - 4096)
 
@@ -57,26 +58,28 @@ def eventually(found: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("path", "sent"),
-    [
-        ("/scored_data", 0),
-        ("/scored_data", 200_000),
-        ("/scored_data_list", 1),
-        ("/register", 200_000),
-    ],
-)
-def test_a_body_that_stops_is_408_and_the_connection_closed(
-    impatient: RunningApi, path: str, sent: int
-) -> None:
-    with connection(impatient) as peer:
+STOPPED = [
+    ("/scored_data", 0),
+    ("/scored_data", 200_000),
+    ("/scored_data_list", 1),
+    ("/register", 200_000),
+]
+
+
+def test_a_body_that_stops_is_408_and_the_connection_closed(impatient: RunningApi) -> None:
+    with ExitStack() as opened:
         began = time.monotonic()
-        begin(peer, path, 300_000, sent)
-        answer = until_closed(peer)
-        assert time.monotonic() - began >= BODY_DEADLINE_S
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"connection: close\r\n" in answer
-    assert f"{sent} bytes arrived within 0.25 s".encode() in answer
+        peers = [opened.enter_context(connection(impatient)) for _ in STOPPED]
+        for peer, (path, sent) in zip(peers, STOPPED, strict=True):
+            begin(peer, path, 300_000, sent)
+        answers = []
+        for peer in peers:
+            answers.append(until_closed(peer))
+            assert time.monotonic() - began >= BODY_DEADLINE_S
+    for answer, (path, sent) in zip(answers, STOPPED, strict=True):
+        assert answer.startswith(b"HTTP/1.1 408 "), path
+        assert b"connection: close\r\n" in answer
+        assert f"{sent} bytes arrived within 2 s".encode() in answer
 
 
 def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None:
