@@ -12,7 +12,7 @@ import pytest
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 
-pytestmark = pytest.mark.timeout(400)  # the first use installs atroposlib
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
 
 GROUPS, GROUP_SIZE = 5, 2
 GZIP_FROM_BYTES = 1024
@@ -49,7 +49,7 @@ def test_calls_of_the_environment_base(
     assert seen["wandb"] == ["", "a group"], "an empty project is one"
     assert (seen["batch_size"], seen["max_token_len"]) == (GROUPS * GROUP_SIZE, 512)
     assert seen["status"]["env_weight"] == 1.0
-    assert seen["polls_per_s"] > 10, "environments poll ten times a second"
+    assert seen["median_poll_s"] < 0.1, "environments poll ten times a second"
     assert min(seen["body_bytes"]) < GZIP_FROM_BYTES <= max(seen["body_bytes"])
 
     assert seen["queue_before_refusal"] == GROUPS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -67,10 +68,7 @@ async def calls(url: str, tokenizer: str) -> dict[str, Any]:
     await env.setup_wandb()
     await env.register_env()
     await env.get_server_info()
-    started = time.monotonic()
-    for _ in range(POLLS):
-        await env.get_status()
-    seconds = time.monotonic() - started
+    polls_s = [await seconds_of_a_poll(env) for _ in range(POLLS)]
 
     await env.handle_send_to_api(group(3))
     await env.handle_send_to_api(group(200))
@@ -86,12 +84,18 @@ async def calls(url: str, tokenizer: str) -> dict[str, Any]:
         "batch_size": env.config.batch_size,
         "max_token_len": env.max_token_len,
         "status": env.status_dict,
-        "polls_per_s": POLLS / seconds,
+        "median_poll_s": statistics.median(polls_s),
         "sent": env.sent,
         "body_bytes": env.body_bytes,
         "queue_before_refusal": accepted,
         "queue_after_refusal": await queue_size(url),
     }
+
+
+async def seconds_of_a_poll(env: BaseEnv) -> float:
+    started = time.monotonic()
+    await env.get_status()
+    return time.monotonic() - started
 
 
 async def queue_size(url: str) -> int:
