@@ -22,33 +22,35 @@ from tests.compat.training_run import TrainingRun
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import (
     MAX_TOKEN_LENGTH,
-    alive_in_session_of,
+    left_in_session_of,
     run_archived_trainer,
     start_environment,
 )
 from tests.fixtures.inference import InferenceServer
 from tests.fixtures.run_api import start_run_api
 
-pytestmark = pytest.mark.timeout(600)  # the first use installs atroposlib and starts vLLM
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib and starts vLLM
 
 MICRO_BATCH, ACCUMULATION, GROUP_SIZE = 4, 4, 4
 BATCH_SIZE = MICRO_BATCH * ACCUMULATION
 FULL_QUEUE = 3 * BATCH_SIZE // GROUP_SIZE
 """Groups at which the environment pauses: `max_batches_offpolicy` is 3 unless set."""
+FULLEST_QUEUE = FULL_QUEUE + 8
+"""Its 8 workers may each add a group before it sees that the queue is full."""
 STEPS = 5
 WIDTH = 64
 """Tokens that the archived trainer pads to a multiple of; a sum takes fewer than 64."""
 NOISE_NATS = 1e-4
-QUEUE_DEADLINE_S = 60.0
+QUEUE_DEADLINE_S = 300.0
 PAUSE_S = 1.5
 REDIS_GONE_S = 1.5
-ENVIRONMENT_END_DEADLINE_S = 30.0
+ENVIRONMENT_END_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
 class ArchivedRun:
     registration: Any
-    queue_while_paused: set[int]
+    queue_while_paused: int
     queue_after_redis_restart: int
     training: Any
     environment_exit: int
@@ -75,14 +77,14 @@ def run(
             upstream, {"action": "register", "config": config}, directory
         )
         _wait_for_full_queue(api.url, environment)
-        paused = _queue_sizes(api.url, PAUSE_S)
+        paused = _steady_queue_size(api.url)
         started[0].stop()
         time.sleep(REDIS_GONE_S)
         started[0] = start_redis(redis_port, directory, bundled_redis())
         after_restart = _queue_size(api.url)
         training = run_archived_trainer(upstream, {"action": "train", "config": config}, directory)
         environment_exit = environment.wait(ENVIRONMENT_END_DEADLINE_S)
-        left = alive_in_session_of(environment)
+        left = left_in_session_of(environment)
         yield ArchivedRun(
             registration=registration,
             queue_while_paused=paused,
@@ -118,14 +120,14 @@ def _wait_for_full_queue(api_url: str, environment: ManagedProcess) -> None:
     environment.wait_until(lambda: _queue_size(api_url) >= FULL_QUEUE, QUEUE_DEADLINE_S)
 
 
-def _queue_sizes(api_url: str, seconds: float) -> set[int]:
-    """Every size that the queue has within the next seconds."""
-    end = time.monotonic() + seconds
-    sizes = set()
-    while time.monotonic() < end:
-        sizes.add(_queue_size(api_url))
+def _steady_queue_size(api_url: str) -> int:
+    """Of the queue once it has not changed for PAUSE_S, or has more than a pause lets in."""
+    size, since = _queue_size(api_url), time.monotonic()
+    while size <= FULLEST_QUEUE and time.monotonic() - since < PAUSE_S:
         time.sleep(0.05)
-    return sizes
+        before, size = size, _queue_size(api_url)
+        since = since if size == before else time.monotonic()
+    return size
 
 
 def test_registration_and_first_poll(run: ArchivedRun) -> None:
@@ -133,11 +135,11 @@ def test_registration_and_first_poll(run: ArchivedRun) -> None:
 
 
 def test_the_environment_pauses_at_a_full_queue(run: ArchivedRun) -> None:
-    assert run.queue_while_paused == {FULL_QUEUE}
+    assert FULL_QUEUE <= run.queue_while_paused <= FULLEST_QUEUE
 
 
 def test_the_environment_survives_a_restart_of_redis(run: ArchivedRun) -> None:
-    assert run.queue_after_redis_restart == FULL_QUEUE
+    assert run.queue_after_redis_restart == run.queue_while_paused
     assert run.environment_exit == 0
     assert run.left_processes == []
 

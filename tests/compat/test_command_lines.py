@@ -15,7 +15,7 @@ import pytest
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 
-pytestmark = pytest.mark.timeout(400)  # the first use installs atroposlib
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
 
 URL = "http://10.0.0.7:9001/v1"
 LOCAL_PORTS = [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.compat.training_run import SHARES, STEPS, TrainingRun
 
-pytestmark = pytest.mark.timeout(600)  # the first use installs atroposlib and starts vLLM
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib and starts vLLM
 
 NOISE_NATS = 1e-4
 """float32 rounding between vLLM's kernels and torch's; seen: 2e-6."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.compat.upstream_install import NoPackageIndex, Upstream, ensure_upstream
 
-pytestmark = pytest.mark.timeout(400)  # the first use installs atroposlib
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
 
 PUBLISHED_FILES = 89
 """Python modules in the wheel of version 0.4.0."""

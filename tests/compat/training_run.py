@@ -12,15 +12,15 @@ from grpo_local.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import (
     MAX_TOKEN_LENGTH,
-    alive_in_session_of,
+    left_in_session_of,
     start_environment,
 )
 from tests.fixtures.inference import InferenceServer
 
 STEPS = 8
 BATCH_SIZE = 32
-TRAINING_DEADLINE_S = 120.0
-ENVIRONMENT_END_DEADLINE_S = 30.0
+TRAINING_DEADLINE_S = 400.0
+ENVIRONMENT_END_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def train(
     try:
         trainer_exit = trainer.wait(TRAINING_DEADLINE_S)
         environment_exits = [process.wait(ENVIRONMENT_END_DEADLINE_S) for process in environments]
-        left = [pid for process in ours for pid in alive_in_session_of(process)]
+        left = [pid for process in ours for pid in left_in_session_of(process)]
     finally:
         for process in ours:
             process.stop()
