@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
@@ -27,7 +28,13 @@ from grpo_vllm.served_record import (
 FIRST = ServedWeights(PolicyVersion(1, 0), intact=True, trained=True)
 TORN = ServedWeights(PolicyVersion(2, 4), intact=False, trained=True)
 LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is merely slow to answer is not away."""
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -80,7 +87,7 @@ async def test_no_redis_is_a_named_error_within_the_deadline() -> None:
 
 
 async def test_a_redis_that_hangs_costs_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt_s = 2.0  # that a busy machine's delay is little beside one
+    attempt_s = 0.5
     monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", attempt_s)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         port = hanging.getsockname()[1]
@@ -88,7 +95,19 @@ async def test_a_redis_that_hangs_costs_one_attempt(monkeypatch: pytest.MonkeyPa
             started = time.monotonic()
             for served in (FIRST, TORN, LATEST):
                 await record.note(served)
-            assert attempt_s <= time.monotonic() - started < 2.5 * attempt_s
+            assert attempt_s <= time.monotonic() - started < DEADLINE_S
+            assert connections_to(hanging) == 1  # each attempt makes its own
+
+
+def connections_to(server: socket.socket) -> int:
+    """That wait to be accepted."""
+    server.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            count += 1
+    return count
 
 
 class NotedMeanwhile(ServedRecord):
@@ -117,9 +136,8 @@ async def test_what_is_noted_while_redis_catches_up_arrives_as_well(
 
 
 async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_latest_later(
-    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_id: str
 ) -> None:
-    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     async with ServedRecord(url, run_id) as record:
