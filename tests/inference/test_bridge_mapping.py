@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.fixtures.inference import START_DEADLINE_S
+
 # In a process of its own: vLLM's loader leaves a process group and patched devices behind.
 LOAD_AND_COMPARE = """
 import sys, tempfile
@@ -51,7 +53,7 @@ def test_cutting_the_served_parameter_gives_the_checkpoints_tensor(tiny_model: P
         env={**os.environ, "VLLM_ENABLE_SHARED_WEIGHTS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=START_DEADLINE_S,
         check=False,
     )
     assert loaded.returncode == 0, loaded.stderr[-3000:]

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.inference.engine_load import running_requests, wait_for
+from tests.inference.engine_load import running_requests, unfinished_after_steps, wait_for
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
 DEFAULTS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
@@ -109,14 +109,14 @@ def test_bodies_that_are_no_json_object(shared_server: InferenceServer, content:
 def test_a_dropped_connection_aborts_the_request_in_the_engine(
     shared_server: InferenceServer,
 ) -> None:
-    """64 completions of 500 tokens take seconds; dropped, the engine is idle again at once."""
-    body = json.dumps(DEFAULTS | {"max_tokens": 500, "n": 64}).encode()
+    """Each of the 32 completions has hundreds of tokens to go; dropped, it gets no further."""
+    body = json.dumps(DEFAULTS | {"max_tokens": 500, "n": 32}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     port = httpx.URL(shared_server.url).port
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(head + body)
-        wait_for(lambda: running_requests(shared_server) == 64, deadline_s=5.0)
-    wait_for(lambda: running_requests(shared_server) == 0, deadline_s=1.0)
+        wait_for(lambda: running_requests(shared_server) == 32)
+    assert unfinished_after_steps(shared_server) < 16
 
 
 def test_the_openai_routes_are_there(shared_server: InferenceServer) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.inference.engine_load import running_requests, wait_for
+from tests.inference.engine_load import running_requests, unfinished_after_steps, wait_for
 
 DEFAULTS: dict[str, Any] = {
     "prompt": {"prompt_token_ids": [5, 6, 7, 8]},
@@ -47,8 +47,8 @@ def lines_of(server: InferenceServer, **body: Any) -> list[dict[str, Any]]:
 def test_each_line_has_prompt_and_text_so_far_of_every_completion(
     shared_server: InferenceServer,
 ) -> None:
-    lines = lines_of(shared_server, n=3)
-    assert len(lines) > 2  # about one per token, fewer where the machine is busy
+    lines = lines_of(shared_server, n=3, max_tokens=200)
+    assert len(lines) > 2  # about one per token, far fewer where the machine is busy
     for earlier, later in pairwise(lines):
         assert len(earlier["text"]) == len(later["text"]) == 3
         for before, after in zip(earlier["text"], later["text"], strict=True):
@@ -85,7 +85,7 @@ def test_stop_strings_end_a_stream_and_stay_out_of_it(shared_server: InferenceSe
 
 
 def test_lines_arrive_while_the_engine_still_samples(shared_server: InferenceServer) -> None:
-    with streamed(shared_server, max_tokens=400, n=8) as response:
+    with streamed(shared_server, max_tokens=500, n=16) as response:
         lines = response.iter_lines()
         first = next(lines)
         assert running_requests(shared_server) > 0
@@ -94,11 +94,11 @@ def test_lines_arrive_while_the_engine_still_samples(shared_server: InferenceSer
 
 
 def test_leaving_in_the_middle_aborts_in_the_engine(shared_server: InferenceServer) -> None:
-    with streamed(shared_server, max_tokens=500, n=64) as response:
+    with streamed(shared_server, max_tokens=500, n=32) as response:
         lines = response.iter_lines()
         next(lines)
-        wait_for(lambda: running_requests(shared_server) == 64, deadline_s=5.0)
-    wait_for(lambda: running_requests(shared_server) == 0, deadline_s=1.0)
+        wait_for(lambda: running_requests(shared_server) == 32)
+    assert unfinished_after_steps(shared_server) < 16
 
 
 def test_a_slow_reader_gets_the_whole_text(

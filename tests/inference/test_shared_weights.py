@@ -29,6 +29,7 @@ from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import (
     FLOAT32_NOISE,
+    START_DEADLINE_S,
     InferenceServer,
     launch_inference,
     start_inference,
@@ -112,7 +113,7 @@ def test_a_request_in_flight_goes_on_under_the_new_weights_exactly(
         trainer.gather_gradient(1)
         old_policy = copy.deepcopy(trainer.policy)
         with posted_in_background(shared_server.url, body) as answer:
-            wait_for(lambda: running_requests(shared_server) > 0, deadline_s=10.0)
+            wait_for(lambda: running_requests(shared_server) == 16)  # each with old weights
             trainer.sync.apply(trainer.optimizer, 1)
             reply = GenerateAnswer.model_validate(answer())
         for completion in reply.completions():
@@ -256,7 +257,7 @@ def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
         tiny_model, tmp_path, "--dtype", "float32", environment=control_plugin("stock", tmp_path)
     )
     try:
-        assert server.process.wait(120.0) != 0
+        assert server.process.wait(START_DEADLINE_S) != 0
         log = server.process.log_path.read_text()
         assert "UnshareableWeights" in log
         for layer in range(4):
