@@ -21,7 +21,7 @@ from grpo_env.alignment import align_group
 from tests.fixtures.inference import InferenceServer
 
 GROUP_SIZE, GROUPS_PER_BATCH = 4, 8
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 
 Fault = Callable[[ScoredGroup], ScoredGroup]
@@ -55,7 +55,7 @@ class Producer:
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
-        self._http = httpx.Client(timeout=30.0)
+        self._http = httpx.Client(timeout=DEADLINE_S)
         self._tokenizer = AutoTokenizer.from_pretrained(self.server.model)
 
     @contextmanager

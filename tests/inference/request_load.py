@@ -18,8 +18,10 @@ from typing import Any
 import aiohttp
 import httpx
 
+from tests.inference.engine_load import wait_for
+
 CLIENTS = 12
-TIMEOUT_S = 180.0
+TIMEOUT_S = 300.0
 LONGEST_TOKENS = 200
 
 
@@ -40,6 +42,10 @@ class LoadReport:
         if len(answer["token_ids"][0]) != tokens:
             self.problems.append(f"{len(answer['token_ids'][0])} of {tokens} tokens")
         self.versions[tuple(versions[0][0])] += 1
+
+    def wait_for_answers(self, more: int) -> None:
+        enough = self.answered + more
+        wait_for(lambda: self.answered >= enough, TIMEOUT_S)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,20 @@ import httpx
 import pytest
 import torch
 
+from grpo_core.wire import PolicyVersion
 from tests.fixtures.adapters import load, logprobs, make_adapter
 from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
 from tests.inference.engine_load import running_requests, wait_for
-from tests.inference.request_load import load_on
+from tests.inference.request_load import CLIENTS, load_on
 
 SWAPS = 20
+TRIES = 5
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
 """The second is longer than two blocks of cached keys and values."""
+
+Sample = tuple[list[int], torch.Tensor, Any]
+"""As `HandedOffServer.sample` returns it."""
 
 
 def completion_logprobs(lora: HandedOffServer, model: str | None, chat: bool) -> torch.Tensor:
@@ -70,40 +75,59 @@ def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_befor
         assert lora.sample(SHORT)[2] == [list(version)] * 2
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """A completion of 500 tokens, during which the adapter was swapped, and a short one began."""
+
+    version_before: PolicyVersion
+    in_use: list[str]
+    long: Sample
+    short: Sample
+
+
+def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
+    """None where the request had ended before the short one."""
+    before = lora.publish(lora.weights[0])
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(lora.sample, SHORT, 500)
+        wait_for(lambda: running_requests(lora.server) > 0 or under_way.done())
+        lora.publish(lora.weights[1])
+        short = lora.sample(SHORT)
+        used = in_use(lora)
+        overlapped = not under_way.done()
+        long = under_way.result()
+    return Overlap(before, used, long, short) if overlapped else None
+
+
+def in_use(lora: HandedOffServer) -> list[str]:
+    adapters: list[str] = httpx.get(f"{lora.server.url}/lora/status").json()["in_use"]
+    return adapters
+
+
 def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
     lora: HandedOffServer,
 ) -> None:
+    """Both are in one batch for a while, and each keeps to its own."""
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
-    before = lora.publish(lora.weights[0])
-    with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(lora.sample, SHORT, 300)
-        wait_for(lambda: running_requests(lora.server) > 0, deadline_s=10.0)
-        lora.publish(lora.weights[1])
-        # Both in one batch: each keeps to its own.
-        assert lora.difference(new, SHORT) < FILE_NOISE
-        assert not under_way.done(), "it was too short to overlap"
-        used = httpx.get(f"{lora.server.url}/lora/status").json()["in_use"]
-        assert used == [str(adapter) for adapter in lora.weights[:2]]
-        ids, logged, versions = under_way.result()
-    assert versions == [list(before)] * 2
+    swap = next(filter(None, (swap_during_a_request(lora) for _ in range(TRIES))), None)
+    assert swap is not None, f"{TRIES} times the swap took longer than the request"
+    assert swap.in_use == [str(adapter) for adapter in lora.weights[:2]]
+    ids, logged, versions = swap.long
+    assert versions == [list(swap.version_before)] * 2
     assert (logged - logprobs(old, SHORT, ids)).abs().max() < 10 * FILE_NOISE
-    wait_for(
-        lambda: (
-            httpx.get(f"{lora.server.url}/lora/status").json()["in_use"] == [str(lora.weights[1])]
-        ),
-        deadline_s=10.0,
-    )
+    ids, logged, _ = swap.short
+    assert (logged - logprobs(new, SHORT, ids)).abs().max() < FILE_NOISE
+    wait_for(lambda: in_use(lora) == [str(lora.weights[1])])
 
 
 def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> None:
     first = lora.publish(lora.weights[0])
     with load_on(lora.server.url) as report:
-        wait_for(lambda: report.answered > 3, deadline_s=60.0)
+        report.wait_for_answers(3)
         for i in range(SWAPS):
             last = lora.publish(lora.weights[i % 3])
-            time.sleep(0.2)
-        seen = report.answered
-        wait_for(lambda: report.answered > seen + 20, deadline_s=60.0)
+            report.wait_for_answers(3)  # most of those clients ask again at once
+        report.wait_for_answers(CLIENTS + 1)  # so that one began after the last swap
     assert report.problems == []
     assert {tuple(first), tuple(last)} <= set(report.versions)
     assert len(report.versions) > SWAPS / 2
@@ -140,8 +164,8 @@ def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(
     answer = httpx.post(f"{lora.server.url}/v1/load_lora_adapter", json=body)
     assert answer.json()["policy_version"] == [epoch + 1, 0]
     assert lora.difference(load(lora.server.model, lora.weights[0]), SHORT) < FILE_NOISE
-    wait_for(lambda: lora.server.status()["epoch"] == epoch + 1, deadline_s=10.0)
+    wait_for(lambda: lora.server.status()["epoch"] == epoch + 1)
     unloaded = httpx.post(f"{lora.server.url}/lora/unload", json={"adapter_name": ""})
     assert unloaded.json()["policy_version"] == [epoch + 2, 0]
     assert lora.difference(load(lora.server.model, None), SHORT) < FILE_NOISE
-    wait_for(lambda: lora.server.status()["kind"] == "base", deadline_s=10.0)
+    wait_for(lambda: lora.server.status()["kind"] == "base")
