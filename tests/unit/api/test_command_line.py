@@ -39,7 +39,7 @@ def test_answers_before_anything_heavy(
         [sys.executable, "-c", REPORT_HEAVY_MODULES, *words],
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == status
@@ -52,7 +52,7 @@ def test_module_is_the_command() -> None:
         [sys.executable, "-m", "grpo_api", "--help"],
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=60,
         check=True,
     )
     assert ended.stdout.startswith("usage: run-api")
@@ -68,7 +68,7 @@ def test_a_token_is_never_shown(words: list[str], token: str, status: int) -> No
         env={**os.environ, "RUN_API_TOKEN": token},
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == status

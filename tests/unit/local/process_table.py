@@ -21,7 +21,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], deadline_s: float = 90.0) -> bool:
     give_up_at = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > give_up_at:

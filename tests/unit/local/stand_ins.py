@@ -25,7 +25,10 @@ def fetch(request):
     return opener.open(request, timeout=10).read()
 
 def note_pid(name):
-    pathlib.Path(os.environ["STAND_IN_PIDS"], name).write_text(str(os.getpid()))
+    folder = os.environ["STAND_IN_PIDS"]
+    half_written = pathlib.Path(f"{folder}.{name}.{os.getpid()}")
+    half_written.write_text(str(os.getpid()))
+    half_written.replace(pathlib.Path(folder, name))
 """
 
 RUN_API = """
@@ -104,20 +107,30 @@ signal.signal(signal.SIGINT, end)
 if os.environ.get("STAND_IN_FAILING_MODE") == option("--weight-bridge-mode"):
     raise SystemExit("no such module: lm_tail")
 template = {metrics_object(1)!r}
-api = option("--atropos-url")
-post(api + "/trainer")
-while json.loads(fetch(api + "/environments")) == []:
-    time.sleep(0.05)
-time.sleep(0.3)  # the first batch takes longer than the runner's health check
 steps = int(option("--training-steps"))
-last = int(os.environ.get("STAND_IN_LAST_STEP", steps))
-with open(option("--metrics-file"), "a") as file:
-    for step in range(1, last + 1):
-        time.sleep(0.02)
-        line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
-        line["time_s"] = 1.5 * step
-        file.write(json.dumps(line) + "\\n")
-        file.flush()
+
+def train():
+    with open(option("--metrics-file"), "a") as file:
+        for step in range(1, int(os.environ.get("STAND_IN_LAST_STEP", steps)) + 1):
+            time.sleep(0.02)
+            line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
+            line["time_s"] = 1.5 * step
+            file.write(json.dumps(line) + "\\n")
+            file.flush()
+
+def register():
+    api = option("--atropos-url")
+    post(api + "/trainer")
+    while json.loads(fetch(api + "/environments")) == []:
+        time.sleep(0.05)
+    time.sleep(0.3)  # the first batch takes longer than the runner's health check
+
+if "STAND_IN_TRAINS_FIRST" in os.environ:  # every step is there before anybody waits for one
+    train()
+    register()
+else:
+    register()
+    train()
 save_path = pathlib.Path(option("--save-path"))
 save_path.mkdir(exist_ok=True, parents=True)
 if "--benchmark" in sys.argv:

@@ -39,7 +39,7 @@ class Comparing:
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=300)
         return process.returncode, out, err
 
     @property
@@ -154,7 +154,7 @@ def test_a_stop_signal_ends_every_run(comparing: Comparing) -> None:
     assert eventually(lambda: metrics.exists() and trainer.exists())
     pids = [int(path.read_text()) for path in (comparing.folder / "pids").iterdir()]
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 143
     assert err == "stopped by SIGTERM; every process of this comparison has ended\n"
     assert not any(is_alive(pid) for pid in pids)

@@ -57,7 +57,7 @@ class Demo:
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=180)
         return self.process.returncode, out, err
 
     @property
@@ -68,8 +68,7 @@ class Demo:
         return int((self.pids / name).read_text())
 
     def has_pid(self, name: str) -> bool:
-        path = self.pids / name
-        return path.exists() and path.read_text() != ""
+        return (self.pids / name).exists()
 
     def all_ended(self) -> bool:
         return not any(is_alive(self.pid(path.name)) for path in self.pids.iterdir())
@@ -207,7 +206,7 @@ def test_death_in_mid_run_ends_the_run_at_once(demo: Demo, name: str) -> None:
     os.kill(demo.pid(name), signal.SIGKILL)
     assert process.stdout is not None
     assert any("ending every process" in line for line in process.stdout)
-    assert time.monotonic() - killed_at < 15
+    assert time.monotonic() - killed_at < 60  # and the trainer ends after 100 s
     status, _, err = demo.finish()
     assert status == 1
     assert f"{name} ended with SIGKILL" in err
@@ -220,6 +219,7 @@ def test_a_trainer_that_makes_no_step(demo: Demo) -> None:
         *("--run-dir", "run"),
         *("--steps", "5"),
         *("--step-deadline-s", "0.5"),
+        STAND_IN_TRAINS_FIRST="1",
         STAND_IN_LAST_STEP="2",
         STAND_IN_TRAINER_LINGERS_S="100",
     )

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from grpo_local import health
 from grpo_local.health import HealthProbe
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess, ProcessFailed
 from grpo_local.services import url
-from grpo_local.stack import STOP_GRACE_S, Service, Stack
+from grpo_local.stack import Service, Stack
 from grpo_local.stop_request import StopRequest, StopRequested
 from tests.unit.local.process_table import SLEEP, eventually, is_alive, unrelated_process
 
@@ -41,7 +42,7 @@ def script(name: str, code: str, *arguments: str, **changes: object) -> Service:
         "name": name,
         "command": [sys.executable, "-c", code, *arguments],
         "healthy": lambda: True,
-        "deadline_s": 20.0,
+        "deadline_s": 60.0,
     }
     return Service(**(fields | changes))  # type: ignore[arg-type]
 
@@ -76,7 +77,7 @@ def test_a_service_starts_once_the_one_before_it_is_healthy(stack: Stack, tmp_pa
         seconds = stack.start(
             script(name, mark, str(events), name, str(ready), healthy=file_exists(ready))
         )
-        assert 0.3 <= seconds < 10
+        assert 0.3 <= seconds < 60
     assert events.read_text().splitlines() == [
         "first started",
         "first ready",
@@ -85,7 +86,8 @@ def test_a_service_starts_once_the_one_before_it_is_healthy(stack: Stack, tmp_pa
     ]
 
 
-def test_health_over_http(stack: Stack, tmp_path: Path) -> None:
+def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 30.0)  # a late answer counts as none
     (tmp_path / "health").write_text("ok")
     port = free_port()
     with HealthProbe() as probe:
@@ -97,7 +99,7 @@ def test_health_over_http(stack: Stack, tmp_path: Path) -> None:
                 *("--bind", "127.0.0.1", "--directory", str(tmp_path)),
             ],
             healthy=lambda: probe.answers(url(port)),
-            deadline_s=20.0,
+            deadline_s=60.0,
         )
         stack.start(server)
         assert probe.answers(url(port))
@@ -150,8 +152,8 @@ def test_death_by_a_signal_ends_a_sleep_and_is_named(stack: Stack) -> None:
     os.kill(stack.process("victim").pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(ProcessFailed, match="victim ended with SIGKILL"):
-        stack.sleep(30)
-    assert time.monotonic() - started < 15
+        stack.sleep(100)
+    assert time.monotonic() - started < 50
 
 
 def test_a_service_that_may_finish_fails_with_any_other_status(
@@ -162,14 +164,14 @@ def test_a_service_that_may_finish_fails_with_any_other_status(
     stack.start(script("bad", code, str(go_on), may_finish=True))
     stack.check()
     go_on.touch()
-    stack.process("bad").wait(10)
+    stack.process("bad").wait(60)
     with pytest.raises(ProcessFailed, match="bad ended with status 2; see"):
         stack.check()
 
 
 def test_a_service_that_may_finish_may_do_so_while_it_is_asked_how_it_is(stack: Stack) -> None:
     def not_yet() -> bool:
-        stack.process("quick").wait(10)
+        stack.process("quick").wait(60)
         return False
 
     stack.start(script("quick", "pass", may_finish=True, healthy=not_yet))
@@ -192,15 +194,17 @@ def test_a_job_is_waited_for_and_forgotten(stack: Stack, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "deadline_s", "message"),
     [
-        ("raise SystemExit('no disk')", r"job ended with status 1; see .*job\.log\nno disk"),
-        (SLEEP, r"job not finished after 1 s; see .*job\.log"),
+        ("raise SystemExit('no disk')", 60.0, r"job ended with status 1; see .*job\.log\nno disk"),
+        (SLEEP, 0.5, r"job not finished after 0\.5 s; see .*job\.log"),
     ],
 )
-def test_a_job_that_fails_or_hangs(stack: Stack, code: str, message: str) -> None:
+def test_a_job_that_fails_or_hangs(
+    stack: Stack, code: str, deadline_s: float, message: str
+) -> None:
     with pytest.raises(ProcessFailed, match=message):
-        stack.run(script("job", code, deadline_s=1.0, may_finish=True))
+        stack.run(script("job", code, deadline_s=deadline_s, may_finish=True))
 
 
 def test_leaving_ends_every_descendant_and_no_stranger(
@@ -246,7 +250,7 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
         "pathlib.Path(sys.argv[1]).touch(); time.sleep(120)\n"
     )
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
+    with StopRequest() as request, Stack(tmp_path / "logs", request, grace_s=60.0) as stack:
         stack.start(script("stubborn", stubborn, str(ready), healthy=file_exists(ready)))
         interrupt.start()
         with pytest.raises(StopRequested, match="SIGINT") as stopped:
@@ -255,7 +259,7 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
         started = time.monotonic()
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         stack.stop()
-        assert 0.2 < time.monotonic() - started < STOP_GRACE_S
+        assert 0.2 < time.monotonic() - started < 30
 
 
 def test_handlers_come_back() -> None:
@@ -278,13 +282,13 @@ def test_a_run_under_nohup_survives_the_end_of_its_terminal() -> None:
 def test_the_reason_leads_over_what_an_interpreter_prints_on_its_way_out(tmp_path: Path) -> None:
     script = 'printf "start\\nERROR disk full\\n[error    ] EngineDied\\n"; seq 1 100; exit 3'
     process = ManagedProcess("noisy", ["sh", "-c", script], tmp_path / "noisy.log")
-    assert process.wait(5.0) == 3
+    assert process.wait(30.0) == 3
     process.kill()
     assert process.log_tail().splitlines() == ["ERROR disk full", "[error    ] EngineDied"]
 
 
 def test_a_log_without_errors_shows_its_end(tmp_path: Path) -> None:
     process = ManagedProcess("plain", ["seq", "1", "100"], tmp_path / "plain.log")
-    assert process.wait(5.0) == 0
+    assert process.wait(30.0) == 0
     process.kill()
     assert process.log_tail(lines=2).splitlines() == ["99", "100"]

@@ -53,7 +53,7 @@ class Together:
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=120)
         return self.process.returncode, out, err
 
     def said(self, name: str) -> str:
@@ -82,7 +82,7 @@ def together(tmp_path: Path) -> Iterator[Together]:
     command = [sys.executable, "-m", "grpo_api", "--host", "127.0.0.1", "--port", str(api_port)]
     api = ManagedProcess("run-api", command, tmp_path / "run-api.log", environment)
     with closing(HealthProbe()) as probe:
-        api.wait_until(lambda: probe.answers(url(api_port)), deadline_s=10.0)
+        api.wait_until(lambda: probe.answers(url(api_port)), deadline_s=60.0)
     httpx.post(f"{url(api_port)}/environment/sums", trust_env=False)
     together = Together(tmp_path, redis_port, api_port, environment)
     yield together
