@@ -1,7 +1,8 @@
 """An engine process without an engine: real sockets, real draining, answers at once.
 
 `POST /generate {"seconds": s}` takes so long and says which process answered, under which version;
-with `"orphan": true` it leaves a process behind that nobody waits for.
+with `"until": path` it waits for such a file too, and with `"orphan": true` it leaves a process
+behind that nobody waits for.
 It does not start where the directory in STUB_ENGINE_DIRECTORY holds a file `broken`, or where the
 weights that it is to serve do.
 """
@@ -47,6 +48,8 @@ class StubEngine:
         if asked.get("orphan"):
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
         await asyncio.sleep(asked["seconds"])
+        while "until" in asked and not Path(asked["until"]).exists():
+            await asyncio.sleep(0.02)
         client = request.client
         return JSONResponse(
             {

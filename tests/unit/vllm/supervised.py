@@ -18,7 +18,7 @@ from grpo_local.processes import ManagedProcess
 from tests.fixtures.handoff import Sender
 from tests.unit.vllm.stub_engine import BROKEN, DIRECTORY
 
-START_S = 60.0
+START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,15 @@ class Supervised:
         return answer
 
     def wait_for(self, **facts: Any) -> dict[str, Any]:
-        self.process.wait_until(lambda: facts.items() <= self._status_or_none().items(), START_S)
-        return self.status()
+        """Returns the status that has them."""
+        found: dict[str, Any] = {}
+
+        def has_them() -> bool:
+            found.update(self._status_or_none())
+            return facts.items() <= found.items()
+
+        self.process.wait_until(has_them, START_S)
+        return found
 
     def generate(self, seconds: float = 0.0) -> dict[str, Any]:
         answer = httpx.post(f"{self.url}/generate", json={"seconds": seconds}, timeout=60)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
+
+from tests.unit.local.process_table import eventually, is_alive
 
 FORKED = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
 SPAWNED = (
@@ -36,13 +36,10 @@ def test_what_it_started_ends_with_it(child: str) -> None:
         assert engine.stdout is not None
         lines = 2 if child == SPAWNED else 1  # a spawned one says when it has loaded the plugin
         pid = max(int(engine.stdout.readline()) for _ in range(lines))
-        started = psutil.Process(pid)
+        assert is_alive(pid)
         engine.kill()
         engine.wait()
-        give_up_at = time.monotonic() + 5.0
-        while started.is_running() and started.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < give_up_at, "it lives on"
-            time.sleep(0.05)
+        assert eventually(lambda: not is_alive(pid), deadline_s=30.0), "it lives on"
     finally:
         engine.kill()
         engine.wait()
