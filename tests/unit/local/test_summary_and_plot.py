@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,16 @@ def lines_of(summary: Summary) -> list[str]:
 
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+IMPORT_IMPATIENTLY = """
+import importlib, sys, threading
+
+class AtOnce(threading.Timer):
+    def start(self):
+        self.function()
+
+threading.Timer = AtOnce  # matplotlib's warning waits for 5 s
+importlib.import_module(sys.argv[1])
+"""
 
 
 def test_summary_by_hand() -> None:
@@ -70,3 +83,19 @@ def test_the_plot_is_a_png_of_sensible_size(tmp_path: Path, steps: int) -> None:
     assert data.startswith(PNG_SIGNATURE)
     assert (width, height) == (1200, 675)
     assert 5_000 < len(data) < 500_000
+
+
+@pytest.mark.parametrize("module", ["plot", "comparison_plot"])
+def test_nothing_is_said_of_the_font_cache_that_a_new_machine_lacks(
+    tmp_path: Path, module: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_IMPATIENTLY, f"grpo_local.{module}"],
+        env={**os.environ, "MPLCONFIGDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert list(tmp_path.glob("fontlist-*")), "it was not built"

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from grpo_local.drawing import Axes, Figure, FigureCanvasAgg
 from grpo_local.metrics_file import StepRecord
 from grpo_local.modes import ModeName
 from grpo_local.plot import average_window, moving_average

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from grpo_local.drawing import Figure, FigureCanvasAgg, MaxNLocator
 
 SIZE_INCHES = (8.0, 4.5)
 DOTS_PER_INCH = 150
