@@ -137,11 +137,13 @@ def test_the_weights_of_the_publication_before_are_served(run: Run) -> None:
 
 @pytest.mark.parametrize("base_is_served", [False, True])
 def test_an_update_below_the_tolerance_of_its_data_type(base_is_served: bool, model: Path) -> None:
-    """Of bfloat16: noise is 0.003, the tolerance 0.05, and this update lies in between."""
+    """Of bfloat16: noise is 0.003, the tolerance 0.05, and these updates, which move it by 0.021
+    and 0.012, lie in between."""
+    torch.manual_seed(1)
     policy = WholeModel(str(model)).load(torch.bfloat16).eval()
     base, server = copy.deepcopy(policy), StandIn(copy.deepcopy(policy))
     proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
-    optimizer = optimizer_of(policy, lr=0.001)
+    optimizer = optimizer_of(policy, lr=0.0015)
     for step in range(2):
         before = copy.deepcopy(policy)
         move(policy, optimizer, step)
