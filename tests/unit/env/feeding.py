@@ -16,7 +16,7 @@ from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 from tests.unit.env.scripted_run_api import RunApi
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Prompts:
@@ -50,9 +50,9 @@ def settings(run_api: StubServer, inference: StubServer, *more: str) -> EnvServe
     options = {
         "--openai.model-name": "m",
         "--openai.base-url": inference.url + "/v1",
-        "--openai.request-deadline-s": "5",
+        "--openai.request-deadline-s": "60",
         "--env.rollout-server-url": run_api.url,
-        "--env.run-api-deadline-s": "5",
+        "--env.run-api-deadline-s": "60",
         "--env.group-size": "2",
     }
     options |= dict(option.split("=") for option in more)

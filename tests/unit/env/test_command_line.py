@@ -41,7 +41,7 @@ def test_help_and_mistakes_import_nothing_heavy(arguments: list[str], status: in
         [sys.executable, "-c", _REPORT_IMPORTS, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
 
@@ -70,7 +70,7 @@ def test_a_signal_during_generation_ends_politely(
 
     def generate(_body: dict[str, Any]) -> Answer:
         generating.set()
-        release.wait(60)
+        release.wait(600)
         return 500, {}
 
     with (
@@ -89,9 +89,9 @@ def test_a_signal_during_generation_ends_politely(
             text=True,
         )
         try:
-            assert generating.wait(60)
+            assert generating.wait(300)
             process.send_signal(number)
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=120)
         finally:
             release.set()
             process.kill()

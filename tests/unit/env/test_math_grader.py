@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,14 @@ import pytest
 
 from grpo_env.math_grader import MathGrader, NotGraded
 
-DEADLINE_S = 1.0
+GENEROUS_S = 60.0
+"""Where nothing hangs, a deadline only measures how busy the machine is."""
 ENDLESS = "9^9^9^9^9"
 
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:
-    with MathGrader(DEADLINE_S) as grader:
+    with MathGrader(GENEROUS_S) as grader:
         yield grader
 
 
@@ -51,11 +53,15 @@ def test_equal_is_what_a_mathematician_calls_equal(
     assert grader.is_equal(answer, gold) is equal
 
 
-def test_an_endless_computation_is_not_graded_and_the_next_one_is(grader: MathGrader) -> None:
+def test_an_endless_computation_is_not_graded_and_the_next_one_is(
+    grader: MathGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = time.monotonic()
-    with pytest.raises(NotGraded, match="no verdict within 1 s"):
-        grader.is_equal(ENDLESS, "18")
-    assert time.monotonic() - started < 10 * DEADLINE_S
+    with monkeypatch.context() as short:
+        short.setattr(grader, "_deadline_s", 1.0)
+        with pytest.raises(NotGraded, match="no verdict within 1 s"):
+            grader.is_equal(ENDLESS, "18")
+    assert time.monotonic() - started < 60
     assert grader.is_equal("18", "18")
 
 
@@ -66,8 +72,10 @@ def test_threads_may_ask_at_once(grader: MathGrader) -> None:
 
 
 def test_closing_ends_the_process() -> None:
-    before = set(psutil.Process().children())
-    with MathGrader() as grader:
+    before = set(multiprocessing.active_children())
+    with MathGrader(GENEROUS_S) as grader:
         assert grader.is_equal("18", "18")
-        assert set(psutil.Process().children()) > before
-    assert set(psutil.Process().children()) == before
+        (process,) = set(multiprocessing.active_children()) - before
+        assert process.pid is not None
+        assert psutil.pid_exists(process.pid)
+    assert not psutil.pid_exists(process.pid), "not even as a zombie"

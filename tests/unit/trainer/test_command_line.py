@@ -43,7 +43,7 @@ REQUIRED = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
 def test_help_and_mistakes_load_nothing_heavy(package: str, argv: list[str], status: int) -> None:
     probe = PROBE.format(package=package, argv=argv, heavy=HEAVY)
     done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stderr.endswith(f"RESULT {status} []"), done.stderr
 
@@ -60,7 +60,7 @@ def test_mistakes_are_told_one_per_line_with_the_option() -> None:
         "x",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_trainer", *wrong], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "grpo_trainer", *wrong], capture_output=True, text=True, timeout=120
     )
     lines = done.stderr.strip().splitlines()
     assert [line.split(" ")[1] for line in lines] == ["--lr:", "--seed:"]

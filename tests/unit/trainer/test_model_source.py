@@ -49,7 +49,7 @@ def test_what_no_hub_has_ends_it_with_one_line(tmp_path: Path) -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 1
     assert "ModelNotFound" in done.stderr

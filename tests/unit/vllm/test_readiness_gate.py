@@ -106,7 +106,7 @@ async def ask(
     client: Client,
     hold_s: float = 0.05,
 ) -> Client:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         await ReadinessGate(application, barrier, hold_s)(scope, client.receive, client.send)
     return client
 
