@@ -44,7 +44,7 @@ def test_a_restart_keeps_requests_and_connections(tmp_path: Path, redis_url: str
         server.wait_for(state="draining")
         other = server.sender.ask(CHECKPOINT, v(2), server.checkpoint("two"))
         assert (other.state, "under way" in other.reason) == (OutcomeState.BUSY, True)
-        threading.Timer(0.5, go_on.touch).start()
+        threading.Timer(1.0, go_on.touch).start()
         while_draining = idle.post("/generate", json={"seconds": 0}).json()
         assert under_way.result().json()["policy_version"] == [[[0, 0], [0, 0]]]
         assert under_way.result().headers["connection"] == "close"
@@ -72,7 +72,7 @@ def test_what_outlasts_the_drain_is_answered_503_and_counted(
         server.wait_for_requests(2)
         sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
         server.wait_for(state="draining")
-        go_on.touch()
+        threading.Timer(1.0, go_on.touch).start()
         assert server.sender.outcome(sent).state is OutcomeState.DONE
         late, in_time = (answer.result() for answer in answers)
         assert in_time.status_code == 200
