@@ -38,7 +38,7 @@ async def sample(
 
     plan = SamplingPlan(**{**PLAN.__dict__, **changes})
     with stub_server({"POST /generate": generate}) as server:
-        async with GenerationClient(server.url + "/v1", deadline_s=5.0) as client:
+        async with GenerationClient(server.url + "/v1", deadline_s=60.0) as client:
             return await roll_out(client, item, PROMPT, plan), server
 
 
@@ -130,7 +130,7 @@ class WatchedItem:
         return [{"role": "user", "content": "?"}]
 
     def grade(self, answer: Answer) -> float:
-        assert self.may_grade.wait(timeout=10)
+        assert self.may_grade.wait(timeout=60)
         self.graded.append(answer)
         return float(len(self.graded))
 

@@ -59,7 +59,7 @@ async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
     api = RunApi(num_steps=3)
     api.steps_before = 3
     work = asyncio.create_task(run(api, right_and_wrong, "--env.next-run-deadline-s=60"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while api.status_polls < 4:
             await asyncio.sleep(0.01)
     assert api.groups == []
@@ -129,12 +129,12 @@ async def test_concurrency_is_bounded_and_cancelling_says_goodbye() -> None:
 
     def generate(_body: dict[str, Any]) -> Answer:
         started.release()
-        release.wait(10)
+        release.wait(100)
         return 200, generate_answer(["7", "8"])
 
     work = asyncio.create_task(run(api, generate, "--env.max-concurrent-groups=3"))
     for _ in range(3):
-        assert await asyncio.to_thread(started.acquire, timeout=10)
+        assert await asyncio.to_thread(started.acquire, timeout=60)
     assert not await asyncio.to_thread(started.acquire, timeout=0.5)
     work.cancel()
     # Lets the scripted server end: the environment has dropped its connections by then or waits.
