@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.handoff import (
     Action,
     Command,
-    Outcome,
     OutcomeState,
     ServerStatus,
     SupervisorState,
     commands_key,
-    outcome_key,
-    status_key,
 )
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
@@ -35,79 +31,11 @@ from grpo_trainer.weight_sync.handoff import Handoff, WeightFiles
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
 from tests.unit.local.process_table import eventually
+from tests.unit.trainer.hand_off_stand_in import StandIn, done, says, silence
 
-Reply = Callable[["StandIn", Command], None]
 AOF = "appendonly.aof"
 """Of the bundled Redis, 6.2."""
 FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)
-
-
-class StandIn:
-    """Answers the n-th command with the n-th reply, and says every 50 ms that it is there."""
-
-    def __init__(self, url: str, run_id: str, replies: list[Reply]) -> None:
-        self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
-        self.run_id = run_id
-        self.seen: list[Command] = []
-        self.says = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
-        self.speaks = True
-        self._replies = iter(replies)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work)
-        self._thread.start()
-
-    def __enter__(self) -> StandIn:
-        while not self.redis.exists(status_key(self.run_id)):
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.redis.close()
-
-    def becomes(self, **changes: Any) -> None:
-        """Return once Redis says so too."""
-        self.says = self.says.model_copy(update=changes)
-        give_up_at = time.monotonic() + 60
-        while self.redis.hget(status_key(self.run_id), "state") != self.says.state:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
-
-    def answer(self, command: Command, state: OutcomeState, **fields: str) -> None:
-        written = Outcome(state=state, **fields).on_the_wire()
-        self.redis.hset(outcome_key(self.run_id, command.id), mapping=written)
-
-    def serve(self, command: Command, path: str | None = None) -> None:
-        self.says = self.says.model_copy(
-            update={"epoch": command.epoch, "step": command.step, "path": path or command.path}
-        )
-
-    def _work(self) -> None:
-        place = "0"
-        while not self._stop.wait(0.05):
-            if self.speaks:
-                status = self.says.model_copy(update={"time": time.time()}).on_the_wire()
-                self.redis.hset(status_key(self.run_id), mapping=status)
-            for _, entries in self.redis.xread({commands_key(self.run_id): place}) or []:
-                for found, fields in entries:
-                    place = found
-                    self.seen.append(Command.from_wire(fields))
-                    next(self._replies)(self, self.seen[-1])
-
-
-def done(server: StandIn, command: Command) -> None:
-    server.serve(command)
-    server.answer(command, OutcomeState.ACCEPTED)
-    server.answer(command, OutcomeState.DONE, in_use=json.dumps(["/weights/epoch_1_step_2"]))
-
-
-def says(state: OutcomeState, reason: str) -> Reply:
-    return lambda server, command: server.answer(command, state, reason=reason)
-
-
-def silence(_server: StandIn, _command: Command) -> None:
-    """Nothing is answered."""
 
 
 @pytest.fixture(autouse=True)
