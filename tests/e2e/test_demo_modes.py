@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -38,12 +39,13 @@ NOISE = 1e-4
 WINDOW = 10
 """Last steps whose mean reward is compared with what the original weights earn. Where the engine
 restarts, those of step 20 are sampled from in them."""
-MIN_RISE = 0.0
-"""Of that mean over the exact accuracy of the original model, which is what it earns on average.
-The mean of ten steps of 128 sequences has a standard error of 0.016, and a true rise of 0.06 should
-pass always: the exact accuracy below is the sharp test."""
-MIN_RISE_SAVED = 0.05
-"""Of the saved model's exact accuracy, the expected reward, which has no sampling noise."""
+MIN_RISE = 0.01
+"""Of that mean, over all modes that ran, over the exact accuracy of the original model, which is
+what it earns on average. Of three modes it has a standard error of 0.009. Seen: 0.041, of each mode
+0.026 to 0.062. What one mode has learnt the exact accuracy below says more sharply."""
+MIN_RISE_SAVED = 0.03
+"""Of the saved model's exact accuracy, the expected reward, which has no sampling noise. Seen:
+0.061 to 0.086; a model that learns nothing stays at 0."""
 MODES_TO_RUN = os.environ.get("DEMO_MODES", "lora_only,lora_restart,none").split(",")
 SEEDS = [int(seed) for seed in os.environ.get("DEMO_SEEDS", "0").split(",")]
 
@@ -121,11 +123,16 @@ def run(request: pytest.FixtureRequest, comparison: Path) -> Run:
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_the_reward_rises_beyond_chance(run: Run, original: Accuracy) -> None:
-    rewards = [record["reward/mean"] for record in run.records]
-    assert len(rewards) == STEPS
-    last = sum(rewards[-WINDOW:]) / WINDOW
+def test_the_rewards_rise_beyond_chance(comparison: Path, original: Accuracy) -> None:
+    rewards = [rewards_of(comparison / mode) for mode in MODES_TO_RUN]
+    assert [len(earned) for earned in rewards] == [STEPS] * len(MODES_TO_RUN)
+    last = mean(mean(earned[-WINDOW:]) for earned in rewards)
     assert last - original.accuracy > MIN_RISE, f"{original.accuracy:.3f} → {last:.3f}"
+
+
+def rewards_of(directory: Path) -> list[float]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward/mean"] for line in lines]
 
 
 def test_after_every_publication_the_server_served_the_new_weights(run: Run) -> None:
