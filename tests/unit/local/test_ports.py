@@ -46,8 +46,8 @@ def bound() -> socket.socket:
 
 
 def test_it_lies_below_what_clients_get(told: Path) -> None:
-    told.write_text("15010\t60999\n")
-    assert all(15_000 <= free_port() < 15_010 for _ in range(3))
+    told.write_text("20010\t60999\n")
+    assert all(20_000 <= free_port() < 20_010 for _ in range(3))
 
 
 def test_one_that_is_taken_is_not_given(leave_only: Callable[[int], None]) -> None:
@@ -57,7 +57,7 @@ def test_one_that_is_taken_is_not_given(leave_only: Callable[[int], None]) -> No
 
 
 def test_it_is_given_once(told: Path, leave_only: Callable[[int], None]) -> None:
-    """To one process, though nobody listens on it yet."""
+    """To one caller only, even while nobody listens on it."""
     with bound() as server:
         port: int = server.getsockname()[1]
     leave_only(port)

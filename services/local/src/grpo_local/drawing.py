@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 
 # Where there is no cache of fonts yet, importing matplotlib builds one, and says so on stderr after
-# 5 s: as if something was wrong with the first run on a new machine. Has to be said before.
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+# 5 s, as if something were wrong with the first run on a new machine.
+_of_fonts = logging.getLogger("matplotlib.font_manager")
+_of_fonts.setLevel(logging.ERROR)
 
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+_of_fonts.setLevel(logging.NOTSET)
 
 __all__ = ["Axes", "Figure", "FigureCanvasAgg", "MaxNLocator"]

@@ -20,7 +20,7 @@ class Launch:
     screen: Screen
 
     def all_services(self, weights_socket: Path) -> HandOff:
-        """Each port is chosen just before its service starts, so that nothing else takes it.
+        """Each on a port of its own.
 
         Raises:
             ProcessFailed: one of them did not become ready.
