@@ -20,6 +20,8 @@ RUN_ID = "faults"
 STEPS = 100_000
 """More than any test waits for."""
 STATE_INTERVAL = 3
+PAUSE_LEASE_S = 120
+"""The longest that the server grants: a pause that ends earlier did not wait for its lease."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Commands:
 
     def _mode_flags(self) -> list[str]:
         if self.mode == SHARED:
-            return ["--verify-every-steps", "1"]
+            return ["--verify-every-steps", "1", "--pause-lease-s", str(PAUSE_LEASE_S)]
         restarts = ["--vllm-restart-interval", str(RESTART_EVERY_STEPS)]
         return [*self._redis_flags(), *([] if self.mode == "lora_only" else restarts)]
 

@@ -28,6 +28,7 @@ from tests.faults.commands import (
     Commands,
     Ports,
 )
+from tests.unit.local.process_table import eventually, is_alive
 
 ORDER = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
 START_DEADLINE_S = 300.0
@@ -112,8 +113,7 @@ class Rig:
         supervisor = psutil.Process(self._processes[SERVER].pid)
         below = supervisor.children(recursive=True)
         supervisor.kill()
-        psutil.wait_procs(below, timeout=60.0)
-        assert not [child for child in below if _runs(child)]
+        assert eventually(lambda: not any(is_alive(child.pid) for child in below))
 
     def server_status(self) -> dict[str, Any]:
         """What the supervisor says of itself."""
@@ -217,13 +217,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Of the whole lines of a metrics file: its last one may be half written."""
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _content(path: Path) -> str:

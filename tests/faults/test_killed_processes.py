@@ -27,6 +27,7 @@ NOISE = 1e-4
 """Bound on |served - trained log-probability| in float32: sixty times what is seen."""
 OUTAGE_S = 1.0
 RESUMES_WITHIN_S = 60.0
+"""Of a pause with a lease twice as long: the end of the connection ends it."""
 ENDS_WITHIN_S = 120.0
 KILLED_AT = {
     RUN_API: STAGES,

@@ -206,7 +206,7 @@ def test_death_in_mid_run_ends_the_run_at_once(demo: Demo, name: str) -> None:
     os.kill(demo.pid(name), signal.SIGKILL)
     assert process.stdout is not None
     assert any("ending every process" in line for line in process.stdout)
-    assert time.monotonic() - killed_at < 60  # and the trainer ends after 100 s
+    assert time.monotonic() - killed_at < 60  # the trainer would end by itself after 100 s
     status, _, err = demo.finish()
     assert status == 1
     assert f"{name} ended with SIGKILL" in err

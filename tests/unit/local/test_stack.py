@@ -206,7 +206,7 @@ def test_a_job_that_fails_or_hangs(
     started = time.monotonic()
     with pytest.raises(ProcessFailed, match=message):
         stack.run(script("job", code, deadline_s=deadline_s, may_finish=True))
-    assert time.monotonic() - started < 60  # what hangs would for 120 s
+    assert time.monotonic() - started < 60  # the job that hangs sleeps for 120 s
 
 
 def test_leaving_ends_every_descendant_and_no_stranger(

@@ -28,7 +28,7 @@ from grpo_trainer.weight_sync.handoff import Handoff
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.served_files import ServedFiles
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
-from tests.unit.trainer.test_handoff import StandIn as StandInSupervisor
+from tests.unit.trainer.hand_off_stand_in import StandIn as StandInSupervisor
 from tests.unit.trainer.test_served_proof import StandIn as StandInModel
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
 

@@ -17,6 +17,7 @@ from grpo_core.handoff import Action, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_vllm import host_packets
 from grpo_vllm.engine_plan import EnginePlan
+from tests.unit.local.process_table import eventually, is_alive
 from tests.unit.vllm.stub_engine import OBSTACLE
 from tests.unit.vllm.supervised import Supervised, supervised
 
@@ -126,4 +127,4 @@ def test_the_host_ends_with_its_supervisor(tmp_path: Path) -> None:
         host = host_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(30.0)
-        assert psutil.wait_procs([host], timeout=30.0)[1] == []
+        assert eventually(lambda: not is_alive(host.pid))
