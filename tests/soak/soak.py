@@ -32,31 +32,34 @@ def run_soak(settings: Settings) -> Report:
     what they wrote and the report are in the directory."""
     cluster = Cluster(settings)
     try:
-        left_over = _hit_and_drain(cluster, settings)
+        left_over, seconds = _hit_and_drain(cluster, settings)
         left_behind = cluster.counts() if left_over else {}
     finally:
         cluster.close()
-    report = _report(cluster, settings, left_over, left_behind)
+    report = _report(cluster, settings, seconds, left_over, left_behind)
     (settings.directory / REPORT).write_text(report.model_dump_json(indent=2))
     return report
 
 
-def _hit_and_drain(cluster: Cluster, settings: Settings) -> LeftOver | None:
-    """None where the run ended early; the incidents say why."""
+def _hit_and_drain(cluster: Cluster, settings: Settings) -> tuple[LeftOver | None, float]:
+    """What was left, None where the run ended early, which the incidents explain; and for how many
+    seconds processes were hit."""
     supervisor = cluster.supervisor
     if not cluster.start():
         supervisor.incidents.append("Redis and run-api were not ready in time; see their logs")
-        return None
+        return None, 0.0
     supervisor.run_until(_Progress(cluster, _QUIET_S), _QUIET_S + 1)
     faults = plan_faults(settings.seed, settings.seconds)
     over, least = _Progress(cluster, settings.seconds), min(ROUND, len(faults))
+    began = time.monotonic()
     # On a slow machine the hits fall behind their times: each kind of them has its turn.
     supervisor.run_until(
         lambda: over() and supervisor.hits.total() >= least,
         settings.seconds + _SLOWEST_ROUND_S,
         faults,
     )
-    return None if supervisor.incidents else drain(cluster, settings.seed)
+    seconds = time.monotonic() - began
+    return (None if supervisor.incidents else drain(cluster, settings.seed)), seconds
 
 
 class _Progress:
@@ -80,6 +83,7 @@ class _Progress:
 def _report(
     cluster: Cluster,
     settings: Settings,
+    seconds: float,
     left_over: LeftOver | None,
     left_behind: Mapping[str, float],
 ) -> Report:
@@ -94,7 +98,7 @@ def _report(
     report = Report(
         seed=settings.seed,
         appendfsync=settings.appendfsync,
-        seconds=settings.seconds,
+        seconds=seconds,
         problems=judge(evidence, WAIT_BOUND_S),
         left_over=left_over,
         notes=records.notes(),
