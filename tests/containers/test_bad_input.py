@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import ROOT, Stack, docker
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack, docker
 
 PORTS = {"RUN_API_PORT": "18020", "VLLM_PORT": "19020"}
 
-pytestmark = pytest.mark.timeout(600, func_only=True)  # the first one builds the images
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture

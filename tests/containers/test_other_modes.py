@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import Stack
+from tests.containers.stack import TEST_WITHIN_S, Stack
 
 STEPS = 2
 RUN_WITHIN_S = 900
 RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 1}
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter", "none": "final_model"}
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.containers.stack import SERVICES, Stack, docker
+from tests.containers.stack import SERVICES, TEST_WITHIN_S, Stack, docker
 
 STEPS = 60
 WINDOW = 15
-MIN_RISE = 0.04
-"""As in `tests/e2e/test_demo.py`, which explains it."""
+MIN_RISE = 0.06
+"""Of the mean reward, last 15 steps over first 15: seen 0.15, with a standard error of 0.024."""
 MORE_STEPS = 2
 KILLED_AFTER_STEPS = 10
 RESTARTED_AFTER_STEPS = 25
@@ -24,7 +24,7 @@ FIRST_STEPS_WITHIN_S = 600
 RUN_WITHIN_S = 600
 PORTS = {"RUN_API_PORT": "18000", "VLLM_PORT": "19001"}
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.stack import Stack
+from tests.containers.stack import TEST_WITHIN_S, Stack
 
 STEPS = 2
 RUN_WITHIN_S = 600
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture
