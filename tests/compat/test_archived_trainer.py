@@ -139,7 +139,7 @@ def test_the_environment_pauses_at_a_full_queue(run: ArchivedRun) -> None:
 
 
 def test_the_environment_survives_a_restart_of_redis(run: ArchivedRun) -> None:
-    assert run.queue_after_redis_restart == run.queue_while_paused
+    assert run.queue_while_paused <= run.queue_after_redis_restart <= FULLEST_QUEUE
     assert run.environment_exit == 0
     assert run.left_processes == []
 

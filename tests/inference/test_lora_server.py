@@ -94,7 +94,7 @@ def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
         lora.publish(lora.weights[1])
         short = lora.sample(SHORT)
         used = in_use(lora)
-        overlapped = not under_way.done()
+        overlapped = running_requests(lora.server) > 0
         long = under_way.result()
     return Overlap(before, used, long, short) if overlapped else None
 
@@ -126,7 +126,7 @@ def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> N
         report.wait_for_answers(3)
         for i in range(SWAPS):
             last = lora.publish(lora.weights[i % 3])
-            report.wait_for_answers(3)  # most of those clients ask again at once
+            report.wait_for_answers(3)  # so that some began with this adapter
         report.wait_for_answers(CLIENTS + 1)  # so that one began after the last swap
     assert report.problems == []
     assert {tuple(first), tuple(last)} <= set(report.versions)

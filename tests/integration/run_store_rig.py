@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,14 +43,11 @@ class TroubledLink(RedisLink):
         self.repeats_scripts = False
         self.between_repeats: Interruption | None = None
         self.before: dict[str, Interruption] = {}
-        self.answered: Counter[str] = Counter()
 
     async def call(self, *command: Any) -> Any:
         if interruption := self.before.pop(command[0], None):
             await interruption()
-        answer = await super().call(*command)
-        self.answered[command[0]] += 1
-        return answer
+        return await super().call(*command)
 
     async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
         if interruption := self.before.pop(name, None):
@@ -65,14 +61,7 @@ class TroubledLink(RedisLink):
         if self.loses_answer_of == name:
             self.loses_answer_of = None
             raise StoreUnavailable("answer lost")
-        self.answered[name] += 1
         return answer
-
-    async def until_answered(self, name: str, times: int) -> None:
-        """A script or command, so often; whoever asked goes on before the caller does."""
-        async with asyncio.timeout(DEADLINE_S):
-            while self.answered[name] < times:
-                await asyncio.sleep(0.01)
 
 
 class Run:
@@ -154,11 +143,12 @@ class Run:
 
     async def submit_to_the_line(self, marker: int) -> asyncio.Task[list[Outcomes]]:
         """Where the queue is full: returns once the group has its place among those who wait."""
-        looked = self.link.answered["view_run"]
+        line = self.intake._line._tickets
+        before = len(line)
         held = asyncio.create_task(self.submit(marker))
-        # the last that a submission asks before it takes its place
-        await self.link.until_answered("view_run", looked + 1)
-        assert not held.done()
+        async with asyncio.timeout(DEADLINE_S):
+            while len(line) == before:
+                await asyncio.sleep(0.01)
         return held
 
     async def stay_silent(self, env_id: int, seconds: float) -> None:

@@ -258,7 +258,7 @@ def test_a_batch_is_waited_for_at_run_api(http: httpx.Client, trainer: TrainerCl
             submit(http, 1, 2)
 
     assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_in_the_end)) == (1, [1, 2])
-    # it would be 0.05 s where run-api held no poll, DEADLINE_S where it held one to the end
+    # If run-api held no poll, it would be 0.05 s; if it held one to the end, DEADLINE_S.
     assert [1.0 <= after - before < 20.0 for before, after in pairwise(looked)] == [True, True]
 
 

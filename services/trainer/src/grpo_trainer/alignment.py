@@ -24,7 +24,7 @@ log = structlog.get_logger()
 PROBE_LENGTH = 32
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Bound on the mean |difference| per dtype of the served weights. Measured on tiny models (tests/
-integration/test_shared_weights.py): 4e-7 in float32, 0.001 to 0.006 in bfloat16."""
+inference/test_shared_weights.py): 4e-7 in float32, 0.001 to 0.006 in bfloat16."""
 DEFAULT_TOLERANCE = 0.05
 GPU_FLOAT32_TOLERANCE = 0.01
 """On a GPU vLLM's attention multiplies float32 in TF32, with 10 bits of mantissa. Not measured."""
