@@ -43,11 +43,11 @@ def run_soak(settings: Settings) -> Report:
 
 def _hit_and_drain(cluster: Cluster, settings: Settings) -> tuple[LeftOver | None, float]:
     """What was left, None where the run ended early, which the incidents explain; and for how many
-    seconds processes were hit."""
+    seconds processes were hit, as many as planned at least."""
     supervisor = cluster.supervisor
     if not cluster.start():
         supervisor.incidents.append("Redis and run-api were not ready in time; see their logs")
-        return None, 0.0
+        return None, settings.seconds
     supervisor.run_until(_Progress(cluster, _QUIET_S), _QUIET_S + 1)
     faults = plan_faults(settings.seed, settings.seconds)
     over, least = _Progress(cluster, settings.seconds), min(ROUND, len(faults))
@@ -58,7 +58,7 @@ def _hit_and_drain(cluster: Cluster, settings: Settings) -> tuple[LeftOver | Non
         settings.seconds + _SLOWEST_ROUND_S,
         faults,
     )
-    seconds = time.monotonic() - began
+    seconds = max(settings.seconds, time.monotonic() - began)
     return (None if supervisor.incidents else drain(cluster, settings.seed)), seconds
 
 
@@ -111,5 +111,5 @@ def _report(
         **tally(evidence, records),
     )
     if left_over:
-        report.problems += missing_coverage(report)
+        report.problems += missing_coverage(report, settings.seconds)
     return report

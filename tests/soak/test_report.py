@@ -63,4 +63,9 @@ def test_comes_back_from_json() -> None:
 )
 def test_a_soak_that_met_nothing_shows_nothing(changes: dict[str, Any], missing: list[str]) -> None:
     expected = [f"never happened: {what}" for what in missing]
-    assert missing_coverage(report(**changes)) == expected
+    met = report(**changes)
+    assert missing_coverage(met, planned_s=met.seconds) == expected
+
+
+def test_a_short_plan_that_took_longer_need_not_hold_every_hit() -> None:
+    assert missing_coverage(report(hits={}), planned_s=30.0) == []
