@@ -1,7 +1,8 @@
 #!/bin/bash
-# Shows the reward of each step until the trainer has ended, and ends with its exit status:
-# `wait.sh SERVICE COMPOSE...`.
+# Shows the reward of each step until the trainer has ended for good, and ends with its exit status:
+# `wait.sh SERVICE COMPOSE...`. One that its restart policy starts again is waited for.
 set -euo pipefail
+export LC_ALL=C # a point in numbers
 service=$1
 shift
 container=$("$@" ps --all --quiet "$service")
@@ -10,13 +11,46 @@ if [ -z "$container" ]; then
   exit 1
 fi
 
-docker logs --follow "$container" 2>&1 | awk '
-  function value(name) { return match($0, " " name "=[^ ]+") ? substr($0, RSTART + length(name) + 2, RLENGTH - length(name) - 2) : "" }
-  /\] step / { printf "step %s/%s  reward %.3f  loss %.4f\n", value("step"), value("steps"), value("reward/mean"), value("train/loss"); fflush(); next }
-  /\[(warning|error)/ { print; fflush() }
-' || true
-# Not "docker compose wait": it may miss a container that has ended already.
-status=$(docker wait "$container")
+state() { docker inspect --format "{{.State.$1}}" "$container"; }
+starts() { docker inspect --format '{{.RestartCount}}' "$container"; }
+
+if [ "$(state Status)" = created ]; then
+  echo "$service was made and never started: make up says why, make ps what it waits for" >&2
+  exit 1
+fi
+
+value() { # of the name in a line of the log
+  [[ $line =~ \ $1=([^ ]+) ]] && echo "${BASH_REMATCH[1]}"
+}
+
+show() { # what it logs until it ends; not with awk, which may keep lines back until it has 4 KB of them
+  docker logs --follow "$@" "$container" 2>&1 | while IFS= read -r line; do
+    case $line in
+      *"] step "*)
+        printf 'step %s/%s  reward %.3f  loss %.4f\n' \
+          "$(value step)" "$(value steps)" "$(value reward/mean)" "$(value train/loss)"
+        ;;
+      *"[warning"* | *"[error"*) echo "$line" ;;
+    esac
+  done
+}
+
+shown=$(starts)
+show
+# Neither "docker wait" alone, which returns at an end that is not the last, nor "docker compose wait",
+# which may miss a container that has ended already.
+while [ "$(state Running)" = true ]; do
+  if [ "$(starts)" = "$shown" ]; then # its log broke off, or the end is being recorded
+    sleep 0.5
+    continue
+  fi
+  ended=$(state FinishedAt)
+  while [ "$(state Restarting)" = true ]; do sleep 0.2; done
+  shown=$(starts)
+  echo "$service ended and was started again ($shown so far)"
+  show --since "$ended"
+done
+status=$(state ExitCode)
 echo "$service ended with status $status"
 if [ "$status" != 0 ]; then
   docker logs --tail 20 "$container" >&2

@@ -108,6 +108,10 @@ class Stack:
         kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
         return [name for kind in kinds for name in docker(*kind, "--quiet", *self._label()).split()]
 
+    def environment(self) -> dict[str, str]:
+        """What its commands run with."""
+        return {**os.environ, **self.settings}
+
     def _label(self) -> list[str]:
         return ["--filter", f"label=com.docker.compose.project={self.project}"]
 
@@ -117,7 +121,7 @@ class Stack:
         return subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **self.settings, **settings},
+            env={**self.environment(), **settings},
             capture_output=True,
             text=True,
             timeout=within_s,

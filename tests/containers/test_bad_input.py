@@ -90,9 +90,9 @@ def test_a_model_without_a_learning_rate_is_refused_by_compose_alone(stack: Stac
 
 
 def test_too_little_shared_memory_is_said_by_the_server(stack: Stack) -> None:
-    """One worker needs none; several exchange messages there."""
+    """One worker needs none; several do. It may be on its second start when that is said."""
     done = stack.up(SHM_SIZE="64m", SERVER_RESTARTS="1", VLLM_FLAGS="--tensor-parallel-size 2")
-    refused(done, "vllm-server-none ended with status 1", "/dev/shm has 64 MiB", "SHM_SIZE")
+    refused(done, "vllm-server-none ended ", "/dev/shm has 64 MiB", "SHM_SIZE")
 
 
 def test_no_container_is_left_by_a_run_that_was_refused(stack: Stack) -> None:

@@ -1,0 +1,146 @@
+"""How a container ended is told, also of one that its restart policy has started again since."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack
+
+PROJECT = "grpo-test-endings"
+SAYS_WITHIN_S = 300
+
+SERVICES = """
+services:
+  fine: {image: IMAGE, command: [sleep, infinity]}
+  done: {image: IMAGE, command: [echo, well]}
+  gone: {image: IMAGE, command: [sh, -c, "echo last words >&2; exit 4"]}
+  ill:
+    image: IMAGE
+    command: [sh, -c, "echo cough; exec sleep infinity"]
+    healthcheck: {test: [CMD, "false"], interval: 1s, retries: 1}
+  again:
+    image: IMAGE
+    command: [sh, /again.sh]
+    volumes: ["./again.sh:/again.sh:ro"]
+    restart: on-failure:100
+  unborn:
+    image: IMAGE
+    command: [echo, never]
+    depends_on: {ill: {condition: service_healthy}}
+"""
+AGAIN = """
+if [ ! -e /tmp/again ]; then
+  touch /tmp/again
+  echo "[info] step step=1 steps=2 reward/mean=0.25 train/loss=0.1"
+  echo "[error] no such weights" >&2
+  while [ ! -e /tmp/end ]; do sleep 0.1; done
+  exit 3
+fi
+sleep 2
+echo "[info] step step=2 steps=2 reward/mean=0.75 train/loss=0.1"
+while [ ! -e /tmp/well ]; do sleep 0.1; done
+"""
+
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
+
+
+@pytest.fixture
+def endings(base_image: str, tmp_path: Path) -> Iterator[Stack]:
+    """Containers that have ended, in the ways that there are, but for `again`, which runs."""
+    (tmp_path / "docker-compose.yml").write_text(SERVICES.replace("IMAGE", base_image))
+    (tmp_path / "again.sh").write_text(AGAIN)
+    stack = Stack("none", PROJECT, {"COMPOSE_FILE": str(tmp_path / "docker-compose.yml")})
+    try:
+        up = stack.compose("up", "--detach")
+        assert f"{PROJECT}-ill-1 is unhealthy" in up.stderr
+        yield stack
+    finally:
+        assert stack.compose("down", "--timeout", "0").returncode == 0
+        assert stack.left_behind() == []
+
+
+def touch(stack: Stack, path: str) -> None:
+    assert stack.compose("exec", "again", "touch", path).returncode == 0
+
+
+@contextmanager
+def running(stack: Stack, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The script, ended with all that it started where a test fails."""
+    compose = ["docker", "compose", "--project-name", stack.project]
+    process = subprocess.Popen(
+        ["bash", str(ROOT / "containers" / script), *arguments, *compose],
+        env=stack.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    end = threading.Timer(SAYS_WITHIN_S, os.killpg, (process.pid, signal.SIGKILL))
+    end.start()
+    try:
+        with process:
+            yield process
+    finally:
+        end.cancel()
+
+
+def said(stack: Stack, script: str, *arguments: str) -> tuple[str, int]:
+    """Its output and exit status."""
+    with running(stack, script, *arguments) as process:
+        return process.communicate()[0], process.returncode
+
+
+def test_every_container_that_ended_badly_is_explained(endings: Stack) -> None:
+    touch(endings, "/tmp/end")
+    endings.wait_until(lambda: endings.restarts("again") == 1, SAYS_WITHIN_S, "started again")
+    explained, _ = said(endings, "explain.sh")
+    assert "\ngone ended with status 4:\nlast words\n" in explained
+    assert "\nill is unhealthy:\ncough\n" in explained
+    assert "\nagain ended " in explained
+    assert "[error] no such weights\n" in explained
+    for well in ("fine", "done"):
+        assert well not in explained
+
+
+def test_what_was_started_again_says_why_it_had_ended(endings: Stack) -> None:
+    """Compose takes it for one that ended with 0, and its log has moved on."""
+    touch(endings, "/tmp/end")
+    again = "[info] step step=2"
+    endings.wait_until(lambda: again in endings.logs(), SAYS_WITHIN_S, "its second run speaks")
+    explained, _ = said(endings, "explain.sh")
+    assert "\nagain ended and was started again (1 so far); before that it said:\n" in explained
+    assert "[error] no such weights\n" in explained
+    assert again not in explained
+
+
+def test_the_wait_goes_on_through_a_restart(endings: Stack) -> None:
+    with running(endings, "wait.sh", "again") as waiting:
+        assert waiting.stdout is not None
+        assert sorted(next(waiting.stdout) for _ in range(2)) == [
+            "[error] no such weights\n",
+            "step 1/2  reward 0.250  loss 0.1000\n",
+        ]
+        touch(endings, "/tmp/end")
+        assert next(waiting.stdout) == "again ended and was started again (1 so far)\n"
+        assert next(waiting.stdout) == "step 2/2  reward 0.750  loss 0.1000\n"
+        touch(endings, "/tmp/well")
+        assert waiting.communicate()[0] == "again ended with status 0\n"
+        assert waiting.returncode == 0
+
+
+def test_the_wait_ends_with_the_last_status_and_words(endings: Stack) -> None:
+    assert said(endings, "wait.sh", "gone") == ("gone ended with status 4\nlast words\n", 4)
+
+
+def test_what_never_started_is_not_waited_for(endings: Stack) -> None:
+    words, status = said(endings, "wait.sh", "unborn")
+    assert "unborn was made and never started" in words
+    assert status == 1
