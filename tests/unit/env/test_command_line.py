@@ -22,7 +22,7 @@ from grpo_env.__main__ import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    heavy = sorted({"torch", "transformers"} & set(sys.modules))
+    heavy = [name for name in ("torch", "transformers") if sys.modules.get(name)]
     print(json.dumps({"status": end.code, "heavy": heavy}))
 """
 
@@ -46,6 +46,27 @@ def test_help_and_mistakes_import_nothing_heavy(arguments: list[str], status: in
     )
 
     assert json.loads(ended.stdout.splitlines()[-1]) == {"status": status, "heavy": []}
+
+
+def test_no_environment_imports_torch(tokenizer_dir: Path) -> None:
+    """The tokenizer has been loaded and the server asked once run-api is looked for."""
+    with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-c", _REPORT_IMPORTS, "arithmetic", "serve"),
+                f"--openai.base-url={inference.url}",
+                f"--openai.model-name={tokenizer_dir}",
+                *("--env.rollout-server-url=http://127.0.0.1:9", "--env.run-api-deadline-s=0.1"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+
+    assert json.loads(ended.stdout.splitlines()[-1]) == {"status": 1, "heavy": ["transformers"]}
+    assert "not reachable" in ended.stderr
+    assert "PyTorch was not found" not in ended.stderr
 
 
 def test_a_missing_tokenizer_is_one_named_line_and_status_1() -> None:
