@@ -95,7 +95,8 @@ test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the seven suit
 	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
-test-full: test ## The same, every kill in every mode, and every mode end to end with three seeds
+test-full: test ## The same, every kill in every mode, every mode with three seeds, ten times the requests
+	@OPENAPI_EXAMPLES=20 $(BIN)/python -m pytest tests/integration/test_run_api_openapi.py $(PYTEST_FLAGS)
 	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_FLAGS)
 	@DEMO_MODES=shared_vllm,lora_only,lora_restart,none DEMO_SEEDS=0,1,2 \
 	  $(BIN)/python -m pytest tests/e2e/test_demo_modes.py $(PYTEST_FLAGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,9 @@ from tests.integration.run_api_calls import (
 from tests.integration.stored_keys import stored_keys
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
-DEADLINE_S = 600.0
+EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "2"))
+"""Of each operation in each phase, beside those that cover its schema; `make test-full`: 20."""
+DEADLINE_S = 3600.0
 SETTLE_S = 60.0
 RUN_ID = "openapi"
 TOKEN = "correct-horse"
@@ -104,7 +107,7 @@ def operations(read: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("client")
 def test_every_answer_is_one_that_is_declared(api: RunningApi, tmp_path: Path) -> None:
-    report = ask(api.url, tmp_path, "--max-examples", "5")
+    report = ask(api.url, tmp_path, "--max-examples", str(EXAMPLES))
     assert "18 selected / 19 total" in report
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
@@ -115,11 +118,11 @@ def test_refused_requests_leave_nothing_behind(
     api: RunningApi, client: httpx.Client, redis_url: str, tmp_path: Path
 ) -> None:
     server, port = psutil.Process(api.process.pid), int(api.url.rpartition(":")[2])
-    ask(api.url, tmp_path, *WRONG, "--max-examples", "3")
+    ask(api.url, tmp_path, *WRONG, "--max-examples", str(EXAMPLES))
     before = stored_keys(redis_url, RUN_ID, SHORT_LIVED)
     used, files = server.memory_info().rss, server.num_fds()
     assert len(before) > 10
-    report = ask(api.url, tmp_path, *WRONG, "--max-examples", "20")
+    report = ask(api.url, tmp_path, *WRONG, "--max-examples", str(4 * EXAMPLES))
     assert "7 selected" in report
     assert stored_keys(redis_url, RUN_ID, SHORT_LIVED) == before
     client.close()
