@@ -22,7 +22,10 @@ docker buildx version >/dev/null 2>&1 ||
 docker info >/dev/null 2>&1 ||
   problem "no Docker engine answers: start it (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
 
-device=${STACK_DEVICE:-$(sed -n 's/^STACK_DEVICE=//p' .env 2>/dev/null | tail -n 1)}
-if [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep -q nvidia; then
+device=${STACK_DEVICE:-}
+if [ -z "$device" ] && [ -e .env ]; then
+  device=$(sed -n 's/^STACK_DEVICE=//p' .env | tail -n 1)
+fi
+if [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
   problem "no GPU for containers: Docker has no runtime named nvidia. Install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"
 fi

@@ -15,11 +15,10 @@ STACK_SETTINGS = $(if $(MODEL),$(if $(wildcard $(MODEL)/.),MODEL=/model MODEL_DI
 
 .PHONY: up down logs ps wait images config fetch-checkpoint stack-ready
 
-.env:
-	@bash containers/write_env.sh .env
-
-stack-ready: .env
+# Settings are written once, when the engine can be asked what it has.
+stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
+	@test -e .env || bash containers/write_env.sh .env
 
 up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \

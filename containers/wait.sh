@@ -20,7 +20,8 @@ if [ "$(state Status)" = created ]; then
 fi
 
 value() { # of the name in a line of the log
-  [[ $line =~ \ $1=([^ ]+) ]] && echo "${BASH_REMATCH[1]}"
+  local pattern=" $1=([^ ]+)"
+  [[ $line =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
 }
 
 show() { # what it logs until it ends; not with awk, which may keep lines back until it has 4 KB of them
@@ -36,19 +37,22 @@ show() { # what it logs until it ends; not with awk, which may keep lines back u
 }
 
 shown=$(starts)
-show
+show || true
 # Neither "docker wait" alone, which returns at an end that is not the last, nor "docker compose wait",
 # which may miss a container that has ended already.
 while [ "$(state Running)" = true ]; do
-  if [ "$(starts)" = "$shown" ]; then # its log broke off, or the end is being recorded
+  if [ "$(starts)" = "$shown" ]; then # the end is being recorded, or its log broke off
     sleep 0.5
+    if [ "$(state Running)" = true ] && [ "$(starts)" = "$shown" ]; then
+      show --since 0s || true
+    fi
     continue
   fi
   ended=$(state FinishedAt)
   while [ "$(state Restarting)" = true ]; do sleep 0.2; done
   shown=$(starts)
   echo "$service ended and was started again ($shown so far)"
-  show --since "$ended"
+  show --since "$ended" || true
 done
 status=$(state ExitCode)
 echo "$service ended with status $status"

@@ -2,7 +2,9 @@
 # Writes the settings that depend on this host: `write_env.sh FILE`. Everything else has a default.
 set -euo pipefail
 device=cpu
-if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU && docker info 2>/dev/null | grep -q nvidia; then
+# grep without -q reads all of it: what is written into a pipe that has closed ends in a failure.
+if nvidia-smi --list-gpus 2>/dev/null | grep GPU >/dev/null &&
+  docker info --format '{{.Runtimes}}' 2>/dev/null | grep nvidia >/dev/null; then
   device=gpu
 fi
 threads=$(($(getconf _NPROCESSORS_ONLN) / 2))

@@ -41,6 +41,18 @@ def test_a_missing_engine_is_one_line(stack: Stack) -> None:
     refused(done, "no Docker engine answers: start it")
 
 
+def test_settings_are_written_once_there_is_an_engine_to_ask(tmp_path: Path) -> None:
+    """They would say that the host has no GPU, for good."""
+    for name in ("Makefile", "docker-compose.yml", "containers"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = ["make", "--no-print-directory", "config", "MODE=none"]
+    for host, written in (("unix:///nowhere.sock", False), (os.environ.get("DOCKER_HOST"), True)):
+        there = {**os.environ, **({"DOCKER_HOST": host} if host else {})}
+        done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, check=False)
+        assert (done.returncode == 0) == written, done.stderr
+        assert (tmp_path / ".env").exists() == written
+
+
 def test_a_missing_plugin_is_one_line(stack: Stack, tmp_path: Path) -> None:
     """A docker that knows nothing of compose, first on the path."""
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.containers.conftest import TAG
-from tests.containers.stack import ROOT, docker
+from tests.containers.stack import ROOT, TEST_WITHIN_S, docker
 
 MB = 1000 * 1000
 OVER_THE_BASE_MB = {
@@ -21,6 +21,7 @@ OVER_THE_BASE_MB = {
     f"grpo-trainer:{TAG}-cpu": 2000,
     f"grpo-single:{TAG}-cpu": 2500,
 }
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 TITLE = "org.opencontainers.image.title"
 
 

@@ -15,13 +15,14 @@ from tests.containers.stack import SERVICES, TEST_WITHIN_S, Stack, docker
 
 STEPS = 60
 WINDOW = 15
-MIN_RISE = 0.06
+MIN_RISE = 0.04
 """Of the mean reward, last 15 steps over first 15: seen 0.15, with a standard error of 0.024."""
 MORE_STEPS = 2
 KILLED_AFTER_STEPS = 10
 RESTARTED_AFTER_STEPS = 25
-FIRST_STEPS_WITHIN_S = 600
-RUN_WITHIN_S = 600
+FIRST_STEPS_WITHIN_S = 1800
+RUN_WITHIN_S = 1800
+CONTAINER_USER = 1000
 PORTS = {"RUN_API_PORT": "18000", "VLLM_PORT": "19001"}
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 @pytest.fixture(scope="module")
 def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     """Up, with a trainer that trains."""
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory = in_shared_memory()
     stack = Stack(
         "shared_vllm", "grpo-test-shared", {**stack_settings, **PORTS, "STEPS": str(STEPS)}
     )
@@ -40,7 +41,19 @@ def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     finally:
         stack.down()
     assert stack.left_behind() == []
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert in_shared_memory() <= shared_memory
+
+
+def in_shared_memory() -> set[str]:
+    """What users of containers have there."""
+    return {path.name for path in Path("/dev/shm").iterdir() if owner(path) == CONTAINER_USER}
+
+
+def owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except FileNotFoundError:  # gone since it was listed
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +62,7 @@ def finished(stack: Stack) -> Stack:
     wait_for_steps(stack, KILLED_AFTER_STEPS)
     os.kill(stack.pid("vllm-server"), signal.SIGKILL)
     wait_for_steps(stack, RESTARTED_AFTER_STEPS)
-    docker("restart", "--time", "5", stack.container("redis"))
+    docker("restart", "--time", "60", stack.container("redis"))
     assert stack.wait_for_the_trainer(RUN_WITHIN_S) == 0, stack.logs()
     return stack
 
@@ -111,6 +124,10 @@ def test_a_complete_run_goes_on_with_more_steps_or_begins_anew(
 
 
 def run_again(stack: Stack, **settings: str) -> None:
+    """Once the environment has left too: Compose leaves alone what runs when it looks."""
+    stack.wait_until(
+        lambda: not stack.inspect("environment")["State"]["Running"], RUN_WITHIN_S, "it has left"
+    )
     done = stack.up(**settings)
     assert done.returncode == 0, done.stdout + done.stderr + stack.logs()
     assert stack.wait_for_the_trainer(RUN_WITHIN_S) == 0, stack.logs()

@@ -60,7 +60,6 @@ stop_engine() {
 }
 
 start_engine() {
-  export DOCKER_HOST=unix://$home/docker.sock DOCKER_CONFIG=$home/config
   rm -f "$home/dockerd.pid" "$home/docker.sock"
   dockerd --host "$DOCKER_HOST" --data-root "$home/data" --exec-root "$home/exec" \
     --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 &
@@ -79,5 +78,9 @@ start_engine() {
 mkdir -p "$home"
 install_engine
 install_plugins
+export DOCKER_HOST=unix://$home/docker.sock DOCKER_CONFIG=$home/config
+if complete; then # another call's, which ends it
+  exec "$@"
+fi
 start_engine
 "$@"
