@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -31,8 +33,10 @@ COUNTS = (
     *("leased_batches", "leased_bytes"),
 )
 """In run-api's metrics, 0 where everything was trained and acknowledged."""
-CALL_DEADLINE_S = 60.0
-START_DEADLINE_S = 120.0
+CALL_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0
+QUIET_DEADLINE_S = 60.0
+"""Of what is asked while nothing is hit."""
 _LOOK_S = 1.0
 _REDIS_DEADLINE_S = 5.0
 _ENVIRONMENT_TIMEOUT_S = 10.0
@@ -63,7 +67,7 @@ class Cluster:
         self.aof_states: list[AofState] = []
         (settings.directory / REDIS).mkdir(parents=True)
         self.supervisor = Supervisor(settings.directory / "logs", self.takes_signals, self._look_at)
-        self._http = httpx.Client(timeout=20.0)
+        self._http = httpx.Client(timeout=QUIET_DEADLINE_S)
 
     @property
     def directory(self) -> Path:
@@ -97,14 +101,23 @@ class Cluster:
         return None
 
     def counts(self) -> dict[str, float]:
-        """What run-api says it holds for the trainer. Raises `httpx.HTTPError`."""
-        text = self._http.get(f"{self.urls[0]}/metrics").raise_for_status().text
-        samples = {
-            family.name.removeprefix("run_api_"): family.samples[0].value
-            for family in text_string_to_metric_families(text)
-            if family.samples
-        }
-        return {name: samples[name] for name in COUNTS}
+        """What run-api says it holds for the trainer, once Redis has told it.
+
+        Raises:
+            httpx.HTTPError: it does not answer
+            KeyError: Redis does not answer it
+        """
+        give_up_at = time.monotonic() + QUIET_DEADLINE_S
+        while True:
+            text = self._http.get(f"{self.urls[0]}/metrics").raise_for_status().text
+            samples = {
+                family.name.removeprefix("run_api_"): family.samples[0].value
+                for family in text_string_to_metric_families(text)
+                if family.samples
+            }
+            if samples.keys() >= set(COUNTS) or time.monotonic() > give_up_at:
+                return {name: samples[name] for name in COUNTS}
+            time.sleep(_LOOK_S)
 
     def takes_signals(self, name: str) -> bool:
         """Whether this process has come so far that SIGTERM ends it in order."""
@@ -121,8 +134,19 @@ class Cluster:
             return False
 
     def post(self, path: str, body: bytes) -> None:
-        """While nothing is hit. Raises `httpx.HTTPError` where it is not answered 2xx."""
-        self._http.post(f"{self.urls[0]}{path}", content=body).raise_for_status()
+        """While nothing is hit, but a disk may be slow. Raises `httpx.HTTPError` where it is not
+        answered 2xx."""
+        key = {"Idempotency-Key": uuid.uuid4().hex}
+        give_up_at = time.monotonic() + QUIET_DEADLINE_S
+        while True:
+            answer = self._http.post(f"{self.urls[0]}{path}", content=body, headers=key)
+            if (
+                answer.status_code != httpx.codes.SERVICE_UNAVAILABLE
+                or time.monotonic() > give_up_at
+            ):
+                answer.raise_for_status()
+                return
+            time.sleep(_LOOK_S)
 
     def _all_answer(self) -> bool:
         if not answers_ping(self._redis_port):

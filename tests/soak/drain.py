@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 
-from tests.soak.cluster import APIS, BATCH_SIZE, START_DEADLINE_S, Cluster
+from tests.soak.cluster import APIS, BATCH_SIZE, QUIET_DEADLINE_S, START_DEADLINE_S, Cluster
 from tests.soak.evidence import FILLER, LINE, journal_path, read_records
 from tests.soak.faults import ENVIRONMENTS, REDIS, TRAINER
 from tests.soak.groups import GroupMaker, digest
 from tests.soak.journal import Journal, Outcome
 from tests.soak.trained_line import read_checkpoint
-from tests.soak.verdict import Evidence, LeftOver
+from tests.soak.verdict import LeftOver
 
-GOODBYE_DEADLINE_S = 90.0
-IDLE_DEADLINE_S = 180.0
+GOODBYE_DEADLINE_S = 400.0
+IDLE_DEADLINE_S = 400.0
 _STILL_S = 5.0
 """Longer than the trainer waits in one poll and until it saves what it has."""
-_TAKEN_WITHIN_S = 3.0
 _POLL_S = 0.1
 _FILLER_SENDER = 99
 
@@ -33,11 +32,8 @@ def drain(cluster: Cluster, seed: int) -> LeftOver | None:
     supervisor.end(ENVIRONMENTS, GOODBYE_DEADLINE_S)
     if not _wait_until_idle(cluster):
         return None
-    evidence = read_records(cluster.directory).evidence(BATCH_SIZE)
-    status = cluster.status()
-    assert status is not None, "no run-api answers, though both were just seen to"
-    left_over = evidence.look_at_queue(status.queue_size)
-    _fill_up(cluster, evidence, seed)
+    left_over = _look_at_queue(cluster)
+    _fill_up(cluster, seed)
     _wait_until_idle(cluster)
     supervisor.end([TRAINER], GOODBYE_DEADLINE_S)
     return left_over
@@ -81,23 +77,26 @@ def _wait_until_idle(cluster: Cluster) -> bool:
     return not supervisor.incidents
 
 
-def _fill_up(cluster: Cluster, evidence: Evidence, seed: int) -> None:
+def _look_at_queue(cluster: Cluster) -> LeftOver:
+    """Of records and a queue that belong together: a trainer that stood still may take a batch."""
+    give_up_at = time.monotonic() + QUIET_DEADLINE_S
+    before = cluster.status()
+    while True:
+        evidence, status = read_records(cluster.directory).evidence(BATCH_SIZE), cluster.status()
+        saved = read_checkpoint(cluster.directory / LINE).batch_id
+        if status is not None and status == before and status.current_step == saved:
+            return evidence.look_at_queue(status.queue_size)
+        assert time.monotonic() < give_up_at, f"the queue does not come to rest: {status}"
+        before = status
+
+
+def _fill_up(cluster: Cluster, seed: int) -> None:
     """Single sequences from nobody, until the queue is empty."""
-    trained = set(evidence.trained())
-    left = sum(
-        entry.sequences
-        for entry in evidence.submissions
-        if entry.outcome == Outcome.ACKNOWLEDGED and entry.digest not in trained
-    )
     with Journal(journal_path(cluster.directory, FILLER)) as journal:
         maker = GroupMaker(_FILLER_SENDER, journal.life, seed)
-        for _ in range(-left % BATCH_SIZE):
+        for _ in range(-int(cluster.counts()["queued_sequences"]) % BATCH_SIZE):
             _send_filler(cluster, journal, maker)
-        # Groups that were taken without an answer count as well, and nobody knows them.
-        for _ in range(2 * BATCH_SIZE):
-            if _is_empty(cluster):
-                return
-            _send_filler(cluster, journal, maker)
+    assert _empties(cluster), "whole batches stay in the queue"
 
 
 def _send_filler(cluster: Cluster, journal: Journal, maker: GroupMaker) -> None:
@@ -107,9 +106,9 @@ def _send_filler(cluster: Cluster, journal: Journal, maker: GroupMaker) -> None:
     journal.settled(call, Outcome.ACKNOWLEDGED)
 
 
-def _is_empty(cluster: Cluster) -> bool:
-    """Looked at for a moment: the trainer may be about to take the batch."""
-    give_up_at = time.monotonic() + _TAKEN_WITHIN_S
+def _empties(cluster: Cluster) -> bool:
+    """Once the trainer has taken what there is."""
+    give_up_at = time.monotonic() + QUIET_DEADLINE_S
     while time.monotonic() < give_up_at:
         status = cluster.status()
         if status is not None and status.queue_size == 0:

@@ -14,6 +14,8 @@ from tests.soak.verdict import Evidence, LeftOver
 
 _FULL_COVERAGE_S = 60.0
 """A plan of this length holds every kind of hit."""
+_REDELIVERY_S = 300.0
+"""A trainer has to be killed with a batch that it has not saved: a minute may hold no such hit."""
 
 
 class Report(BaseModel):
@@ -74,10 +76,11 @@ def missing_coverage(report: Report, planned_s: float) -> list[str]:
     met: Mapping[str, int] = {
         **{kind: report.hits.get(kind, 0) for kind in KINDS},
         "a trained group per second": int(report.trained / report.seconds),
-        "a batch delivered again": report.batches_redelivered,
         "a group without an answer": report.unanswered,
         ANSWERED_FROM_RECORD: report.notes.get(ANSWERED_FROM_RECORD, 0),
     }
+    if planned_s >= _REDELIVERY_S:
+        met = {**met, "a batch delivered again": report.batches_redelivered}
     return [f"never happened: {what}" for what, count in met.items() if not count]
 
 

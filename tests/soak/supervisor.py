@@ -15,8 +15,8 @@ from grpo_core.closing import ClosesOnExit
 from grpo_local.processes import ManagedProcess, describe_exit
 from tests.soak.faults import Fault
 
-GRACE_S = 60.0
-"""From SIGTERM to the end of a process."""
+GRACE_S = 400.0
+"""From SIGTERM to the end of a process: a trainer's last two calls may each wait for run-api."""
 _TICK_S = 0.02
 _LOG_LINES = 15
 

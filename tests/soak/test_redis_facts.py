@@ -12,6 +12,7 @@ from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.soak.redis_facts import aof_state, aof_tails_cut
+from tests.unit.local.process_table import eventually
 
 SETS_BOTH = "redis.call('SET', 'a', ARGV[1]) return redis.call('SET', 'b', ARGV[1])"
 
@@ -28,6 +29,7 @@ def test_a_cut_tail(tmp_path: Path, bytes_cut: int) -> None:
     with redis.Redis(port=port, decode_responses=True) as client:
         server = start_redis(port, tmp_path, bundled_redis())
         try:
+            client.config_set("appendfsync", "always")  # whose file has all at any moment
             for value in "12":
                 client.eval(SETS_BOTH, 0, value)
             assert aof_tails_cut(log.read_text()) == 0
@@ -35,7 +37,7 @@ def test_a_cut_tail(tmp_path: Path, bytes_cut: int) -> None:
             server = start_redis(port, tmp_path, bundled_redis())
             assert client.mget("a", "b") == ["1", "1"]
             assert aof_tails_cut(log.read_text()) == 1
-            assert aof_state(port) is not None
+            assert eventually(lambda: aof_state(port) is not None)
         finally:
             server.kill()
     assert aof_state(port) is None
