@@ -109,8 +109,8 @@ class DemoSettings(ModeOptions):
     step_deadline_s: float | None = Field(
         None,
         gt=0,
-        description="seconds without a finished training step until the run fails; unset: 120, "
-        "with --model 1800",
+        description="seconds without a finished training step until the run fails; unset: 300, "
+        "with --model 1800, and 180 more where the engine restarts",
     )
     model_deadline_s: float = Field(
         600.0, gt=0, description="seconds that making the tiny model may take"
@@ -118,12 +118,12 @@ class DemoSettings(ModeOptions):
     server_deadline_s: float | None = Field(
         None,
         gt=0,
-        description="seconds until the vLLM server must be healthy; unset: 180, with --model 1800",
+        description="seconds until the vLLM server must be healthy; unset: 600, with --model 1800",
     )
     start_deadline_s: float | None = Field(
         None,
         gt=0,
-        description="seconds until any other service must be healthy; unset: 60, with --model 600",
+        description="seconds until any other service must be healthy; unset: 300, with --model 600",
     )
     compute_threads: int = Field(
         default_factory=half_the_cores,
