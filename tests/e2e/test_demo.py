@@ -16,7 +16,7 @@ from tests.e2e.left_over import processes_that_log_below
 
 STEPS = 60
 WINDOW = 15
-DEADLINE_S = 900
+DEADLINE_S = 1800
 MIN_RISE = 0.04
 """Of the mean reward, last 15 steps over first 15. The reward of single steps scatters with a
 standard deviation of 0.065 (two runs), so the difference of two such means has a standard error of

@@ -32,7 +32,7 @@ STEPS = 30
 RESTART_EVERY_STEPS = 10
 FORWARD_PASSES = 2
 """Of 64 sequences per step, as in the demo."""
-DEADLINE_S = 1500
+DEADLINE_S = 3600
 NOISE = 1e-4
 """Of log-probabilities of float32 weights, computed by two programs."""
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 STEPS = 2
-DEADLINE_S = 600
+DEADLINE_S = 1800
 LETTERS = "0123456789#\n ?abcdehimnoprstuwyERHS[]<>."
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}</s>"

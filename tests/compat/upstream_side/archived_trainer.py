@@ -31,7 +31,7 @@ KEYS = (
 
 def register(config: TrainingConfig) -> dict[str, Any]:
     """As every archived training mode begins; the poll lets environments in."""
-    reachable = check_atropos_api(config.atropos_url, timeout=10)
+    reachable = check_atropos_api(config.atropos_url, timeout=120)
     register_trainer(config)
     return {"reachable": reachable, "first_poll": get_batch(config.atropos_url)}
 
