@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,31 @@ from tests.integration.run_api_calls import group, start
 
 LARGE = "x" * 2 * 1024 * 1024
 """Makes a group one that is not decoded in the server's own process."""
-SOON_S = 8.0
-"""Below the 10 s that requests under way are given, and any wait that is asked for here."""
+SOON_S = 40.0
+"""For each step; below all that would otherwise be waited for."""
+POLL_S = 60
+GRACE_S = 240
+BODY_DEADLINE_S = 600
 
 
 @pytest.fixture
 def api(redis_url: str, tmp_path: Path) -> Iterator[RunningApi]:
-    running = start_run_api(redis_url, tmp_path, run_id=tmp_path.name)
-    yield running
-    running.process.kill()
+    with running_api(redis_url, tmp_path, GRACE_S) as running:
+        yield running
+
+
+@contextmanager
+def running_api(redis_url: str, directory: Path, grace_s: int) -> Iterator[RunningApi]:
+    further = {"--stop-grace-s": grace_s, "--body-deadline-s": BODY_DEADLINE_S}
+    running = start_run_api(redis_url, directory, run_id=directory.name, further=further)
+    try:
+        yield running
+    finally:
+        running.process.kill()
 
 
 def connect(api: RunningApi) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
+    return http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=2 * POLL_S)
 
 
 class HalfSent:
@@ -53,10 +66,18 @@ class HalfSent:
 
     def finish(self) -> http.client.HTTPResponse:
         self._connection.send(self._rest)
+        return self.answer()
+
+    def answer(self) -> http.client.HTTPResponse:
         return self._connection.getresponse()
 
     def close(self) -> None:
         self._connection.close()
+
+
+def wait_for_arrival(api: RunningApi) -> None:
+    """Returns once the server has what was sent to it: it answers a connection made later."""
+    httpx.get(f"{api.url}/healthz", timeout=2 * POLL_S).raise_for_status()
 
 
 def is_stopping(api: RunningApi) -> bool:
@@ -70,34 +91,47 @@ def refuses_connections(api: RunningApi) -> bool:
 
 
 def test_what_is_under_way_is_answered_and_what_is_held_is_let_go(api: RunningApi) -> None:
-    with httpx.Client(base_url=api.url) as client:
+    with httpx.Client(base_url=api.url, timeout=2 * POLL_S) as client:
         start(client)
     submission, poll = HalfSent(api), connect(api)
-    poll.request("GET", "/batch?wait_s=30")
-    # on a connection made later: its answer says that both of them have arrived
-    httpx.get(f"{api.url}/healthz").raise_for_status()
-    began = time.monotonic()
+    poll.request("GET", f"/batch?wait_s={POLL_S}")
+    wait_for_arrival(api)
+    told = time.monotonic()
     api.process.signal(signal.SIGTERM)
-    api.process.wait_until(lambda: refuses_connections(api), SOON_S)
-
     held = poll.getresponse()
+    assert time.monotonic() - told < SOON_S
     assert (held.status, json.load(held)) == (200, {"batch": None})
     poll.close()
+    api.process.wait_until(lambda: refuses_connections(api), SOON_S)
     time.sleep(0.5)  # a slow sender: uvicorn takes 0.1 s to count who is left
     answer = submission.finish()
     assert (answer.status, json.load(answer)) == (200, {"status": "received"})
     assert answer.headers["connection"] == "close"
     submission.close()
     assert api.process.wait(SOON_S) == 0
-    assert time.monotonic() - began < SOON_S
+
+
+def test_what_is_left_when_the_grace_has_passed_is_answered_503(
+    redis_url: str, tmp_path: Path
+) -> None:
+    with running_api(redis_url, tmp_path, 1) as api:
+        submission = HalfSent(api)
+        wait_for_arrival(api)
+        api.process.signal(signal.SIGTERM)
+        answer = submission.answer()
+        assert answer.status == 503
+        assert "shutting down" in json.load(answer)["detail"]
+        assert int(answer.headers["retry-after"]) >= 1
+        submission.close()
+        assert api.process.wait(SOON_S) == 0
+        assert "grace_s=1 " in api.process.log_path.read_text()
 
 
 def test_a_second_signal_ends_it_at_once(api: RunningApi) -> None:
-    with httpx.Client(base_url=api.url) as client:
+    with httpx.Client(base_url=api.url, timeout=2 * POLL_S) as client:
         start(client)
     submission = HalfSent(api)
-    # on a connection made later: its answer says that the submission has arrived
-    httpx.get(f"{api.url}/healthz").raise_for_status()
+    wait_for_arrival(api)
     api.process.signal(signal.SIGINT)
     api.process.wait_until(lambda: is_stopping(api) and refuses_connections(api), SOON_S)
     assert api.process.exit_code is None
@@ -108,11 +142,11 @@ def test_a_second_signal_ends_it_at_once(api: RunningApi) -> None:
 
 def test_ctrl_c_in_a_terminal_spares_a_large_submission_that_is_under_way(api: RunningApi) -> None:
     """It reaches every process of the group, the one that decodes large submissions too."""
-    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+    with httpx.Client(base_url=api.url, timeout=2 * POLL_S) as client:
         start(client)
         client.post("/scored_data", json=group(1, images=LARGE)).raise_for_status()
     submission = HalfSent(api, images=LARGE)
-    httpx.get(f"{api.url}/healthz").raise_for_status()
+    wait_for_arrival(api)
     os.killpg(api.process.pid, signal.SIGINT)
     api.process.wait_until(lambda: refuses_connections(api), SOON_S)
     answer = submission.finish()

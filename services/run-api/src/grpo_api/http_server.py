@@ -19,18 +19,19 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 """Above the interval of every client that asks again and again: the longest is a minute."""
-_SHUTDOWN_GRACE_S = 10
 
 _log = structlog.get_logger()
 
 
 class HttpServer(uvicorn.Server):
     """Told to stop, it closes `lifetime` at once, takes no new connections, and lets requests
-    under way finish for up to 10 s. uvicorn's own handling would set nothing that a request can
-    wait on, and would end the process by the signal instead of with status 0.
+    under way finish for up to `stop_grace_s`. uvicorn's own handling would set nothing that a
+    request can wait on, and would end the process by the signal instead of with status 0.
     """
 
-    def __init__(self, app: ASGIApp, lifetime: Lifetime, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, lifetime: Lifetime, host: str, port: int, stop_grace_s: int
+    ) -> None:
         self._lifetime = lifetime
         super().__init__(
             uvicorn.Config(
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="on",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+                timeout_graceful_shutdown=stop_grace_s,
                 # nobody here reads a client's address, and every request would pay for it
                 proxy_headers=False,
                 access_log=False,
@@ -65,7 +66,8 @@ class HttpServer(uvicorn.Server):
             self._leave_signals_to_the_kernel()
 
     def _stop(self, number: signal.Signals) -> None:
-        _log.info("stopping", signal=number.name, grace_s=_SHUTDOWN_GRACE_S)
+        grace_s = self.config.timeout_graceful_shutdown
+        _log.info("stopping", signal=number.name, grace_s=grace_s)
         self._lifetime.closing.set()
         self.should_exit = True
         # the next signal ends the process even where the event loop is stuck

@@ -39,7 +39,11 @@ async def _serve(settings: RunApiSettings) -> None:
     link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
     store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
     server = HttpServer(
-        create_app(store, settings, lifetime), lifetime, settings.host, settings.port
+        create_app(store, settings, lifetime),
+        lifetime,
+        settings.host,
+        settings.port,
+        settings.stop_grace_s,
     )
     reporting = asyncio.create_task(report_persistence(link, lifetime))
     await server.serve()

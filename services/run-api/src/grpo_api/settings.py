@@ -83,6 +83,13 @@ class RunApiSettings(CommandSettings):
         description="seconds without a poll of /status-env after which an environment loses its "
         "weight and its minimum allocation, until it polls again",
     )
+    stop_grace_s: int = Field(
+        10,
+        ge=1,
+        le=3600,
+        description="seconds that requests under way may take once the server is told to stop; "
+        "those left are answered 503",
+    )
     token: SecretStr | None = Field(
         None,
         description="what clients must send as Authorization: Bearer <token>; none: anybody who "
