@@ -20,9 +20,9 @@ async def test_an_environment_that_falls_silent_no_longer_holds_batches_back(run
     silent = await run.start_environment(min_batch_allocation=0.5)
     await run.start_environment()
     await run.submit(1, 2, env_id=1)
-    await run.stay_silent(silent, TIMEOUT_S - 5)
+    await run.stay_silent(silent, TIMEOUT_S - 40)
     assert await run.poll() is None
-    await run.stay_silent(silent, 10)
+    await run.stay_silent(silent, 45)
     assert await run.poll() == [1, 2]
 
 
