@@ -22,6 +22,7 @@ from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
 
 STEPS = 12
+JOIN_DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_an_environment_that_starts_before_run_api_waits_for_it(
     own_api: OwnApi, engine: StubServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     with feeding(own_api, engine, tiny_model, tmp_path) as process:
-        process.wait_until(lambda: ("GET /health", {}) in engine.seen, 30.0)
+        process.wait_until(lambda: ("GET /health", {}) in engine.seen, JOIN_DEADLINE_S)
         own_api.start()
         with TrainerClient(own_api.url) as trainer:
             register_trainer(trainer, num_steps=2)
@@ -120,7 +121,7 @@ def test_a_run_that_was_reset_is_joined_again(
             take(trainer, 3)
             httpx.get(f"{own_api.url}/reset_data").raise_for_status()
             log = tmp_path / "environment.log"
-            process.wait_until(lambda: "registering again" in log.read_text(), 30.0)
+            process.wait_until(lambda: "registering again" in log.read_text(), JOIN_DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
             assert process.wait(EXIT_DEADLINE_S) == 0
