@@ -10,7 +10,7 @@ from grpo_api.limits import Limits
 from grpo_api.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.served_record import ServedRecord, ServedWeights
-from tests.integration.run_store_rig import PATIENT, Run, open_run
+from tests.integration.run_store_rig import DEADLINE_S, PATIENT, Run, open_run
 from tests.integration.test_run_store_large import LARGE
 
 RUN_ID = "version-tests"
@@ -42,7 +42,9 @@ class VersionedRun:
 
 
 @pytest.fixture
-async def versioned(redis_url: str) -> AsyncIterator[VersionedRun]:
+async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VersionedRun]:
+    # else what is noted on a slow machine is in Redis a while later
+    monkeypatch.setattr("grpo_vllm.served_record.ATTEMPT_DEADLINE_S", DEADLINE_S)
     limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
     async with (
         open_run(redis_url, RUN_ID, limits, PATIENT) as run,
