@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -46,8 +47,9 @@ def begin(peer: socket.socket, path: str, length: int, sent: int) -> None:
 
 def until_closed(peer: socket.socket) -> bytes:
     received = b""
-    while chunk := peer.recv(65536):
-        received += chunk
+    with suppress(ConnectionResetError):  # where some of what was sent is still unread
+        while chunk := peer.recv(65536):
+            received += chunk
     return received
 
 
@@ -79,7 +81,10 @@ def test_a_body_that_stops_is_408_and_the_connection_closed(impatient: RunningAp
     for answer, (path, sent) in zip(answers, STOPPED, strict=True):
         assert answer.startswith(b"HTTP/1.1 408 "), path
         assert b"connection: close\r\n" in answer
-        assert f"{sent} bytes arrived within 2 s".encode() in answer
+        arrived = re.search(rb"(\d+) bytes arrived within 2 s", answer)
+        assert arrived is not None
+        # a server that stood still has not read all of them
+        assert min(sent, 1) <= int(arrived[1]) <= sent
 
 
 def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None:
@@ -88,7 +93,8 @@ def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None
         begin(peer, "/scored_data", 1000, 0)
         answer, give_up_at = b"", time.monotonic() + DEADLINE_S
         while not answer and time.monotonic() < give_up_at:
-            peer.sendall(b" ")
+            with suppress(ConnectionError):  # closed already, behind the answer
+                peer.sendall(b" ")
             try:
                 answer = peer.recv(65536)
             except TimeoutError:
