@@ -13,6 +13,7 @@ import pytest
 from grpo_api.decode_worker import DecodeWorker
 from grpo_api.decoding import RawBody, decode_group
 from grpo_api.errors import StoreUnavailable
+from tests.integration.decode_processes import decode_processes
 from tests.integration.run_api_calls import group
 
 DECODING_S = 60.0
@@ -50,17 +51,7 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def processes() -> list[psutil.Process]:
-    """Of decode workers; resource trackers live on."""
-    return [
-        child for child in psutil.Process().children() if "spawn_main" in " ".join(command(child))
-    ]
-
-
-def command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.ZombieProcess:
-        return []
+    return decode_processes(psutil.Process())
 
 
 async def until(found: Callable[[], bool]) -> None:

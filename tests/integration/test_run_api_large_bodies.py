@@ -19,6 +19,7 @@ import pytest
 from grpo_api.batch_answer import group_pieces
 from grpo_api.payloads import compress, stored
 from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.decode_processes import decode_processes
 from tests.integration.run_api_calls import group, next_batch, start, status
 
 MAX_BODY_BYTES = 24 * 1024 * 1024
@@ -57,11 +58,7 @@ def post(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Res
 
 
 def worker_of(api: RunningApi) -> psutil.Process:
-    (worker,) = [
-        child
-        for child in psutil.Process(api.process.pid).children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
-    ]
+    (worker,) = decode_processes(psutil.Process(api.process.pid))
     return worker
 
 
