@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 
 import httpx
@@ -39,29 +39,31 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.next_cut = Cut.NOTHING
+        self._client: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        if self._client is not None:
+            with suppress(OSError):  # closed already
+                self._client.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
 
     def _serve(self) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                self._client, _ = self._listener.accept()
             except OSError:  # shut down
                 return
-            with client:
+            with self._client as client, suppress(OSError):  # whoever is left sees it closed
                 self._carry(client)
 
     def _carry(self, client: socket.socket) -> None:
-        client.settimeout(_ANSWER_S)
-        while True:
-            request = _message(client)
+        while request := _message(client):
             cut, self.next_cut = self.next_cut, Cut.NOTHING
-            if not request or cut is Cut.REQUEST:
+            if cut is Cut.REQUEST:
                 return
             with socket.create_connection(self._target, _ANSWER_S) as service:
                 service.sendall(request)
@@ -74,7 +76,7 @@ class CuttingProxy:
 
 
 def _message(connection: socket.socket) -> bytes:
-    """One HTTP message with its body; empty when the other end has closed."""
+    """One HTTP message with its body; empty where the other end closes before it is whole."""
     data = b""
     while b"\r\n\r\n" not in data:
         chunk = connection.recv(_CHUNK)
@@ -86,7 +88,10 @@ def _message(connection: socket.socket) -> bytes:
     length = int(fields.get(b"content-length", 0))
     chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
     while len(body) < length or (chunked and not body.endswith(_LAST_CHUNK)):
-        body += connection.recv(_CHUNK)
+        chunk = connection.recv(_CHUNK)
+        if not chunk:
+            return b""
+        body += chunk
     return head + b"\r\n\r\n" + body
 
 
