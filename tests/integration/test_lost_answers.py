@@ -31,7 +31,7 @@ CUTS = [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY]
 
 @pytest.fixture
 def http(clean_run_api: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=clean_run_api) as client:
+    with httpx.Client(base_url=clean_run_api, timeout=DEADLINE_S) as client:
         yield client
 
 
