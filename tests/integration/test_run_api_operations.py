@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.client
 import re
+import select
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -102,24 +102,29 @@ def log_lines(api: RunningApi, request_id: str, event: str) -> list[str]:
 def test_probes_and_metrics_while_redis_hangs(
     api: RunningApi, client: httpx.Client, paused_redis: ManagedProcess
 ) -> None:
-    with ThreadPoolExecutor() as pool:
-        headers = {"X-Request-Id": "slow-1"}
-        waiting = pool.submit(lambda: client.get("/status", headers=headers))
-        assert client.get("/healthz").json() == {"status": "ok"}
+    waiting = http.client.HTTPConnection(
+        api.url.removeprefix("http://"), timeout=2 * REDIS_DEADLINE_S
+    )
+    authorization = {"Authorization": f"Bearer {TOKEN}"}
+    waiting.request("GET", "/status", headers={"X-Request-Id": "slow-1", **authorization})
+    # on a connection made later: its answer says that the request has arrived
+    alive = httpx.get(f"{api.url}/healthz", timeout=2 * REDIS_DEADLINE_S)
+    assert alive.json() == {"status": "ok"}
 
-        ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
-        assert ready.status_code == 503
-        assert ready.json()["detail"].startswith("Redis did not answer within 1 s")
-        assert int(ready.headers["retry-after"]) >= 1
+    ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
+    assert ready.status_code == 503
+    assert ready.json()["detail"].startswith("Redis did not answer within 1 s")
+    assert int(ready.headers["retry-after"]) >= 1
 
-        scraped = client.get("/metrics")
-        assert scraped.status_code == 200
-        assert "run_api_redis_up 0.0" in scraped.text
-        assert "run_api_step" not in scraped.text
-        assert not waiting.done()
+    scraped = client.get("/metrics")
+    assert scraped.status_code == 200
+    assert "run_api_redis_up 0.0" in scraped.text
+    assert "run_api_step" not in scraped.text
+    assert not select.select([waiting.sock], [], [], 0)[0]
 
-        paused_redis.signal(signal.SIGCONT)
-        assert waiting.result().status_code == 200
+    paused_redis.signal(signal.SIGCONT)
+    assert waiting.getresponse().status == 200
+    waiting.close()
     assert client.get("/readyz").json() == {"status": "ok"}
     assert "run_api_redis_up 1.0" in client.get("/metrics").text
     assert "[warning" in log_lines(api, "away-1", "request failed")[0]
