@@ -173,9 +173,12 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
     assert answer.json()["request_id"] == answer.headers["x-request-id"] == "defect-1"
     (line,) = log_lines(api, "defect-1", "Exception in ASGI application")
     assert "[error" in line
-    _, _, after = api.process.log_path.read_text().partition(line)
-    assert after.lstrip().startswith("Traceback")
-    assert "WRONGTYPE" in after
+
+    def after() -> str:
+        return api.process.log_path.read_text().partition(line)[2]
+
+    api.process.wait_until(lambda: "WRONGTYPE" in after(), LOG_DEADLINE_S)
+    assert after().lstrip().startswith("Traceback")
     assert "[warning" in log_lines(api, "defect-1", "request failed")[0]
     assert client.get("/info").status_code == 200
 
