@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ ENVIRONMENT: dict[str, Any] = {
     "min_batch_allocation": None,
 }
 
+PROBE_DEADLINE_S = 60.0
 WAITING = {"status": "wait for trainer to start"}
 
 
@@ -97,6 +99,16 @@ def status(http: httpx.Client) -> tuple[int, int]:
 
 def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
     return http.request("GET", "/status-env", json={"env_id": env_id})
+
+
+def probe(http: httpx.Client, path: str) -> httpx.Response:
+    """What it says where Redis lives: it gives it a second, too little on a busy machine."""
+    give_up_at = time.monotonic() + PROBE_DEADLINE_S
+    while time.monotonic() < give_up_at:
+        answer = http.get(path)
+        if "Redis did not answer within" not in answer.text:
+            break
+    return answer
 
 
 def told(http: httpx.Client, env_id: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
-from tests.integration.run_api_calls import REGISTRATION, register
+from tests.integration.run_api_calls import REGISTRATION, probe, register
+from tests.unit.local.process_table import eventually
 
 TOKEN = "correct-horse-battery-staple"
 OPEN = ("/health", "/healthz", "/readyz")
@@ -125,8 +126,8 @@ def test_probes_and_metrics_while_redis_hangs(
     paused_redis.signal(signal.SIGCONT)
     assert waiting.getresponse().status == 200
     waiting.close()
-    assert client.get("/readyz").json() == {"status": "ok"}
-    assert "run_api_redis_up 1.0" in client.get("/metrics").text
+    assert probe(client, "/readyz").json() == {"status": "ok"}
+    assert eventually(lambda: "run_api_redis_up 1.0" in client.get("/metrics").text)
     assert "[warning" in log_lines(api, "away-1", "request failed")[0]
     assert "[warning" in log_lines(api, "slow-1", "request slow")[0]
 
@@ -223,7 +224,7 @@ def test_without_the_token_every_route_but_probes_is_401(stranger: httpx.Client)
     assert len(statuses) > 15
     let_in = {path for (_, path), status in statuses.items() if status != 401}
     assert let_in == set(OPEN)
-    assert {statuses["GET", path] for path in OPEN} == {200}
+    assert {probe(stranger, path).status_code for path in OPEN} == {200}
 
 
 def test_what_is_401_says_what_is_missing_and_changes_nothing(

@@ -21,6 +21,7 @@ from tests.integration.run_api_calls import (
     start,
     submit,
 )
+from tests.unit.local.process_table import eventually
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -35,8 +36,18 @@ def scrape(http: httpx.Client) -> dict[Series, float]:
 
 
 def run(http: httpx.Client) -> dict[str, float]:
-    """What is told of the run, without the prefix."""
-    return {name.removeprefix("run_api_"): v for (name, labels), v in scrape(http).items()}
+    """What is told of the run, without the prefix.
+
+    A scrape gives Redis a second, too little on a busy machine, and then tells nothing of it.
+    """
+    told: dict[str, float] = {}
+
+    def redis_has_answered() -> bool:
+        told.update({name.removeprefix("run_api_"): v for (name, _), v in scrape(http).items()})
+        return told["redis_up"] == 1
+
+    assert eventually(redis_has_answered)
+    return told
 
 
 class Growth:

@@ -155,8 +155,11 @@ def test_ctrl_c_in_a_terminal_spares_a_large_submission_that_is_under_way(api: R
     assert api.process.wait(SOON_S) == 0
 
 
-async def test_a_server_that_stops_is_alive_and_not_ready(redis_url: str) -> None:
-    settings = RunApiSettings(redis_url=redis_url, run_id="stopping")
+async def test_a_server_that_stops_is_alive_and_not_ready(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_api.redis_link._PING_DEADLINE_S", SOON_S)
+    settings = RunApiSettings(redis_url=redis_url, run_id="stopping", redis_deadline_s=SOON_S)
     link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
     store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
     lifetime = Lifetime()

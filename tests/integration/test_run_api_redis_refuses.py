@@ -18,6 +18,7 @@ from tests.integration.run_api_calls import (
     bulky,
     group,
     next_batch,
+    probe,
     register,
     register_environment,
     start,
@@ -180,9 +181,9 @@ def test_after_a_failed_snapshot_the_server_is_not_ready(
 ) -> None:
     fail_to_snapshot(own_redis)
     for path in ("/readyz", "/health"):
-        assert_refused(http.get(path), "MISCONF")
+        assert_refused(probe(http, path), "MISCONF")
     take_writes(own_redis)
-    assert http.get("/readyz").status_code == 200
+    assert probe(http, "/readyz").status_code == 200
 
 
 def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(

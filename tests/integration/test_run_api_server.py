@@ -10,6 +10,7 @@ import pytest
 from tests.integration.run_api_calls import (
     WAITING,
     next_batch,
+    probe,
     register,
     register_environment,
     send,
@@ -41,7 +42,7 @@ BEFORE_A_TRAINER = [
 
 @pytest.mark.parametrize(("path", "answer"), BEFORE_A_TRAINER, ids=[p for p, _ in BEFORE_A_TRAINER])
 def test_before_a_trainer_registers(http: httpx.Client, path: str, answer: Any) -> None:
-    response = http.get(path)
+    response = probe(http, path)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     assert response.json() == answer
@@ -70,7 +71,7 @@ def test_reset_forgets_everything(http: httpx.Client) -> None:
     assert answer.text == "Reset successful"
     assert answer.headers["content-type"].startswith("text/plain")
     for path, unregistered in BEFORE_A_TRAINER:
-        assert http.get(path).json() == unregistered, path
+        assert probe(http, path).json() == unregistered, path
 
 
 def test_a_run_begins_anew_after_a_reset(http: httpx.Client) -> None:
