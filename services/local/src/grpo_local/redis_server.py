@@ -11,7 +11,8 @@ import redis
 from grpo_core.errors import GrpoError
 from grpo_local.processes import ManagedProcess
 
-REDIS_DEADLINE_S = 10.0
+REDIS_DEADLINE_S = 60.0
+"""A busy machine takes seconds to start it, and more where its append-only file is read."""
 
 
 class NoRedisServer(GrpoError):
@@ -59,7 +60,7 @@ def start_redis(port: int, directory: Path, binary: str | None = None) -> Manage
     """Start Redis on the loopback interface with its append-only file under `directory`.
 
     Raises:
-        ProcessFailed: it did not answer PING within 10 s.
+        ProcessFailed: it did not answer PING within a minute.
     """
     directory.mkdir(parents=True, exist_ok=True)
     command = redis_command(port, directory, binary)
