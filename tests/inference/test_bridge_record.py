@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from grpo_core.redis_names import served_weights_key
 from grpo_core.wire import PolicyVersion
@@ -35,6 +36,7 @@ DEADLINE_S = 60.0
 def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that is merely slow to answer is not away."""
     monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -89,6 +91,7 @@ async def test_no_redis_is_a_named_error_within_the_deadline() -> None:
 async def test_a_redis_that_hangs_costs_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     attempt_s = 0.5
     monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", attempt_s)
+    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", attempt_s)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         port = hanging.getsockname()[1]
         async with ServedRecord(f"redis://127.0.0.1:{port}/0", "run") as record:
@@ -115,16 +118,16 @@ class CountsAttempts(ServedRecord):
 
     attempts = 0
 
-    async def _write(self, served: ServedWeights) -> bool:
+    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
         self.attempts += 1
-        return await super()._write(served)
+        return await super()._write(served, deadline_s)
 
 
 class NotedMeanwhile(ServedRecord):
     """Is told of other weights while the first are on their way to Redis."""
 
-    async def _write(self, served: ServedWeights) -> bool:
-        written = await super()._write(served)
+    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
+        written = await super()._write(served, deadline_s)
         if written and served == FIRST:
             await self.note(LATEST)
         return written
@@ -163,3 +166,63 @@ async def test_a_redis_that_is_away_neither_stops_nor_slows_and_learns_the_lates
             assert await record.read(DEADLINE_S) == FIRST
         finally:
             server.stop()
+
+
+@pytest.fixture
+def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that failed is not repeated while a test lasts."""
+    monkeypatch.setattr(served_record, "RETRY_S", 1000.0)
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_what_redis_has_not_learned_when_the_server_ends_is_written_then(
+    tmp_path: Path, run_id: str
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    record = ServedRecord(url, run_id)
+    for served in (FIRST, LATEST):
+        await record.note(served)
+    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+    try:
+        await record.close()
+        async with ServedRecord(url, run_id) as next_server:
+            assert await next_server.read(DEADLINE_S) == LATEST
+    finally:
+        server.stop()
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_the_last_attempt_waits_for_a_redis_that_stands_still(
+    redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt_s = 0.5
+    record = ServedRecord(redis_url, run_id)
+    with redis.Redis.from_url(redis_url) as client:
+        client.client_pause(1000 * int(DEADLINE_S), all=False)
+        try:
+            monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", attempt_s)
+            await record.note(LATEST)
+            closing = asyncio.create_task(record.close())
+            await asyncio.wait([closing], timeout=2 * attempt_s)
+            assert not closing.done()
+        finally:
+            client.client_unpause()
+    await closing
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
+    async with ServedRecord(redis_url, run_id) as next_server:
+        assert await next_server.read(DEADLINE_S) == LATEST
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_a_redis_that_stays_away_holds_up_the_end_for_one_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging, capture_logs() as events:
+        port = hanging.getsockname()[1]
+        async with CountsAttempts(f"redis://127.0.0.1:{port}/0", "run") as record:
+            await record.note(FIRST)
+        assert record.attempts == 2
+    assert events[-1]["event"] == "the weights served last are not in Redis"

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
+LAST_ATTEMPT_DEADLINE_S = 5.0
+"""Of the one when the server ends and Redis has not caught up."""
 _FAILURES = (RedisError, OSError, TimeoutError)
 
 
@@ -83,8 +85,9 @@ class ServedRecord(ClosesOnAsyncExit):
         self._key = served_weights_key(run_id)
         self._redis: Redis = Redis.from_url(
             url,
-            socket_connect_timeout=ATTEMPT_DEADLINE_S,
-            socket_timeout=ATTEMPT_DEADLINE_S,
+            # The longest that any attempt has; `_attempt` bounds each.
+            socket_connect_timeout=LAST_ATTEMPT_DEADLINE_S,
+            socket_timeout=LAST_ATTEMPT_DEADLINE_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             decode_responses=True,
@@ -93,9 +96,11 @@ class ServedRecord(ClosesOnAsyncExit):
         self._catching_up: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
+        """What Redis has not learned is written once more: nobody tells it later."""
         if self._catching_up is not None:
             self._catching_up.cancel()
-            log.warning("the weights served last are not in Redis", redis=self._where)
+            await asyncio.wait([self._catching_up])
+            await self._write_at_last()
         await self._redis.aclose()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
@@ -135,7 +140,12 @@ class ServedRecord(ClosesOnAsyncExit):
         self._catching_up = None
         log.info("Redis knows again what is served", redis=self._where)
 
-    async def _write(self, served: ServedWeights) -> bool:
+    async def _write_at_last(self) -> None:
+        if self._latest is None or await self._write(self._latest, LAST_ATTEMPT_DEADLINE_S):
+            return
+        log.warning("the weights served last are not in Redis", redis=self._where)
+
+    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
         fields = {
             "epoch": served.version.epoch,
             "step": served.version.step,
@@ -149,13 +159,13 @@ class ServedRecord(ClosesOnAsyncExit):
         }
         words = [word for field in fields.items() for word in field]
         try:
-            await self._attempt("HSET", self._key, *words)
+            await self._attempt("HSET", self._key, *words, deadline_s=deadline_s)
         except _FAILURES:
             return False
         return True
 
-    async def _attempt(self, *command: Any) -> Any:
-        async with asyncio.timeout(ATTEMPT_DEADLINE_S):
+    async def _attempt(self, *command: Any, deadline_s: float | None = None) -> Any:
+        async with asyncio.timeout(deadline_s or ATTEMPT_DEADLINE_S):
             # redis-py leaves this method without types
             return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
