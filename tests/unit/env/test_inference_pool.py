@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from grpo_core.errors import ProtocolViolation, RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import GenerateAnswer
 from grpo_env.inference_health import (
+    HealthClient,
     NotAnInferenceServer,
     SharedWeightsHaveOneServer,
     wait_for_servers,
@@ -133,6 +135,23 @@ async def test_health_is_waited_for() -> None:
 async def test_waiting_for_health_has_an_end_that_names_the_url() -> None:
     with pytest.raises(ServiceUnavailable, match=rf"{NOBODY} not healthy after 0\.1 s.*check --op"):
         await wait_for_servers([NOBODY + "/v1"], deadline_s=0.1)
+
+
+async def test_what_the_server_said_is_named_where_it_says_nothing_in_the_end() -> None:
+    let_go = threading.Event()
+
+    def health(_body: dict[str, Any]) -> Answer:
+        if len(server.seen) == 1:
+            client._http.timeout = httpx.Timeout(0.2)  # of those that follow
+            return 503, {"detail": "loading"}
+        let_go.wait(60)
+        return 200, {}
+
+    with stub_server({"GET /health": health}) as server:
+        async with HealthClient(server.url) as client:
+            with pytest.raises(ServiceUnavailable, match=r"answered 503: .*loading.*; read its"):
+                await client.wait_until_healthy(1.0)
+        let_go.set()
 
 
 async def test_something_else_at_the_url_is_not_waited_for() -> None:

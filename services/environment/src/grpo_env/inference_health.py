@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import httpx
 import structlog
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import SERVICE
+from grpo_core.retry import TransientAnswer, check_answer
 from grpo_core.service_client import AsyncServiceClient
 
 log = structlog.get_logger()
@@ -42,27 +44,33 @@ class HealthClient(AsyncServiceClient):
     async def wait_until_healthy(self, deadline_s: float) -> None:
         """Raises `ServiceUnavailable` after the deadline, `NotAnInferenceServer` on a 4xx."""
         give_up_at = time.monotonic() + deadline_s
-        waiting = False
-        while True:
-            try:
-                await self._send("GET", "/health")
-                return
-            except RequestRefused as error:
-                raise NotAnInferenceServer(
-                    f"{error}; {self.base_url} is not the URL of vllm-api-server: "
-                    "check --openai.base-url"
-                ) from error
-            except ServiceUnavailable as error:
-                if time.monotonic() >= give_up_at:
-                    raise ServiceUnavailable(
-                        f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
-                        f"last answer: {error}; read its log, check --openai.base-url, or raise "
-                        "--openai.start-deadline-s"
-                    ) from error
-            if not waiting:
+        last: Exception | None = None
+        while (failure := await self._failure()) is not None:
+            if last is None:
                 log.info("waiting for the inference server", url=self.base_url)
-                waiting = True
+            # That none came in time says less than what was said before.
+            if last is None or not isinstance(failure, httpx.TimeoutException):
+                last = failure
+            if time.monotonic() >= give_up_at:
+                raise ServiceUnavailable(
+                    f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
+                    f"last answer: {str(last) or type(last).__name__}; read its log, check "
+                    "--openai.base-url, or raise --openai.start-deadline-s"
+                ) from last
             await asyncio.sleep(_POLL_S)
+
+    async def _failure(self) -> Exception | None:
+        """What speaks against its health, asked once; None where it is healthy."""
+        try:
+            check_answer(await self._http.get("/health"), SERVICE)
+        except RequestRefused as error:
+            raise NotAnInferenceServer(
+                f"{error}; {self.base_url} is not the URL of vllm-api-server: "
+                "check --openai.base-url"
+            ) from error
+        except (httpx.TransportError, TransientAnswer, ServiceUnavailable) as error:
+            return error
+        return None
 
     async def shares_weights(self) -> bool:
         """False also for a server that has no bridge."""
