@@ -25,6 +25,18 @@ def test_failures_are_borne_until_the_deadline_after_the_first() -> None:
         patience.failed(ServiceUnavailable("three"))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.3, "0.3 s"), (0.6, "0.6 s"), (10.0, "10 s"), (3600.25, "3600.2 s")]
+)
+def test_how_long_it_failed_is_said_as_people_write_it(seconds: float, said: str) -> None:
+    clock = Clock()
+    patience = Patience("vllm-server", seconds / 2, clock)
+    patience.failed(ServiceUnavailable("one"))
+    clock.now += seconds
+    with pytest.raises(ServiceUnavailable, match=f"failed for {said} in a row"):
+        patience.failed(ServiceUnavailable("two"))
+
+
 def test_a_success_starts_the_count_again() -> None:
     clock = Clock()
     patience = Patience("vllm-server", 10.0, clock)

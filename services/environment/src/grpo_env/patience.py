@@ -48,8 +48,8 @@ class Patience:
         failing_s = self._last_failure - self._failing_since
         if failing_s >= self._deadline_s:
             raise ServiceUnavailable(
-                f"{self._service} failed for {failing_s:.0f} s in a row, the last time with: "
-                f"{error}; read its log"
+                f"{self._service} failed for {round(failing_s, 1):g} s in a row, the last time "
+                f"with: {error}; read its log"
             ) from error
 
     @property
