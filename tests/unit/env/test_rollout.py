@@ -76,7 +76,7 @@ async def test_versions_of_first_and_last_token_and_the_duration_are_carried() -
     overrides = outcome.group.group_overrides
     assert overrides is not None
     assert overrides["policy_version"] == [[[1, 0], [1, 1]], [[1, 1], [1, 2]]]
-    assert 0.0 < overrides["generation_seconds"] < 5.0
+    assert 0.0 < overrides["generation_seconds"] < 60.0
 
 
 async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_rewards() -> None:

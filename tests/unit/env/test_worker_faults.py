@@ -56,7 +56,7 @@ async def test_an_outage_of_the_inference_server_is_survived() -> None:
 async def test_an_inference_server_that_stays_broken_ends_the_work() -> None:
     api = RunApi()
 
-    with pytest.raises(ServiceUnavailable, match="vllm-server failed for 1 s"):
+    with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for [\d.]+ s in a row"):
         await run(api, lambda _body: (500, {"detail": "broken"}), "--openai.request-deadline-s=0.6")
     assert api.disconnected == [0]
 
@@ -79,8 +79,8 @@ async def test_an_inference_server_that_never_gets_healthy_ends_the_start() -> N
     loading: dict[str, Route] = {"GET /health": lambda _body: (503, {"detail": "loading"})}
 
     # Nothing is asked of run-api, which has no routes here.
-    with pytest.raises(ServiceUnavailable, match=r"not healthy after 0\.1 s.*loading"):
-        await feed({}, loading, "--openai.start-deadline-s=0.1")
+    with pytest.raises(ServiceUnavailable, match=r"not healthy after 2 s.*loading"):
+        await feed({}, loading, "--openai.start-deadline-s=2")
 
 
 def failing_twice(route: Route) -> Route:
