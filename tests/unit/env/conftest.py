@@ -6,12 +6,20 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_env import worker
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def long_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run-api that is merely slow hears it too."""
+    monkeypatch.setattr(worker, "_GOODBYE_S", 60.0)
 
 
 @pytest.fixture(scope="session")
