@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from redis import Redis
 
+from grpo_core.handoff import Action, OutcomeState
+from grpo_core.redis_names import served_weights_key
 from grpo_core.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
+from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from tests.fixtures.handoff import Sender
@@ -52,6 +56,15 @@ class Supervised:
         answer = httpx.post(f"{self.url}/generate", json={"seconds": seconds}, timeout=60)
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
+
+    def serve(self, action: Action, version: PolicyVersion, path: Path) -> None:
+        """Returns once Redis holds it for a supervisor that follows this one."""
+        outcome = self.sender.ask(action, version, path)
+        assert outcome.state is OutcomeState.DONE, outcome
+        key = served_weights_key(self.sender.run_id)
+        with Redis.from_url(self.sender.redis_url, decode_responses=True) as redis:
+            expected = [str(version.epoch), str(version.step)]
+            self.process.wait_until(lambda: redis.hmget(key, "epoch", "step") == expected, START_S)
 
     def wait_for_requests(self, number: int) -> None:
         """Until so many are under way."""

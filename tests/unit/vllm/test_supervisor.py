@@ -103,7 +103,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_serves_the_same(
     tmp_path: Path, redis_url: str
 ) -> None:
     with supervised(tmp_path, redis_url) as first:
-        first.sender.ask(CHECKPOINT, v(7), first.checkpoint("c"))
+        first.serve(CHECKPOINT, v(7), first.checkpoint("c"))
         engine = first.status()["engine_pid"]
         port = int(first.url.rpartition(":")[2])
         os.kill(first.process.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_serves_the_same(
 def test_what_was_served_last_and_is_gone_stops_the_start(tmp_path: Path, redis_url: str) -> None:
     with supervised(tmp_path, redis_url) as first:
         path = first.checkpoint("c")
-        first.sender.ask(CHECKPOINT, v(7), path)
+        first.serve(CHECKPOINT, v(7), path)
     (path / "model.safetensors").write_text("something else")
     run_id = first.sender.run_id
     with supervised(tmp_path, redis_url, run_id=run_id, waits=False) as second:
