@@ -30,9 +30,10 @@ def v(step: int, epoch: int = 1) -> PolicyVersion:
 
 def test_a_restart_keeps_requests_and_connections(tmp_path: Path, redis_url: str) -> None:
     """One request under way, one on an idle connection, one that comes while there is no engine."""
+    kept = httpx.Limits(keepalive_expiry=600)  # the client's own limit is 5 s
     with (
         supervised(tmp_path, redis_url) as server,
-        httpx.Client(base_url=server.url, timeout=60) as idle,
+        httpx.Client(base_url=server.url, timeout=60, limits=kept) as idle,
         ThreadPoolExecutor(1) as pool,
     ):
         before = idle.post("/generate", json={"seconds": 0}).json()
