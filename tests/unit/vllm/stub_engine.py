@@ -4,7 +4,7 @@
 with `"until": path` it waits for such a file too, and with `"orphan": true` it leaves a process
 behind that nobody waits for.
 It does not start where the directory in STUB_ENGINE_DIRECTORY holds a file `broken`, or where the
-weights that it is to serve do.
+weights that it is to serve do. As soon as it drains there is a file `drains`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
 """Why the engine host is not to fork it."""
 BROKEN = "broken"
+DRAINS = "drains"
 BAD_RANK = "bad-rank"
 
 
@@ -95,6 +96,7 @@ class StubEngine:
 
         async def post_drain(request: Request) -> Response:
             drain.begin((await request.json())["within_s"])
+            (Path(os.environ[DIRECTORY]) / DRAINS).touch()
             return JSONResponse({})
 
         private = Starlette(

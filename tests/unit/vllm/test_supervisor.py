@@ -16,7 +16,7 @@ import pytest
 from grpo_core.handoff import Action, OutcomeState
 from grpo_core.wire import PolicyVersion
 from tests.unit.local.process_table import eventually, is_alive
-from tests.unit.vllm.stub_engine import BAD_RANK
+from tests.unit.vllm.stub_engine import BAD_RANK, DRAINS
 from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
 CHECKPOINT, RESTART, LOAD = (
@@ -64,16 +64,14 @@ def test_what_outlasts_the_drain_is_answered_503_and_counted(
         supervised(tmp_path, redis_url, "--drain-s", "6") as server,
         ThreadPoolExecutor(2) as pool,
     ):
-        go_on = tmp_path / "go on"
-        bodies: list[dict[str, Any]] = [{"seconds": 50.0}, {"seconds": 0, "until": str(go_on)}]
+        drains = str(tmp_path / DRAINS)
+        bodies: list[dict[str, Any]] = [{"seconds": 100.0}, {"seconds": 0, "until": drains}]
         answers = [
-            pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
+            pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=120)
             for body in bodies
         ]
         server.wait_for_requests(2)
         sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
-        server.wait_for(state="draining")
-        threading.Timer(1.0, go_on.touch).start()
         assert server.sender.outcome(sent).state is OutcomeState.DONE
         late, in_time = (answer.result() for answer in answers)
         assert in_time.status_code == 200
