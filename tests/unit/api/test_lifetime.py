@@ -6,7 +6,7 @@ import asyncio
 
 from grpo_api.lifetime import Lifetime, begin_request
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 async def test_a_wait_lasts_as_long_as_was_asked_where_the_server_goes_on() -> None:

@@ -16,7 +16,7 @@ def probe(*arguments: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         env={"http_proxy": "http://127.0.0.1:9", "PATH": ""},
-        timeout=30,
+        timeout=60,
     )
     return done.returncode, done.stderr
 

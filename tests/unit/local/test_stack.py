@@ -284,13 +284,13 @@ def test_a_run_under_nohup_survives_the_end_of_its_terminal() -> None:
 def test_the_reason_leads_over_what_an_interpreter_prints_on_its_way_out(tmp_path: Path) -> None:
     script = 'printf "start\\nERROR disk full\\n[error    ] EngineDied\\n"; seq 1 100; exit 3'
     process = ManagedProcess("noisy", ["sh", "-c", script], tmp_path / "noisy.log")
-    assert process.wait(30.0) == 3
+    assert process.wait(60.0) == 3
     process.kill()
     assert process.log_tail().splitlines() == ["ERROR disk full", "[error    ] EngineDied"]
 
 
 def test_a_log_without_errors_shows_its_end(tmp_path: Path) -> None:
     process = ManagedProcess("plain", ["seq", "1", "100"], tmp_path / "plain.log")
-    assert process.wait(30.0) == 0
+    assert process.wait(60.0) == 0
     process.kill()
     assert process.log_tail(lines=2).splitlines() == ["99", "100"]

@@ -74,7 +74,8 @@ def test_what_is_not_known_is_not_made_up() -> None:
     assert Stopwatch().summary("none", None).steps == 0
 
 
-def test_the_server_is_asked_through_redis(redis_url: str) -> None:
+def test_the_server_is_asked_through_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 60.0)
     run_id = uuid.uuid4().hex[:8]
     fields = {"model_name": "m", "weight_bridge_mode": "shared_vllm", "run_id": run_id}
     assert server_status(TrainerSettings(**fields)) is None

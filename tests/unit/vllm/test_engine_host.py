@@ -77,7 +77,7 @@ def test_more_connections_than_a_packet_takes_are_kept(tmp_path: Path, redis_url
         port = int(server.url.rpartition(":")[2])
         clients = [
             stack.enter_context(
-                contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30))
+                contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
             )
             for _ in range(MANY)
         ]
@@ -126,5 +126,5 @@ def test_the_host_ends_with_its_supervisor(tmp_path: Path) -> None:
     with supervised(tmp_path, None) as server:
         host = host_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(30.0)
+        server.process.wait(60.0)
         assert eventually(lambda: not is_alive(host.pid))

@@ -106,7 +106,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_serves_the_same(
         engine = first.status()["engine_pid"]
         port = int(first.url.rpartition(":")[2])
         os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait(30.0)
+        first.process.wait(60.0)
         # Its engine goes with it, and the port is free.
         assert eventually(lambda: not is_alive(engine)), "the engine lives on"
         with supervised(tmp_path, redis_url, run_id=first.sender.run_id, port=port) as second:
