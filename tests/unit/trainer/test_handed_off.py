@@ -99,16 +99,18 @@ class Bench:
     supervisor: StandInSupervisor
 
     @contextmanager
-    def trainer(self, every_steps: int = 1, last_step: int = 100) -> Iterator[HandedOff]:
-        link = HandoffLink(self.url, self.run_id, deadline_s=2.0)
-        watch = SupervisorWatch(link, return_deadline_s=2.0)
+    def trainer(
+        self, every_steps: int = 1, last_step: int = 100, link_s: float = 60.0
+    ) -> Iterator[HandedOff]:
+        link = HandoffLink(self.url, self.run_id, link_s)
+        watch = SupervisorWatch(link, return_deadline_s=60.0)
         action = ACTIONS[self.mode]
         adapter = action.kind is WeightKind.ADAPTER
         sync = HandedOff(
             self.server,  # type: ignore[arg-type]
             link,
             watch,
-            Handoff(link, watch, action, deadline_s=10.0),
+            Handoff(link, watch, action, deadline_s=60.0),
             Adapter(str(self.model), LORA) if adapter else WholeModel(str(self.model)),
             ServedFiles(self.root),
             "auto",
@@ -252,7 +254,7 @@ def test_a_server_of_another_mode_or_run_is_refused(
         pytest.raises(PolicyMismatch, match="it takes no adapters: start vllm-api-server with"),
     ):
         sync.load_policy()
-    with bench("none", redis_url, model, tmp_path / "b") as rig, rig.trainer() as sync:
-        rig.server.version = PolicyVersion(3, 1)
+    with bench("none", redis_url, model, tmp_path / "b") as rig, rig.trainer(link_s=2.0) as sync:
+        rig.server.version = PolicyVersion(3, 1)  # Redis has the link's deadline to agree
         with pytest.raises(PolicyMismatch, match=r"\(3, 1\).*\(0, 0\): they are two"):
             sync.load_policy()

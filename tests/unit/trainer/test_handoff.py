@@ -50,11 +50,11 @@ def run_id() -> str:
 
 @pytest.fixture
 def link(redis_url: str, run_id: str) -> Iterator[HandoffLink]:
-    with HandoffLink(redis_url, run_id, deadline_s=2.0) as opened:
+    with HandoffLink(redis_url, run_id, deadline_s=60.0) as opened:
         yield opened
 
 
-def asking(link: HandoffLink, deadline_s: float = 60.0, return_s: float = 30.0) -> Handoff:
+def asking(link: HandoffLink, deadline_s: float = 60.0, return_s: float = 60.0) -> Handoff:
     watch = SupervisorWatch(link, return_deadline_s=return_s)
     return Handoff(link, watch, Action.LOAD_ADAPTER, deadline_s)
 
@@ -231,7 +231,7 @@ class LosesAnAnswer(HandoffLink):
 
 
 def test_a_command_whose_receipt_was_lost_is_not_sent_twice(redis_url: str, run_id: str) -> None:
-    with LosesAnAnswer(redis_url, run_id, deadline_s=5.0) as link:
+    with LosesAnAnswer(redis_url, run_id, deadline_s=60.0) as link:
         link.send(asking_command())
         assert link.has_lost
     with Redis.from_url(redis_url) as plain:
