@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
@@ -40,9 +41,16 @@ def leave_only(told: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], N
 
 
 def bound() -> socket.socket:
-    server = socket.socket()
-    server.bind(("127.0.0.1", 0))
-    return server
+    """On a port that nothing else on this machine asks for: tests that run beside this one take
+    theirs from 20000 on."""
+    while True:
+        server = socket.socket()
+        try:
+            server.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
+        except OSError:
+            server.close()
+        else:
+            return server
 
 
 def test_it_lies_below_what_clients_get(told: Path) -> None:
