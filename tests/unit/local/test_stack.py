@@ -51,6 +51,14 @@ def file_exists(path: Path) -> Callable[[], bool]:
     return lambda: path.exists()
 
 
+def seen_after(seconds: float, path: Path) -> Callable[[], bool]:
+    def look() -> bool:
+        time.sleep(seconds)
+        return path.exists()
+
+    return look
+
+
 @pytest.fixture
 def stop_request() -> Iterator[StopRequest]:
     with StopRequest() as request:
@@ -74,10 +82,9 @@ def test_a_service_starts_once_the_one_before_it_is_healthy(stack: Stack, tmp_pa
     )
     for name in ("first", "second"):
         ready = tmp_path / f"{name}.ready"
-        seconds = stack.start(
-            script(name, mark, str(events), name, str(ready), healthy=file_exists(ready))
-        )
-        assert 0.3 <= seconds < 60
+        look = seen_after(0.1, ready)
+        seconds = stack.start(script(name, mark, str(events), name, str(ready), healthy=look))
+        assert 0.1 <= seconds < 60
     assert events.read_text().splitlines() == [
         "first started",
         "first ready",
@@ -188,7 +195,7 @@ def test_a_service_that_finished_badly_while_starting_is_named(stack: Stack) -> 
 def test_a_job_is_waited_for_and_forgotten(stack: Stack, tmp_path: Path) -> None:
     made = tmp_path / "made"
     code = "import pathlib, sys, time; time.sleep(0.2); pathlib.Path(sys.argv[1]).touch()"
-    assert stack.run(script("job", code, str(made), may_finish=True)) >= 0.2
+    assert stack.run(script("job", code, str(made), may_finish=True)) < 60
     assert made.exists()
     stack.check()
 
