@@ -242,7 +242,7 @@ def test_services_end_in_reverse_order(tmp_path: Path, stop_request: StopRequest
         "    raise SystemExit\n"
         "signal.signal(signal.SIGTERM, end); pathlib.Path(sys.argv[3]).touch(); time.sleep(120)\n"
     )
-    with Stack(tmp_path / "logs", stop_request) as stack:
+    with Stack(tmp_path / "logs", stop_request, grace_s=60.0) as stack:
         for name in "abc":
             ready = tmp_path / name
             stack.start(
