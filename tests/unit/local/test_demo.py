@@ -132,7 +132,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(
 
 
 def test_a_stop_signal_while_services_start(demo: Demo) -> None:
-    process = demo.start("--run-dir", "run")
+    process = demo.start("--run-dir", "run", STAND_IN_TRAINER_LINGERS_S="100")
     assert eventually(lambda: demo.has_pid("run-api"))
     process.send_signal(signal.SIGINT)
     status, out, _ = demo.finish()
