@@ -76,6 +76,9 @@ subprocess.Popen(
     [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(120)"],
     start_new_session=True,
 )
+engine, give_up_at = pathlib.Path(os.environ["STAND_IN_PIDS"], "engine"), time.monotonic() + 100
+while not engine.exists() and time.monotonic() < give_up_at:
+    time.sleep(0.01)
 
 import redis
 from grpo_core.handoff import ServerStatus, status_key
