@@ -10,15 +10,19 @@ from grpo_core.wire import PolicyVersion
 
 @dataclass
 class FakeEngine:
-    """Notes what it is told, and never answers the calls named in `hangs`."""
+    """Notes what it is told, never answers the calls named in `hangs`, and those named in `held`
+    once that event is set."""
 
     hangs: set[str] = field(default_factory=set)
+    held: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
         if name in self.hangs:
             await asyncio.sleep(3600)
+        if name in self.held:
+            await self.held[name].wait()
 
     async def pause(self) -> None:
         await self._call("pause")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -21,6 +22,12 @@ NEXT = PolicyVersion(1, 0)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_switch, "ENGINE_CALL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(bridge_module, "HANDOVER_S", 0.05)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 async def test_an_update_by_the_book() -> None:
@@ -54,6 +61,30 @@ async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
     assert engine.calls == ["pause", "resume"]
     assert not bridge.paused
     assert not bridge.engine.broken
+
+
+async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothing_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_switch, "ENGINE_CALL_TIMEOUT_S", 10.0)
+    at_rest = asyncio.Event()
+    engine = FakeEngine(held={"pause": at_rest})
+    bridge = WeightBridge(engine)
+    session = await bridge.open_session()
+    pausing = asyncio.create_task(bridge.pause(session, 10.0, NEXT))
+    await eventually(lambda: engine.calls == ["pause"])
+    closing = asyncio.create_task(bridge.close_session(session))
+    await asyncio.sleep(0)
+    at_rest.set()
+    with pytest.raises(BridgeConflict, match="is not attached to this server"):
+        await pausing
+    await closing
+    assert engine.calls == ["pause", "resume"]
+    assert not bridge.paused
+    assert bridge.weights_intact  # it was never told that it may write
+    second = await bridge.open_session()
+    await bridge.pause(second, 10.0, NEXT)
+    assert bridge.paused
 
 
 async def test_a_closing_connection_does_not_abandon_the_pause_of_the_next_trainer() -> None:

@@ -136,19 +136,15 @@ class WeightBridge:
             EngineTimeout: the engine did not come to rest.
         """
         async with self._lock:
-            if session != self._session:
-                raise BridgeConflict(
-                    f"session {session} is not attached to this server (it may have restarted, or "
-                    "a lease ran out); connect to the weight socket again"
-                )
+            self._check_is_attached(session)
             self._check_is_free(version)
             if self._pause is None:
-                await self.engine.pause()
+                await self._pause_engine(session)
             else:
                 self._pause.timer.cancel()
             loop = asyncio.get_running_loop()
-            pause = _Pause(session, version, loop.call_later(lease_s, self._lease_ran_out))
-            self._pause = pause
+            timer = loop.call_later(lease_s, self._lease_ran_out, session)
+            self._pause = _Pause(session, version, timer)
 
     async def resume(self, session: str, written: bool) -> None:
         """Serve again: under the version named at the pause, or, where nothing was written, under
@@ -187,6 +183,21 @@ class WeightBridge:
         log.info("update notice", notice_count=self.notice_count, prefix_cache_reset=reset)
         return reset
 
+    def _check_is_attached(self, session: str) -> None:
+        if session != self._session:
+            raise BridgeConflict(
+                f"session {session} is not attached to this server (it may have restarted, or "
+                "a lease ran out); connect to the weight socket again"
+            )
+
+    async def _pause_engine(self, session: str) -> None:
+        await self.engine.pause()
+        try:
+            self._check_is_attached(session)
+        except BridgeConflict:  # it left meanwhile, and had no pause yet that its end would end
+            await self.engine.resume()
+            raise
+
     def _check_is_free(self, version: PolicyVersion) -> None:
         # Weights that are written back keep their name: nobody was answered from others under it.
         taken = version < self.version if self.write_back.missing else version <= self.version
@@ -224,9 +235,10 @@ class WeightBridge:
         self.last_update_time = time.time()
         await self._record.note(ServedWeights(version, intact, trained=True))
 
-    def _lease_ran_out(self) -> None:
+    def _lease_ran_out(self, session: str) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.
-        self._session = None
+        if self._session == session:
+            self._session = None
         task = asyncio.ensure_future(self._abandon_and_let_others_in(self._pause))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
