@@ -129,6 +129,45 @@ async def test_nobody_gets_in_before_torn_weights_are_called_torn(
     assert not bridge.paused
 
 
+async def test_of_two_trainers_at_the_door_one_is_let_in() -> None:
+    bridge = WeightBridge(FakeEngine())
+    first = await bridge.open_session()
+    waiting = [asyncio.create_task(bridge.open_session()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await bridge.close_session(first)
+    second, refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(second, str)
+    assert isinstance(refused, BridgeConflict)
+    await bridge.pause(second, 10.0, NEXT)
+    assert bridge.paused
+
+
+async def test_a_lease_that_runs_out_while_its_connection_closes_lets_one_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends of the session open the door; the later finds the next trainer attached."""
+    monkeypatch.setattr(engine_switch, "ENGINE_CALL_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(bridge_module, "HANDOVER_S", 10.0)
+    named = asyncio.Event()
+    engine = FakeEngine(held={"name 1.0": named})
+    bridge = WeightBridge(engine)
+    first = await bridge.open_session()
+    await bridge.pause(first, 0.05, NEXT)
+    closing = asyncio.create_task(bridge.close_session(first))
+    await eventually(lambda: engine.calls == ["pause", "name 1.0"])
+    entering = asyncio.create_task(bridge.open_session())
+    stray = asyncio.create_task(bridge.pause("unknown", 10.0, NEXT))  # so that one comes between
+    await asyncio.sleep(0.1)  # the lease runs out
+    named.set()
+    await closing
+    await entering
+    with pytest.raises(BridgeConflict):
+        await stray
+    monkeypatch.setattr(bridge_module, "HANDOVER_S", 0.05)
+    with pytest.raises(BridgeConflict, match="another trainer is attached"):
+        await bridge.open_session()
+
+
 async def test_an_engine_that_does_not_take_a_name_ends_the_server() -> None:
     """Otherwise it would serve the new weights under the old name."""
     bridge = WeightBridge(FakeEngine(hangs={"name 1.0"}))

@@ -105,7 +105,8 @@ class WeightBridge:
         """
         try:
             async with asyncio.timeout(HANDOVER_S):
-                await self._session_ended.wait()
+                while not self._session_ended.is_set():  # it wakes everybody who waits
+                    await self._session_ended.wait()
         except TimeoutError:
             raise BridgeConflict(
                 "another trainer is attached to this server; run one trainer per server"
@@ -124,7 +125,7 @@ class WeightBridge:
         try:
             await self._abandon(self._pause, "the trainer's connection closed")
         finally:
-            self._session_ended.set()
+            self._let_others_in()
 
     async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Stop scheduling; keep requests in flight and recompute their KV cache afterwards.
@@ -248,6 +249,12 @@ class WeightBridge:
             await self._abandon(pause, "its lease ran out")
         finally:
             # Not before: a newcomer must see what these weights are called now.
+            self._let_others_in()
+
+    def _let_others_in(self) -> None:
+        # A lease may run out while its connection closes: the later of the two may find another
+        # trainer attached.
+        if self._session is None:
             self._session_ended.set()
 
     async def _end_pause(self, pause: _Pause) -> None:
