@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 
@@ -15,6 +16,10 @@ from tests.fixtures.inference import InferenceServer
 ANSWER_DEADLINE_S = 300.0
 DEADLINE_S = 60.0
 """For what comes at once on an idle machine."""
+TRIES = 5
+"""For what is there for a moment alone, which a machine with other work may sleep through."""
+
+T = TypeVar("T")
 
 RUNNING, WAITING = "vllm:num_requests_running{", "vllm:num_requests_waiting{"
 
@@ -45,12 +50,40 @@ def unfinished_after_steps(server: InferenceServer, steps: int = 60) -> float:
     return unfinished_requests(server)
 
 
+@dataclass(frozen=True)
+class Posted:
+    """A generation request under way."""
+
+    future: Future[httpx.Response]
+
+    def has_ended(self) -> bool:
+        return self.future.done()
+
+    def answer(self) -> Any:
+        """Waits for it."""
+        return self.future.result(ANSWER_DEADLINE_S).raise_for_status().json()
+
+
 @contextmanager
-def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Callable[[], Any]]:
-    """A generation request under way; calling what is yielded waits for its answer."""
+def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Posted]:
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(httpx.post, f"{url}/generate", json=body, timeout=ANSWER_DEADLINE_S)
-        yield lambda: future.result(ANSWER_DEADLINE_S).raise_for_status().json()
+        yield Posted(
+            pool.submit(httpx.post, f"{url}/generate", json=body, timeout=ANSWER_DEADLINE_S)
+        )
+
+
+def all_run(server: InferenceServer, count: int, ended: Callable[[], bool]) -> bool:
+    """Wait until `count` sequences run at once. False where they ended before that was seen."""
+    wait_for(lambda: ended() or running_requests(server) == count)
+    return not ended()
+
+
+def in_time(attempt: Callable[[], T | None]) -> T:
+    """What it returns the first time that it does not come too late, which it says by None."""
+    for _ in range(TRIES):
+        if (result := attempt()) is not None:
+            return result
+    raise AssertionError(f"{TRIES} times too late")
 
 
 def wait_for(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> float:

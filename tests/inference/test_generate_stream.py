@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import warnings
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.inference.engine_load import running_requests, unfinished_after_steps, wait_for
+from tests.inference.engine_load import in_time, running_requests, unfinished_after_steps
 
 DEFAULTS: dict[str, Any] = {
     "prompt": {"prompt_token_ids": [5, 6, 7, 8]},
@@ -85,20 +85,38 @@ def test_stop_strings_end_a_stream_and_stay_out_of_it(shared_server: InferenceSe
 
 
 def test_lines_arrive_while_the_engine_still_samples(shared_server: InferenceServer) -> None:
-    with streamed(shared_server, max_tokens=500, n=16) as response:
+    lines = in_time(lambda: lines_read_meanwhile(shared_server))
+    assert "finish_reasons" not in lines[0]
+    assert "finish_reasons" in lines[-1]
+
+
+def lines_read_meanwhile(server: InferenceServer) -> list[dict[str, Any]] | None:
+    """None where the engine had sampled everything before one was read."""
+    with streamed(server, max_tokens=500, n=16) as response:
         lines = response.iter_lines()
-        first = next(lines)
-        assert running_requests(shared_server) > 0
-        assert "finish_reasons" not in json.loads(first)
-        assert "finish_reasons" in json.loads(list(lines)[-1])
+        read = list(until(lambda: running_requests(server) > 0, lines))
+        rest = list(lines)
+    return [json.loads(line) for line in (*read, *rest)] if rest else None
+
+
+def until(seen: Callable[[], bool], lines: Iterator[str]) -> Iterator[str]:
+    """Those up to the one after which it is seen; all of them where it never is."""
+    for line in lines:
+        yield line
+        if seen():
+            return
 
 
 def test_leaving_in_the_middle_aborts_in_the_engine(shared_server: InferenceServer) -> None:
-    with streamed(shared_server, max_tokens=500, n=32) as response:
-        lines = response.iter_lines()
-        next(lines)
-        wait_for(lambda: running_requests(shared_server) == 32)
+    assert in_time(lambda: left_in_the_middle(shared_server))
     assert unfinished_after_steps(shared_server) < 16
+
+
+def left_in_the_middle(server: InferenceServer) -> bool | None:
+    """None where the engine had sampled everything before."""
+    with streamed(server, max_tokens=500, n=32) as response:
+        *_, last = until(lambda: running_requests(server) == 32, response.iter_lines())
+    return "finish_reasons" not in json.loads(last) or None
 
 
 def test_a_slow_reader_gets_the_whole_text(

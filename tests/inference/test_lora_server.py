@@ -16,11 +16,10 @@ from grpo_core.wire import PolicyVersion
 from tests.fixtures.adapters import load, logprobs, make_adapter
 from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
-from tests.inference.engine_load import running_requests, wait_for
+from tests.inference.engine_load import in_time, running_requests, wait_for
 from tests.inference.request_load import CLIENTS, load_on
 
 SWAPS = 20
-TRIES = 5
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
 """The second is longer than two blocks of cached keys and values."""
 
@@ -109,8 +108,7 @@ def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
 ) -> None:
     """Both are in one batch for a while, and each keeps to its own."""
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
-    swap = next(filter(None, (swap_during_a_request(lora) for _ in range(TRIES))), None)
-    assert swap is not None, f"{TRIES} times the swap took longer than the request"
+    swap = in_time(lambda: swap_during_a_request(lora))
     assert swap.in_use == [str(adapter) for adapter in lora.weights[:2]]
     ids, logged, versions = swap.long
     assert versions == [list(swap.version_before)] * 2

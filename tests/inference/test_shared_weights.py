@@ -5,7 +5,6 @@ Only the checks after a step prove anything. The two negative controls pass befo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from tests.fixtures.inference import (
     start_inference,
     stop_inference,
 )
-from tests.inference.engine_load import posted_in_background, running_requests, wait_for
+from tests.inference.engine_load import in_time
 from tests.inference.memory_maps import weight_mappings
-from tests.inference.trainer_side import AttachedTrainer, attached_trainer
+from tests.inference.trainer_side import AttachedTrainer, attached_trainer, update_in_flight
 from tests.negative_controls.plugin import control_plugin
 
 STEPS = 3
@@ -104,20 +103,11 @@ def test_a_request_in_flight_goes_on_under_the_new_weights_exactly(
     """Each token's logged probability is the old weights' up to the update, the new ones' from
     there: nothing in between, and no stale keys and values afterwards."""
     prompt = [5, 6, 7]
-    body = {
-        **{"prompt": {"prompt_token_ids": prompt}, "n": 16, "max_tokens": 400},
-        **{"ignore_eos": True, "logprobs": 0},
-    }
     with attached_trainer(shared_server) as trainer:
         trainer.step(0)
-        trainer.gather_gradient(1)
-        old_policy = copy.deepcopy(trainer.policy)
-        with posted_in_background(shared_server.url, body) as answer:
-            wait_for(lambda: running_requests(shared_server) == 16)  # each with old weights
-            trainer.sync.apply(trainer.optimizer, 1)
-            reply = GenerateAnswer.model_validate(answer())
-        for completion in reply.completions():
-            old = completion_logprobs(old_policy, prompt, completion.token_ids, 1.0)
+        update = in_time(lambda: update_in_flight(shared_server, trainer, prompt))
+        for completion in GenerateAnswer.model_validate(update.reply).completions():
+            old = completion_logprobs(update.old_policy, prompt, completion.token_ids, 1.0)
             new = completion_logprobs(trainer.policy, prompt, completion.token_ids, 1.0)
             assert deviation_at_best_switch(completion.logprobs, old, new) < 10 * FLOAT32_NOISE
             assert max(abs(o - n) for o, n in zip(old, new, strict=True)) > 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 
 from grpo_core.inference_client import BridgeClient
+from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Alignment, AlignmentProbe, probe_tokens
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
+from tests.inference.engine_load import all_run, posted_in_background, unfinished_requests
 
 LR = 1e-2
 """Large, so that every step moves the log-probabilities far beyond any tolerance."""
+FLIGHTS, FLIGHT_TOKENS = 16, 400
 
 
 @dataclass
@@ -46,6 +50,36 @@ class AttachedTrainer:
         ids = torch.randint(self.policy.config.vocab_size, (4, 40), generator=generator)
         ids = ids.to(self.sync.weights.device)
         self.policy(ids, labels=ids).loss.backward()
+
+
+@dataclass(frozen=True)
+class UpdateInFlight:
+    """Of the weights during 16 completions. `reply`: the whole answer of `/generate`"""
+
+    old_policy: Any
+    before: PolicyVersion
+    after: PolicyVersion
+    reply: Any
+
+
+def update_in_flight(
+    server: InferenceServer, trainer: AttachedTrainer, prompt: list[int]
+) -> UpdateInFlight | None:
+    """One step of the trainer, once each completion has begun. None where one of them had not, or
+    had ended before the server went on."""
+    before = PolicyVersion(*trainer.bridge.info().policy_version)
+    trainer.gather_gradient(before.step)
+    old_policy = copy.deepcopy(trainer.policy)
+    body: dict[str, object] = {
+        **{"prompt": {"prompt_token_ids": prompt}, "n": FLIGHTS, "max_tokens": FLIGHT_TOKENS},
+        **{"ignore_eos": True, "logprobs": 0},
+    }
+    with posted_in_background(server.url, body) as posted:
+        began = all_run(server, FLIGHTS, posted.has_ended)
+        after = trainer.sync.apply(trainer.optimizer, before.step).version
+        went_on = unfinished_requests(server) == FLIGHTS
+        reply = posted.answer()
+    return UpdateInFlight(old_policy, before, after, reply) if began and went_on else None
 
 
 @contextmanager

@@ -118,6 +118,18 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert bridge.weights_intact
 
 
+async def test_asking_again_extends_the_lease() -> None:
+    """A stalled machine cannot come between: nothing else runs from the one call to the other."""
+    bridge = WeightBridge(FakeEngine())
+    session = await bridge.open_session()
+    await bridge.pause(session, 0.01, NEXT)
+    await bridge.pause(session, 10.0, NEXT)
+    await asyncio.sleep(0.05)
+    assert bridge.paused
+    await bridge.resume(session, written=False)
+    assert bridge.weights_intact
+
+
 async def test_nobody_gets_in_before_torn_weights_are_called_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
