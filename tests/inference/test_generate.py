@@ -12,7 +12,7 @@ import pytest
 
 from grpo_core.inference_client import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
-from tests.inference.engine_load import all_run, in_time, unfinished_after_steps
+from tests.inference.engine_load import DEADLINE_S, all_run, in_time, unfinished_after_steps
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
 DEFAULTS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
@@ -131,7 +131,7 @@ def has_answered(connection: socket.socket) -> bool:
 
 
 def test_the_openai_routes_are_there(shared_server: InferenceServer) -> None:
-    models = httpx.get(f"{shared_server.url}/v1/models", timeout=10).json()
+    models = httpx.get(f"{shared_server.url}/v1/models", timeout=DEADLINE_S).json()
     (model,) = models["data"]
     assert model["id"] == str(shared_server.model)
     answer = httpx.post(
@@ -148,14 +148,14 @@ def test_the_openai_routes_are_there(shared_server: InferenceServer) -> None:
 
 def test_unauthenticated_development_routes_are_off(shared_server: InferenceServer) -> None:
     for route in ("/pause", "/resume", "/sleep", "/collective_rpc", "/reset_prefix_cache"):
-        assert httpx.post(f"{shared_server.url}{route}", timeout=10).status_code == 404
+        assert httpx.post(f"{shared_server.url}{route}", timeout=DEADLINE_S).status_code == 404
 
 
 def test_the_bridge_tells_what_it_shares(shared_server: InferenceServer) -> None:
-    info = httpx.get(f"{shared_server.url}/bridge/info", timeout=10).json()
+    info = httpx.get(f"{shared_server.url}/bridge/info", timeout=DEADLINE_S).json()
     assert info["enabled"]
     assert info["weights_socket"] == str(shared_server.socket)
-    details = httpx.get(f"{shared_server.url}/bridge/state_dict_info", timeout=10).json()
+    details = httpx.get(f"{shared_server.url}/bridge/state_dict_info", timeout=DEADLINE_S).json()
     mapping = details["param_mappings"]["model.layers.0.self_attn.k_proj.weight"]
     assert mapping["shape"] == [64, 128]
     assert mapping["dtype"] == "float32"
