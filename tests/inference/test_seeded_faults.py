@@ -38,6 +38,8 @@ from tests.fixtures.inference import InferenceServer
 from tests.inference.faulty_producer import GROUP_SIZE, GROUPS_PER_BATCH, Fault, Producer, honest
 
 STEPS = 10
+LR = 3e-5
+"""A step moves the log-probabilities far beyond noise and stays within health."""
 KNOWN_WARNINGS = {"an earlier trainer has updated this server; training goes on from its weights"}
 
 
@@ -48,7 +50,9 @@ class Outcome:
     warnings: list[str]
 
 
-def settings(server: InferenceServer, api_url: str, directory: Path, **changes: Any) -> Any:
+def settings(
+    server: InferenceServer, api_url: str, directory: Path, lr: float = LR, **changes: Any
+) -> Any:
     return TrainerSettings(
         model_name=str(server.model),
         weight_bridge_mode="shared_vllm",
@@ -58,7 +62,7 @@ def settings(server: InferenceServer, api_url: str, directory: Path, **changes: 
         batch_size=GROUP_SIZE * GROUPS_PER_BATCH // 2,
         gradient_accumulation_steps=2,
         seq_len=128,
-        lr=3e-5,  # a step moves the log-probabilities far beyond noise and stays within health
+        lr=lr,
         batch_deadline_s=120.0,
         save_path=directory / "saved",
         checkpoint_interval=0,
@@ -251,7 +255,9 @@ def test_a_server_that_goes_on_serving_the_old_weights(
 ) -> None:
     """By asking the server, and, where nobody asks, by the fresh completions alone."""
     monkeypatch.setattr(loop, "build_weight_sync", private_copy)
-    config = settings(server, clean_run_api, tmp_path, verify_every_steps=verify_every_steps)
+    config = settings(
+        server, clean_run_api, tmp_path, lr=10 * LR, verify_every_steps=verify_every_steps
+    )  # so that one step moves the probe beyond its tolerance, whatever was sampled
     outcome = run(Producer(server, clean_run_api), config)
     assert type(outcome.error) is (ServedWeightsDiffer if verify_every_steps else RolloutMismatch)
     assert "LogProb Alignment: MISMATCH!" in str(outcome.error)
