@@ -69,7 +69,10 @@ class Commands:
         return commands[name]()
 
     def _redis(self) -> list[str]:
-        return redis_command(self.ports.redis, self.directory / REDIS, bundled_redis())
+        return [
+            *redis_command(self.ports.redis, self.directory / REDIS, bundled_redis()),
+            *("--appendfsync", "always"),  # else a kill may take what was acknowledged
+        ]
 
     def _run_api(self) -> list[str]:
         return [
