@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -33,6 +34,7 @@ from tests.unit.local.process_table import eventually, is_alive
 ORDER = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
 START_DEADLINE_S = 300.0
 STEP_DEADLINE_S = 180.0
+CALL_DEADLINE_S = 60.0
 EVERYTHING = os.environ.get("FAULTS") == "all"
 """`make test-full`: also what `make test` has no time for. A trainer needs ten seconds to start on
 a slow core, an engine without its host twenty."""
@@ -118,7 +120,7 @@ class Rig:
     def server_status(self) -> dict[str, Any]:
         """What the supervisor says of itself."""
         url = f"http://127.0.0.1:{self._ports.health}/status"
-        answer: dict[str, Any] = httpx.get(url, timeout=30).json()
+        answer: dict[str, Any] = httpx.get(url, timeout=CALL_DEADLINE_S).json()
         return answer
 
     def close(self) -> None:
@@ -148,16 +150,28 @@ class Rig:
     @contextmanager
     def held_at(self, stage: str, deadline_s: float = STEP_DEADLINE_S) -> Iterator[None]:
         """The trainer stands still at this stage of a step while the block runs."""
-        wanted, held = self._stages / staged_trainer.WANTED, self._stages / staged_trainer.HELD
-        wanted.write_text(stage)
-        # What an earlier stop left there may not be gone yet, hence the comparison.
-        self.wait_until(lambda: _content(held) == stage, deadline_s)
+        asked = self.ask_for(stage)
         try:
+            self.wait_for_stop(asked, deadline_s)
             yield
         finally:
-            wanted.unlink()
-            if self._processes[TRAINER].exit_code is not None:
-                held.unlink(missing_ok=True)
+            self.let_go()
+
+    def ask_for(self, stage: str) -> str:
+        """The trainer, this one or the next, is to stand still where it next comes to this stage;
+        one that stands goes on until then. Returns what it says once it stands."""
+        asked = f"{stage} {uuid4().hex}"
+        written = self._stages / "asked"
+        written.write_text(asked)
+        written.replace(self._stages / staged_trainer.WANTED)
+        return asked
+
+    def wait_for_stop(self, asked: str, deadline_s: float = STEP_DEADLINE_S) -> None:
+        held = self._stages / staged_trainer.HELD
+        self.wait_until(lambda: _content(held) == asked, deadline_s)
+
+    def let_go(self) -> None:
+        (self._stages / staged_trainer.WANTED).unlink()
 
     def bridge_info(self) -> dict[str, Any]:
         """Waits while there is no engine."""
@@ -169,12 +183,13 @@ class Rig:
         self.wait_until(lambda: not self.bridge_info()["paused"], deadline_s)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.run_api_url}/status", timeout=20).json()
+        url = f"{self.run_api_url}/status"
+        answer: dict[str, Any] = httpx.get(url, timeout=CALL_DEADLINE_S).json()
         return answer
 
     def environments(self) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] = httpx.get(
-            f"{self.run_api_url}/environments", timeout=20
+            f"{self.run_api_url}/environments", timeout=CALL_DEADLINE_S
         ).json()
         return [environment for environment in answer if environment["connected"]]
 

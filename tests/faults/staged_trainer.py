@@ -1,7 +1,8 @@
 """`grpo`, which stops at a stage of its step while a test asks it to.
 
-The test writes the stage's name into a file; the trainer answers with another and waits until the
-first is gone. So a process can be killed at exactly that moment. Nothing else differs from `grpo`.
+The test writes the stage's name and a word of its own into a file; the trainer answers with the
+same in another and waits until the first holds something else, or is gone. So a process can be
+killed at exactly that moment. Nothing else differs from `grpo`.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class Stages:
         self._wanted, self._held = directory / WANTED, directory / HELD
 
     def reach(self, stage: str) -> None:
-        if self._asked_for() != stage:
+        asked = self._asked_for()
+        if asked.partition(" ")[0] != stage:
             return
-        self._held.write_text(stage)
+        self._held.write_text(asked)
         give_up_at = time.monotonic() + HOLD_DEADLINE_S
-        while self._asked_for() == stage:
+        while self._asked_for() == asked:
             if time.monotonic() > give_up_at:
                 raise SystemExit(f"held at {stage} for more than {HOLD_DEADLINE_S} s")
             time.sleep(_POLL_S)
-        self._held.unlink()
 
     def _asked_for(self) -> str:
         try:

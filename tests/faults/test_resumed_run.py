@@ -20,8 +20,8 @@ from grpo_core.wire import Registration, ScoredGroup
 from grpo_local.processes import ManagedProcess
 from grpo_trainer.state_store import STATES
 from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
-from tests.faults.rig import Rig, read_records
-from tests.faults.staged_trainer import SAVED, TRAINING
+from tests.faults.rig import CALL_DEADLINE_S, START_DEADLINE_S, Rig, read_records
+from tests.faults.staged_trainer import SAVED, TRAINING, WAITING
 from tests.integration.run_api_calls import REGISTRATION
 
 STEPS = 8
@@ -37,7 +37,7 @@ def emptied(rig: Rig) -> Iterator[Rig]:
     yield rig
     for name in (TRAINER, ENVIRONMENT):
         rig.kill(name)
-    httpx.get(f"{rig.run_api_url}/reset_data", timeout=20).raise_for_status()
+    httpx.get(f"{rig.run_api_url}/reset_data", timeout=CALL_DEADLINE_S).raise_for_status()
     shutil.rmtree(rig.checkpoints)
 
 
@@ -48,22 +48,30 @@ class Line:
     rig: Rig
     directory: Path
 
-    def start(self, *flags: str) -> ManagedProcess:
-        return self.rig.start(TRAINER, *self._flags(), *flags)
+    def launch(self, *flags: str) -> ManagedProcess:
+        return self.rig.launch(TRAINER, *self._flags(), *flags)
 
     def end(self, *flags: str) -> str:
         """Start it, wait for its end, and return its log."""
-        process = self.rig.launch(TRAINER, *self._flags(), *flags)
+        process = self.launch(*flags)
         assert process.wait(ENDS_WITHIN_S) == 0, process.log_tail(40)
         return process.log_path.read_text()
 
-    def kill_at(self, stage: str, steps: int) -> None:
-        """At the first such stage once so many steps are recorded."""
-        while True:
-            with self.rig.held_at(stage):
-                if len(self.survivors()) >= steps:
-                    self.rig.kill(TRAINER)
-                    return
+    def killed_at(self, stage: str, steps: int, *flags: str) -> None:
+        """Start it and kill it at the first such stage once so many steps are recorded.
+
+        It passes none of them unseen: it is asked to stop before it begins, and again before it is
+        let go.
+        """
+        asked = self.rig.ask_for(stage)
+        try:
+            self.launch(*flags)
+            self.rig.wait_for_stop(asked, START_DEADLINE_S)
+            while len(self.survivors()) < steps:
+                self.rig.wait_for_stop(self.rig.ask_for(stage))
+            self.rig.kill(TRAINER)
+        finally:
+            self.rig.let_go()
 
     def survivors(self) -> dict[int, dict[str, Any]]:
         """The record of each step, the last one where it was taken several times."""
@@ -97,7 +105,8 @@ def registered(rig: Rig) -> TrainerClient:
 
 def sample_groups(rig: Rig) -> list[ScoredGroup]:
     """As many as all steps need, from the environment, which then ends."""
-    rig.kill(TRAINER)
+    with rig.held_at(WAITING):  # not in the middle of an update, which would tear the weights
+        rig.kill(TRAINER)
     with registered(rig) as trainer:
         batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(STEPS)]
     rig.kill(ENVIRONMENT)
@@ -106,11 +115,12 @@ def sample_groups(rig: Rig) -> list[ScoredGroup]:
 
 def begin_run(rig: Rig, groups: list[ScoredGroup]) -> None:
     """A run of these groups alone."""
-    httpx.get(f"{rig.run_api_url}/reset_data", timeout=20).raise_for_status()
+    httpx.get(f"{rig.run_api_url}/reset_data", timeout=CALL_DEADLINE_S).raise_for_status()
     registered(rig).close()
     for group in groups:
         body = group.model_dump(mode="json")
-        httpx.post(f"{rig.run_api_url}/scored_data", json=body, timeout=20).raise_for_status()
+        url = f"{rig.run_api_url}/scored_data"
+        httpx.post(url, json=body, timeout=CALL_DEADLINE_S).raise_for_status()
 
 
 def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: Path) -> None:
@@ -123,10 +133,8 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
 
     begin_run(rig, groups)
     beginning = next((alone.directory / STATES).glob("*_step_0"))
-    killed.start("--resume", str(beginning))
-    killed.kill_at(TRAINING, steps=STATE_INTERVAL + 1)
-    killed.start()
-    killed.kill_at(SAVED, steps=STATE_INTERVAL + 2)
+    killed.killed_at(TRAINING, STATE_INTERVAL + 1, "--resume", str(beginning))
+    killed.killed_at(SAVED, STATE_INTERVAL + 2)
     log = killed.end()
 
     assert "resuming" in log
