@@ -29,13 +29,12 @@ from tests.fixtures.inference import (
     launch_inference,
     stop_inference,
 )
-from tests.inference.engine_load import wait_for
 
 VERSION = PolicyVersion(1, 3)
 PROBE = probe_tokens(259)
 LONG_STREAM = {
     "prompt": {"prompt_token_ids": [5, 6]},
-    **{"max_tokens": 500, "n": 32, "ignore_eos": True, "stream": True},
+    **{"max_tokens": 500, "n": 60, "ignore_eos": True, "stream": True},
 }
 
 
@@ -49,6 +48,7 @@ def server_of(
         *("--dtype", "float32"),
         *("--redis-url", redis_url),
         *("--run-id", run_id),
+        *("--write-back-hold-s", "120"),
         port=port,
     )
     try:
@@ -173,11 +173,14 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
         lines = broken_stream(second, lambda: kill_engine(second))
         assert "error" in lines[-1]
         assert "text" not in lines[-1]
-        wait_for(lambda: second.status()["crashes"] == 1)
         # Its supervisor lives on; the engine that it starts waits for the weights again.
-        assert second.process.exit_code is None
-        assert second.status()["state"] == "restarting"
+        second.process.wait_until(lambda: is_awaiting_weights(second), START_DEADLINE_S)
+        assert second.status()["crashes"] == 1
     assert not second.bridge_config.exists()
+
+
+def is_awaiting_weights(server: InferenceServer) -> bool:
+    return is_listening(server) and state_of(server)[0] == "awaiting_weights"
 
 
 def state_of(server: InferenceServer) -> tuple[str, list[int]]:
