@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_env import worker
+from tests.unit.env.hub_data import write_hub_layout
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -35,3 +36,11 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory laid out like openai/gsm8k on the hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_hub_layout(tmp_path / "gsm8k")
+    return tmp_path / "gsm8k"

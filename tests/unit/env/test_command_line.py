@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -48,16 +49,22 @@ def test_help_and_mistakes_import_nothing_heavy(arguments: list[str], status: in
     assert json.loads(ended.stdout.splitlines()[-1]) == {"status": status, "heavy": []}
 
 
-def test_no_environment_imports_torch(tokenizer_dir: Path) -> None:
-    """The tokenizer has been loaded and the server asked once run-api is looked for."""
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
+def test_no_environment_imports_torch(
+    task: str, tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
+) -> None:
+    """The tokenizer has been loaded, the data been read (with datasets, which asks for torch by
+    itself) and the server been asked once run-api is looked for."""
+    data = ["--env.data", str(hub_layout)] if task == "gsm8k" else []
     with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
         ended = subprocess.run(
             [
-                *(sys.executable, "-c", _REPORT_IMPORTS, "arithmetic", "serve"),
+                *(sys.executable, "-c", _REPORT_IMPORTS, task, "serve", *data),
                 f"--openai.base-url={inference.url}",
                 f"--openai.model-name={tokenizer_dir}",
                 *("--env.rollout-server-url=http://127.0.0.1:9", "--env.run-api-deadline-s=0.1"),
             ],
+            env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             timeout=120,

@@ -8,23 +8,9 @@ from pathlib import Path
 import pytest
 
 from grpo_env.tasks.gsm8k_data import DataUnusable, Problem, read_problems
+from tests.unit.env.hub_data import ROWS
 
-ROWS = [
-    {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"},
-    {"question": "How much?", "answer": "A lot.\n#### 1,080,000"},
-]
 PROBLEMS = [Problem("How many eggs?", "13"), Problem("How much?", "1080000")]
-
-README = """---
-configs:
-- config_name: main
-  data_files:
-  - split: train
-    path: main/train-*
-  - split: test
-    path: main/test-*
----
-"""
 
 
 def write_lines(directory: Path, *lines: str, split: str = "train") -> Path:
@@ -34,22 +20,6 @@ def write_lines(directory: Path, *lines: str, split: str = "train") -> Path:
 
 def good_lines() -> list[str]:
     return [json.dumps(row) for row in ROWS]
-
-
-@pytest.fixture
-def hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory laid out like openai/gsm8k on the hub, with one split."""
-    import pyarrow
-    from pyarrow import parquet
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    directory = tmp_path / "gsm8k"
-    (directory / "main").mkdir(parents=True)
-    (directory / "README.md").write_text(README)
-    for split, rows in {"train": ROWS, "test": ROWS[:1]}.items():
-        table = pyarrow.Table.from_pylist(rows)
-        parquet.write_table(table, directory / "main" / f"{split}-00000-of-00001.parquet")
-    return directory
 
 
 def test_json_lines_are_read_in_order_without_thousands_separators(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(settings: EnvServerSettings) -> None:
-    _do_without_torch()
-    from grpo_env.prompts import ChatPrompts
+    with _torch_out_of_sight():
+        from grpo_env.prompts import ChatPrompts
     from grpo_env.tasks.registry import open_task
 
     with open_task(settings.task, settings.env) as task:
@@ -49,11 +50,19 @@ def _run(settings: EnvServerSettings) -> None:
         asyncio.run(_serve_until_signal(settings, task, prompts))
 
 
-def _do_without_torch() -> None:
-    """Tokenizers need no torch, nor do the tasks, but transformers imports it wherever it is
-    installed: 5 s of a core and 340 MB for each environment."""
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as if it were not installed
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is not
+@contextmanager
+def _torch_out_of_sight() -> Iterator[None]:
+    """While transformers is imported, which otherwise imports torch wherever it is installed: 5 s
+    of a core and 340 MB for each environment, whose tokenizer needs none."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is missing
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's sign for "not to be found"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]  # what looks for it later, as datasets does, may find it
 
 
 async def _serve_until_signal(
