@@ -27,8 +27,8 @@ log = structlog.get_logger()
 
 ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
-LAST_ATTEMPT_DEADLINE_S = 5.0
-"""Of the one when the server ends and Redis has not caught up."""
+LAST_ATTEMPT_DEADLINE_S = 2.0
+"""Of the one when the server ends and Redis has not caught up; well below the grace that it has."""
 _FAILURES = (RedisError, OSError, TimeoutError)
 
 
@@ -86,8 +86,8 @@ class ServedRecord(ClosesOnAsyncExit):
         self._redis: Redis = Redis.from_url(
             url,
             # The longest that any attempt has; `_attempt` bounds each.
-            socket_connect_timeout=LAST_ATTEMPT_DEADLINE_S,
-            socket_timeout=LAST_ATTEMPT_DEADLINE_S,
+            socket_connect_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
+            socket_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             decode_responses=True,
