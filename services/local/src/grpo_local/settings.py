@@ -123,7 +123,8 @@ class DemoSettings(ModeOptions):
     start_deadline_s: float | None = Field(
         None,
         gt=0,
-        description="seconds until any other service must be healthy; unset: 300, with --model 600",
+        description="seconds until run-api, trainer and environment must be ready; unset: 300, "
+        "with --model 600",
     )
     compute_threads: int = Field(
         default_factory=half_the_cores,
