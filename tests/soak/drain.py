@@ -33,6 +33,8 @@ def drain(cluster: Cluster, seed: int) -> LeftOver | None:
     if not _wait_until_idle(cluster):
         return None
     left_over = _look_at_queue(cluster)
+    if left_over is None:
+        return None
     _fill_up(cluster, seed)
     _wait_until_idle(cluster)
     supervisor.end([TRAINER], GOODBYE_DEADLINE_S)
@@ -77,7 +79,7 @@ def _wait_until_idle(cluster: Cluster) -> bool:
     return not supervisor.incidents
 
 
-def _look_at_queue(cluster: Cluster) -> LeftOver:
+def _look_at_queue(cluster: Cluster) -> LeftOver | None:
     """Of records and a queue that belong together: a trainer that stood still may take a batch."""
     give_up_at = time.monotonic() + QUIET_DEADLINE_S
     before = cluster.status()
@@ -86,8 +88,11 @@ def _look_at_queue(cluster: Cluster) -> LeftOver:
         saved = read_checkpoint(cluster.directory / LINE).batch_id
         if status is not None and status == before and status.current_step == saved:
             return evidence.look_at_queue(status.queue_size)
-        assert time.monotonic() < give_up_at, f"the queue does not come to rest: {status}"
+        if time.monotonic() > give_up_at:
+            cluster.supervisor.incidents.append(f"the queue does not come to rest: {status}")
+            return None
         before = status
+        time.sleep(_POLL_S)
 
 
 def _fill_up(cluster: Cluster, seed: int) -> None:
@@ -96,7 +101,8 @@ def _fill_up(cluster: Cluster, seed: int) -> None:
         maker = GroupMaker(_FILLER_SENDER, journal.life, seed)
         for _ in range(-int(cluster.counts()["queued_sequences"]) % BATCH_SIZE):
             _send_filler(cluster, journal, maker)
-    assert _empties(cluster), "whole batches stay in the queue"
+    if not _empties(cluster):
+        cluster.supervisor.incidents.append("whole batches stay in the queue")
 
 
 def _send_filler(cluster: Cluster, journal: Journal, maker: GroupMaker) -> None:
