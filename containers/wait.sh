@@ -37,14 +37,17 @@ show() { # what it logs until it ends; not with awk, which may keep lines back u
 }
 
 shown=$(starts)
+now() { date -u +%Y-%m-%dT%H:%M:%SZ; }
 show || true
+broke_off=$(now)
 # Neither "docker wait" alone, which returns at an end that is not the last, nor "docker compose wait",
 # which may miss a container that has ended already.
 while [ "$(state Running)" = true ]; do
   if [ "$(starts)" = "$shown" ]; then # the end is being recorded, or its log broke off
     sleep 0.5
     if [ "$(state Running)" = true ] && [ "$(starts)" = "$shown" ]; then
-      show --since 0s || true
+      show --since "$broke_off" || true
+      broke_off=$(now)
     fi
     continue
   fi

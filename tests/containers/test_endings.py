@@ -59,8 +59,10 @@ def endings(base_image: str, tmp_path: Path) -> Iterator[Stack]:
     (tmp_path / "again.sh").write_text(AGAIN)
     stack = Stack("none", PROJECT, {"COMPOSE_FILE": str(tmp_path / "docker-compose.yml")})
     try:
-        up = stack.compose("up", "--detach")
-        assert f"{PROJECT}-ill-1 is unhealthy" in up.stderr
+        started = stack.compose("up", "--detach", "fine", "done", "gone", "ill", "again")
+        assert started.returncode == 0, started.stderr
+        refused = stack.compose("up", "--detach", "unborn")
+        assert f"{PROJECT}-ill-1 is unhealthy" in refused.stderr
         yield stack
     finally:
         assert stack.compose("down", "--timeout", "0").returncode == 0
