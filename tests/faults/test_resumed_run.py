@@ -25,7 +25,7 @@ from tests.faults.staged_trainer import SAVED, TRAINING, WAITING
 from tests.integration.run_api_calls import REGISTRATION
 
 STEPS = 8
-ENDS_WITHIN_S = 120.0
+ENDS_WITHIN_S = 420.0
 BATCH_DEADLINE_S = 120.0
 
 pytestmark = pytest.mark.timeout(900)

@@ -42,6 +42,7 @@ WRONG = (
 )
 """What each route that takes something refuses."""
 GROWTH_BYTES = 64 * 1024 * 1024
+"""What a request leaves behind adds up to that in `make test-full` alone."""
 pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
 
 
@@ -60,7 +61,7 @@ def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 @pytest.fixture
 def client(api: RunningApi) -> Iterator[httpx.Client]:
     """Of a run with a trainer, an environment, one group in the queue and one in a buffer."""
-    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+    with httpx.Client(base_url=api.url, timeout=120.0) as client:
         client.get("/reset_data").raise_for_status()
         start(client)
         env_id = register_environment(client)["env_id"]

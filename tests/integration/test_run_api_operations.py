@@ -60,7 +60,7 @@ def api(
 @pytest.fixture(scope="module")
 def stranger(api: RunningApi) -> Iterator[httpx.Client]:
     """A client without the token."""
-    with httpx.Client(base_url=api.url, timeout=30.0) as client:
+    with httpx.Client(base_url=api.url, timeout=120.0) as client:
         yield client
 
 
@@ -185,7 +185,7 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
 
 
 def test_a_sender_that_leaves_is_no_defect(api: RunningApi, client: httpx.Client) -> None:
-    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
+    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=120.0)
     leaving.putrequest("POST", "/scored_data")
     for name, value in (("Authorization", f"Bearer {TOKEN}"), ("X-Request-Id", "gone-1")):
         leaving.putheader(name, value)
@@ -239,7 +239,7 @@ def test_what_is_401_says_what_is_missing_and_changes_nothing(
 
 
 def test_401_comes_before_the_body(api: RunningApi) -> None:
-    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=30.0)
+    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=120.0)
     connection.putrequest("POST", "/scored_data")
     connection.putheader("Content-Length", str(10**9))
     connection.endheaders()

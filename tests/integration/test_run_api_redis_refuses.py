@@ -46,7 +46,7 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]
 def api(own_redis: redis.Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     port = own_redis.connection_pool.connection_kwargs["port"]
     running = start_run_api(f"redis://127.0.0.1:{port}/0", tmp_path_factory.mktemp("run-api"))
-    with httpx.Client(base_url=running.url, timeout=30.0) as client:
+    with httpx.Client(base_url=running.url, timeout=120.0) as client:
         yield client
     running.process.stop()
 
