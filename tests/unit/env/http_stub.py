@@ -43,7 +43,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+        length = int(self.headers.get("content-length", 0))
+        raw = self.rfile.read(length)
+        if len(raw) < length:  # the client has left: this was no request
+            self.close_connection = True
+            return
         if self.headers.get("content-encoding") == "gzip":
             raw = gzip.decompress(raw)
         name, body = f"{self.command} {self.path}", json.loads(raw or b"{}")
