@@ -33,29 +33,27 @@ show() { # what it logs until it ends; not with awk, which may keep lines back u
         ;;
       *"[warning"* | *"[error"*) echo "$line" ;;
     esac
-  done
+  done || true
+  shown_until=$(date -u +%Y-%m-%dT%H:%M:%SZ)
 }
 
 shown=$(starts)
-now() { date -u +%Y-%m-%dT%H:%M:%SZ; }
-show || true
-broke_off=$(now)
+show
 # Neither "docker wait" alone, which returns at an end that is not the last, nor "docker compose wait",
 # which may miss a container that has ended already.
 while [ "$(state Running)" = true ]; do
-  if [ "$(starts)" = "$shown" ]; then # the end is being recorded, or its log broke off
+  if [ "$(starts)" != "$shown" ]; then
+    ended=$(state FinishedAt)
+    while [ "$(state Restarting)" = true ]; do sleep 0.2; done
+    shown=$(starts)
+    echo "$service ended and was started again ($shown so far)"
+    show --since "$ended"
+  else # the end is being recorded, or its log broke off
     sleep 0.5
     if [ "$(state Running)" = true ] && [ "$(starts)" = "$shown" ]; then
-      show --since "$broke_off" || true
-      broke_off=$(now)
+      show --since "$shown_until"
     fi
-    continue
   fi
-  ended=$(state FinishedAt)
-  while [ "$(state Restarting)" = true ]; do sleep 0.2; done
-  shown=$(starts)
-  echo "$service ended and was started again ($shown so far)"
-  show --since "$ended" || true
 done
 status=$(state ExitCode)
 echo "$service ended with status $status"
