@@ -7,12 +7,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack
+from tests.unit.local.process_table import eventually
 
 PROJECT = "grpo-test-endings"
 SAYS_WITHIN_S = 300
@@ -136,6 +138,35 @@ def test_the_wait_goes_on_through_a_restart(endings: Stack) -> None:
         touch(endings, "/tmp/well")
         assert waiting.communicate()[0] == "again ended with status 0\n"
         assert waiting.returncode == 0
+
+
+def test_a_log_that_breaks_off_is_taken_up_again(endings: Stack) -> None:
+    """Before the second run has said anything."""
+    with running(endings, "wait.sh", "again") as waiting:
+        assert waiting.stdout is not None
+        for _ in range(2):
+            next(waiting.stdout)
+        touch(endings, "/tmp/end")
+        assert next(waiting.stdout) == "again ended and was started again (1 so far)\n"
+        assert eventually(lambda: followers(waiting) != [])
+        for follower in followers(waiting):
+            follower.kill()
+        steps = (line for line in waiting.stdout if line.startswith("step "))  # bash tells of it
+        assert next(steps) == "step 2/2  reward 0.750  loss 0.1000\n"
+        touch(endings, "/tmp/well")
+        assert waiting.communicate()[0].endswith("again ended with status 0\n")
+
+
+def followers(waiting: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that read the container's log."""
+    found = psutil.Process(waiting.pid).children(recursive=True)
+    return [process for process in found if is_following(process)]
+
+
+def is_following(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()[:3] == ["docker", "logs", "--follow"]
+    return False
 
 
 def test_the_wait_ends_with_the_last_status_and_words(endings: Stack) -> None:
