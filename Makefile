@@ -30,10 +30,12 @@ COMPARE_FLAGS ?=
 
 TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
-# The suites of `make test`, in two lanes of about the same length that run side by side. A third makes none of
-# them faster. Those that start engines most (e2e, inference, faults) meet as little as possible: engines that
-# start at once on two cores take twice as long.
-LANES ?= "lint e2e unit compat soak" "integration inference faults"
+# The suites of `make test`, in two lanes of about the same length that run side by side.
+LANES ?= "lint unit integration soak" "inference faults e2e"
+
+# Which tests a suite runs: `make test` all but those marked `full`.
+TIER ?= not full and not gpu
+PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
 PART ?= proof modes swaps memory precision
@@ -91,15 +93,13 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## Everything that CI runs: lint and the seven suites
-	@SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
+test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (tests/README.md)
+	@SOAK_SECONDS=15 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
-test-full: test ## The same, every kill in every mode, every mode with three seeds, ten times the requests
-	@OPENAPI_EXAMPLES=20 $(BIN)/python -m pytest tests/integration/test_run_api_openapi.py $(PYTEST_FLAGS)
-	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_FLAGS)
-	@DEMO_MODES=shared_vllm,lora_only,lora_restart,none DEMO_SEEDS=0,1,2 \
-	  $(BIN)/python -m pytest tests/e2e/test_demo_modes.py $(PYTEST_FLAGS)
+test-full: export HYPOTHESIS_PROFILE = full
+test-full: $(VENV)/.installed-dev ## Before a release: every kill, mode and seed, ten times the examples
+	@TIER="not gpu" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Style, types, import boundaries
@@ -108,13 +108,17 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries
 	@$(BIN)/mypy $(SOURCES) benchmarks containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 
-.PHONY: unit integration inference compat faults e2e
-unit integration inference compat faults e2e: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest tests/$@ $(PYTEST_FLAGS)
+.PHONY: unit integration faults e2e
+unit integration faults e2e: $(VENV)/.installed-dev
+	@$(PYTEST) tests/$@
+
+.PHONY: inference
+inference: $(VENV)/.installed-dev # One session: compatibility is tested on the servers of tests/inference.
+	@$(PYTEST) tests/inference tests/compat
 
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## The stack in containers, for real: images, every mode, kills
-	@bash tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers $(PYTEST_FLAGS)
+	@bash tests/containers/with_engine.sh $(PYTEST) tests/containers
 
 .PHONY: test-gpu
 test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes swaps memory precision"
@@ -123,7 +127,7 @@ test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes swaps memory precis
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \
-	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(BIN)/python -m pytest tests/soak -s $(PYTEST_FLAGS)
+	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/soak -s
 
 .PHONY: bench-lora
 bench-lora: install ## Measure decoding with an adapter beside stock vLLM, into benchmarks/RESULTS.md

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from types import FrameType
 
 import httpx
+import hypothesis
 import pytest
 
 pytest_plugins = [
@@ -24,6 +25,13 @@ EXCUSED_SKIPS = ("no GPU",)
 HTTP_DEADLINE_S = 60.0
 """Of requests without one of their own, which httpx gives five seconds: a machine with other work
 may stand still as long, and no test means to find that."""
+
+
+# No property has a deadline: this machine may stand still. `make test` tries the same examples
+# each time; `make test-full` new ones, ten times as many.
+hypothesis.settings.register_profile("test", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 
 def pytest_configure() -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 PROJECT = "grpo-test-endings"
 SAYS_WITHIN_S = 300

@@ -29,7 +29,7 @@ from tests.faults.commands import (
     Commands,
     Ports,
 )
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 
 ORDER = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
 START_DEADLINE_S = 300.0

@@ -23,7 +23,7 @@ from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.run_api_calls import REGISTRATION, probe, register
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 TOKEN = "correct-horse-battery-staple"
 OPEN = ("/health", "/healthz", "/readyz")

@@ -21,7 +21,7 @@ from tests.integration.run_api_calls import (
     start,
     submit,
 )
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 

@@ -26,7 +26,7 @@ from tests.integration.run_api_calls import (
     status_env,
     submit,
 )
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 PATIENT_S = 60.0
 SHORT_S = 3.0

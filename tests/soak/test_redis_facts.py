@@ -12,7 +12,7 @@ from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.soak.redis_facts import aof_state, aof_tails_cut
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 SETS_BOTH = "redis.call('SET', 'a', ARGV[1]) return redis.call('SET', 'b', ARGV[1])"
 

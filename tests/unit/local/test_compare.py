@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 from tests.unit.local.stand_ins import write_stand_ins
 
 MODES = ["shared_vllm", "lora_restart"]

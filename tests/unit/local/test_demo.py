@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from grpo_local.metrics_file import MetricsFile
-from tests.unit.local.process_table import eventually, is_alive, unrelated_process
+from tests.support.process_table import eventually, is_alive, unrelated_process
 from tests.unit.local.stand_ins import write_stand_ins
 
 SERVICES = ["redis", "run-api", "vllm-server", "trainer", "environment"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from grpo_local.memory import MIB, MemoryPeaks, tree_bytes
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 
 HELD = 64 * MIB
 HOLD = f"import pathlib, sys, time; held = b'x' * {HELD}; pathlib.Path(sys.argv[1]).touch(); "

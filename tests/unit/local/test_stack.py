@@ -17,7 +17,7 @@ from grpo_local.processes import ManagedProcess, ProcessFailed
 from grpo_local.services import url
 from grpo_local.stack import Service, Stack
 from grpo_local.stop_request import StopRequest, StopRequested
-from tests.unit.local.process_table import SLEEP, eventually, is_alive, unrelated_process
+from tests.support.process_table import SLEEP, eventually, is_alive, unrelated_process
 
 FAMILY = f"""
 import pathlib, subprocess, sys, time

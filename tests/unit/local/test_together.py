@@ -19,7 +19,7 @@ from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import start_redis
 from grpo_local.services import redis_url, url
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 from tests.unit.local.stand_ins import write_stand_ins
 
 STEPS = ("--training-steps", "4", "--metrics-file", "metrics.jsonl")

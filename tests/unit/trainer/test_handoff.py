@@ -30,7 +30,7 @@ from grpo_trainer.weight_sync import handoff, supervisor_watch
 from grpo_trainer.weight_sync.handoff import Handoff, WeightFiles
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
-from tests.unit.local.process_table import eventually
+from tests.support.process_table import eventually
 from tests.unit.trainer.hand_off_stand_in import StandIn, done, says, silence
 
 AOF = "appendonly.aof"

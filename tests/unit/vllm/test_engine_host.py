@@ -17,7 +17,7 @@ from grpo_core.handoff import Action, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_vllm import host_packets
 from grpo_vllm.engine_plan import EnginePlan
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 from tests.unit.vllm.stub_engine import OBSTACLE
 from tests.unit.vllm.supervised import Supervised, supervised
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 
 FORKED = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
 SPAWNED = (

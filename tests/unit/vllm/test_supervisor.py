@@ -15,7 +15,7 @@ import pytest
 
 from grpo_core.handoff import Action, OutcomeState
 from grpo_core.wire import PolicyVersion
-from tests.unit.local.process_table import eventually, is_alive
+from tests.support.process_table import eventually, is_alive
 from tests.unit.vllm.stub_engine import BAD_RANK, DRAINS
 from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
