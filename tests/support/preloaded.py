@@ -1,0 +1,124 @@
+"""A process that has imported vLLM and forks engine hosts for the servers that tests start.
+
+Ten of the eleven seconds that a vllm-server takes to start go into imports of its engine host. Here
+one process per test session pays them. Everything else of a server is the product's: the supervisor
+runs as a process of its own, and where it starts its engine host it runs `engine_host_client`,
+which asks this process for a fork, and lives and ends as that fork does.
+
+`python -m tests.support.preloaded fork SOCKET` is the process that forks,
+`python -m tests.support.preloaded serve OPTION...` a server (`python -m grpo_vllm OPTION...`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GRPO_TEST_FORK_SOCKET"
+MODULE = "tests.support.preloaded"
+_CLIENT = Path(__file__).with_name("engine_host_client")
+_REQUEST_BYTES = 1024 * 1024
+
+
+@functools.cache
+def fork_socket() -> str:
+    """Where the session's process takes orders; started with the first call, ended at exit."""
+    from grpo_local.processes import ManagedProcess
+    from tests.fixtures.inference import ENVIRONMENT
+    from tests.support.wait import wait_for
+
+    # Unix socket paths hold 107 bytes; pytest's directories may be longer than that.
+    directory = tempfile.TemporaryDirectory(prefix="grpo-")
+    path = Path(directory.name) / "fork.sock"
+    command = [sys.executable, "-m", MODULE, "fork", str(path)]
+    process = ManagedProcess("preloaded", command, Path(directory.name) / "log", ENVIRONMENT)
+    atexit.register(directory.cleanup)
+    atexit.register(process.kill)
+    # It listens from the start; requests wait until it has imported everything.
+    wait_for(lambda: path.exists() or process.exit_code is not None)
+    assert process.exit_code is None, process.log_tail()
+    return str(path)
+
+
+def main() -> None:
+    role, *arguments = sys.argv[1:]
+    if role == "fork":
+        _fork_on_request(arguments[0])
+        return
+    from grpo_vllm.__main__ import main as serve
+
+    sys.executable = str(_CLIENT)  # what the supervisor starts its engine host with
+    serve(arguments)
+
+
+def _fork_on_request(path: str) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(16)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+    from grpo_vllm import engine_host, engine_internals, server  # noqa: F401
+
+    obstacle = engine_internals.preload()
+    assert obstacle is None, obstacle
+    watched = selectors.DefaultSelector()
+    watched.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in watched.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                message, descriptors, _, _ = socket.recv_fds(client, _REQUEST_BYTES, 8)
+                pid = os.fork()
+                if pid == 0:
+                    listener.close()
+                    client.close()
+                    watched.close()
+                    _become_host(json.loads(message), descriptors)
+                    return
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                pidfd = os.pidfd_open(pid)
+                watched.register(client, selectors.EVENT_READ, (client, pid, pidfd))
+                watched.register(pidfd, selectors.EVENT_READ, (client, pid, pidfd))
+            else:
+                _end(watched, *key.data)
+
+
+def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pidfd: int) -> None:
+    """The fork has ended, or its client has and takes it along."""
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # nothing to one that has ended
+    _, status = os.waitpid(pid, 0)
+    for fileobj in (client, pidfd):
+        watched.unregister(fileobj)
+    os.close(pidfd)
+    with contextlib.suppress(BrokenPipeError):
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    client.close()
+
+
+def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
+    from grpo_vllm import engine_host
+
+    engine_host.die_with_parent()
+    output, errors, supervisor = descriptors
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.argv = ["engine_host", str(supervisor), *request["arguments"]]
+    engine_host.main()
+
+
+if __name__ == "__main__":
+    main()
