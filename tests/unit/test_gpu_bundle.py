@@ -253,6 +253,12 @@ def test_a_fault_of_the_wheels_stops_packing_and_installing(tmp_path: Path) -> N
 
 
 @pytest.mark.full
+def test_shellcheck_finds_nothing() -> None:
+    done = call(Path(sys.executable).with_name("shellcheck"), *GPU.glob("*.sh"))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.full
 def test_link_shows_vllm_our_plugin(tmp_path: Path) -> None:
     for _ in range(2):
         done = call("bash", GPU / "link.sh", tmp_path)
