@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.wait import wait_for
 
 REGISTRATION: dict[str, Any] = {
     "wandb_group": "group",
@@ -27,7 +29,6 @@ ENVIRONMENT: dict[str, Any] = {
     "min_batch_allocation": None,
 }
 
-PROBE_DEADLINE_S = 60.0
 WAITING = {"status": "wait for trainer to start"}
 
 
@@ -102,16 +103,49 @@ def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
 
 
 def probe(http: httpx.Client, path: str) -> httpx.Response:
-    """What it says where Redis lives: it gives it a second, too little on a busy machine."""
-    give_up_at = time.monotonic() + PROBE_DEADLINE_S
-    while time.monotonic() < give_up_at:
-        answer = http.get(path)
-        if "Redis did not answer within" not in answer.text:
-            break
-    return answer
+    """The answer once Redis answers: a probe gives it a second, too little on a busy machine."""
+    return wait_for(
+        lambda: http.get(path), lambda answer: "Redis did not answer within" not in answer.text
+    )
 
 
 def told(http: httpx.Client, env_id: int) -> dict[str, Any]:
     """What an environment reads from `/status-env`."""
     answer: dict[str, Any] = status_env(http, env_id).raise_for_status().json()
     return answer
+
+
+def lease(http: httpx.Client, trainer: int, after: int = 0, **more: float) -> httpx.Response:
+    """Ask for the batch after `after`, as a trainer that acknowledges."""
+    return http.get("/batch", params={"trainer": trainer, "after": after, **more})
+
+
+def leased(answer: httpx.Response) -> tuple[int, list[int]]:
+    """The batch's id and the markers of its groups."""
+    found = answer.raise_for_status().json()
+    return found["batch_id"], [item["tokens"][0][0] for item in found["batch"]]
+
+
+def acknowledge(http: httpx.Client, trainer: int, batch_id: int) -> httpx.Response:
+    return http.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
+
+
+def refused_field(answer: httpx.Response) -> str:
+    """The field of a body that a 422 names."""
+    assert answer.status_code == 422, answer.text
+    where, field, *_ = answer.json()["detail"][0]["loc"]
+    assert where == "body"
+    return str(field)
+
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def scrape(http: httpx.Client) -> dict[Series, float]:
+    """Every series of `/metrics`, by name and sorted labels."""
+    answer = http.get("/metrics").raise_for_status()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
