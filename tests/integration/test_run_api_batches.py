@@ -1,4 +1,4 @@
-"""`/batch`: exact, oldest first, and never a stall where a batch can be formed."""
+"""`/batch`: exact, oldest first, with every minimum. Planning itself: `unit/api/test_batching`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,13 @@ from tests.integration.run_api_calls import (
     disconnect,
     group,
     next_batch,
-    register,
     register_environment,
+    send,
     send_raw,
     start,
     status,
     submit,
-    told,
 )
-
-
-def test_without_a_trainer_a_batch_is_an_error_with_status_200(http: httpx.Client) -> None:
-    answer = http.get("/batch")
-    assert answer.status_code == 200
-    assert answer.json()["status"] == "error"
-    assert answer.json()["batch"] == []
-
-
-def test_too_little_data_is_a_null_batch(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1)
-    assert http.get("/batch").json() == {"batch": None}
-    assert status(http) == (0, 1)
 
 
 def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
@@ -41,30 +26,8 @@ def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
     assert status(http) == (0, 7)
     assert next_batch(http) == [0, 1]
     assert status(http) == (1, 5)
-    assert next_batch(http) == [2, 3]
-    assert next_batch(http) == [4, 5]
-    assert next_batch(http) is None
+    assert [next_batch(http) for _ in range(3)] == [[2, 3], [4, 5], None]
     assert status(http) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batches"),
-    [
-        pytest.param([4, 4, 4], [[0, 1], None], id="equal sizes"),
-        pytest.param([8, 8], [[0], [1], None], id="groups that fill a batch"),
-        pytest.param([1, 1, 4, 1, 1], [[0, 1, 2, 3, 4], None], id="packs of the largest size"),
-        pytest.param([2, 4, 2, 8], [[0, 1, 2], [3], None], id="two packs of the same size"),
-        pytest.param([4, 8, 4], [[0, 2], [1], None], id="a pack may close behind a larger group"),
-        pytest.param([4, 2, 1], [None], id="too little of anything"),
-    ],
-)
-def test_groups_of_different_sizes_in_a_batch_of_8(
-    http: httpx.Client, sizes: list[int], batches: list[list[int] | None]
-) -> None:
-    start(http, batch_size=8)
-    for marker, size in enumerate(sizes):
-        submit(http, marker, size=size)
-    assert [next_batch(http) for _ in batches] == batches
 
 
 def test_a_group_that_fits_no_batch_yet_does_not_hold_up_the_others(http: httpx.Client) -> None:
@@ -74,18 +37,6 @@ def test_a_group_that_fits_no_batch_yet_does_not_hold_up_the_others(http: httpx.
     assert next_batch(http) == [2]
     submit(http, 3, 4, size=1)
     assert next_batch(http) == [1, 3, 4]
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_a_group_that_no_number_of_fills_a_batch_is_refused(http: httpx.Client, size: int) -> None:
-    start(http)
-    answer = send_raw(http, group(1, size=size))
-    assert answer.status_code == 422
-    assert answer.json()["detail"][0]["loc"] == ["body", "tokens"]
-    reason = answer.json()["detail"][0]["msg"]
-    assert f"a group of {size} sequences" in reason
-    assert "exactly 4" in reason
-    assert status(http) == (0, 0)
 
 
 def test_sizes_that_fill_a_batch_only_together_are_served_together(http: httpx.Client) -> None:
@@ -103,20 +54,69 @@ def test_sizes_that_fill_a_batch_only_together_are_served_together(http: httpx.C
     assert send_raw(http, group(7, size=12, env_id=0)).status_code == 422
 
 
-def test_those_who_wait_for_each_other_do_not_pause_for_each_other(http: httpx.Client) -> None:
-    start(http, batch_size=40)
-    register_environment(http, group_size=12)
-    register_environment(http, group_size=8)
-    submit(http, *range(9), size=12, env_id=0)
-    assert told(http, 0)["queue_size"] == 9
-    assert told(http, 1)["queue_size"] == 0  # and not ceil(108 / 12) * 12 // 8 = 13
+def environments(http: httpx.Client, *minimums: float | None) -> None:
+    """Environments 0, 1, ... that send groups of 2 for batches of 8."""
+    start(http, batch_size=8)
+    for minimum in minimums:
+        register_environment(http, min_batch_allocation=minimum)
 
 
-def test_a_batch_is_handed_out_by_registering_again_not_by_waiting(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, 2, 3, 4)
-    first = http.get("/batch").content
-    register(http)
-    assert http.get("/batch").content == first
-    assert next_batch(http) == [3, 4]
+@pytest.mark.parametrize(
+    ("minimum", "batch"),
+    [
+        pytest.param(0.1, [1, 2, 3, 4], id="int(8 * 0.1) = 0"),
+        pytest.param(0.4, [1, 2, 11, 12], id="three sequences take two groups"),
+        pytest.param(1.0, [11, 12, 13, 14], id="all"),
+    ],
+)
+def test_a_batch_holds_the_minimum_and_is_the_oldest_that_does(
+    http: httpx.Client, minimum: float, batch: list[int]
+) -> None:
+    environments(http, None, minimum)
+    submit(http, 1, 2, 3, 4, env_id=0)
+    submit(http, 11, 12, 13, 14, env_id=1)
+    assert next_batch(http) == batch
+
+
+def test_an_environment_with_a_minimum_is_waited_for_until_it_sends(http: httpx.Client) -> None:
+    environments(http, 0.25, 0.5, None)
+    submit(http, 21, 22, 23, 24, env_id=2)
+    submit(http, 11, 12, env_id=1)
     assert next_batch(http) is None
+    submit(http, 1, env_id=0)
+    assert next_batch(http) == [21, 11, 12, 1]
+
+
+def test_it_is_waited_for_no_longer_once_it_disconnects(http: httpx.Client) -> None:
+    environments(http, None, 0.25)
+    submit(http, 1, 2, 3, 4, env_id=0)
+    assert next_batch(http) is None
+    disconnect(http, 1)
+    assert next_batch(http) == [1, 2, 3, 4]
+
+
+def test_data_of_nobody_counts_towards_the_rest(http: httpx.Client) -> None:
+    environments(http, 0.5)
+    submit(http, 1, 2, 3, 4)
+    submit(http, 5, env_id=9)
+    assert next_batch(http) is None
+    submit(http, 11, 12, env_id=0)
+    assert next_batch(http) == [1, 2, 11, 12]
+
+
+def test_parts_count_towards_the_minimum_once_they_are_a_group(http: httpx.Client) -> None:
+    environments(http, None, 0.25)
+    submit(http, 1, 2, 3, 4, env_id=0)
+    send(http, 11, size=1, env_id=1)
+    assert next_batch(http) is None
+    send(http, 12, size=1, env_id=1)
+    assert next_batch(http) == [1, 2, 3, 11, 12]
+
+
+def test_minimums_that_no_batch_holds_together_do_not_stop_the_run(http: httpx.Client) -> None:
+    start(http, batch_size=12)
+    register_environment(http, group_size=4, min_batch_allocation=0.3)
+    register_environment(http, group_size=6, min_batch_allocation=0.5)
+    submit(http, 1, 2, 3, size=4, env_id=0)
+    submit(http, 11, 12, size=6, env_id=1)
+    assert [next_batch(http), next_batch(http)] == [[1, 2, 3], [11, 12]]

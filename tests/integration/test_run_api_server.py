@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
-import pytest
 
 from tests.integration.run_api_calls import (
     WAITING,
@@ -28,24 +25,27 @@ NOT_REGISTERED = {
     "message": "Trainer not registered. Call /register first.",
     "batch": [],
 }
-BEFORE_A_TRAINER = [
-    ("/", {"message": "AtroposLib API"}),
-    ("/health", {"status": "ok"}),
-    ("/status", {"current_step": 0, "queue_size": 0}),
-    ("/info", {"batch_size": -1, "max_token_len": -1}),
-    ("/wandb_info", {"group": None, "project": None}),
-    ("/environments", []),
-    ("/batch", NOT_REGISTERED),
-    ("/latest_example", {name: [] for name in EXAMPLE_KEYS}),
-]
+BEFORE_A_TRAINER = {
+    "/": {"message": "AtroposLib API"},
+    "/health": {"status": "ok"},
+    "/status": {"current_step": 0, "queue_size": 0},
+    "/info": {"batch_size": -1, "max_token_len": -1},
+    "/wandb_info": {"group": None, "project": None},
+    "/environments": [],
+    "/batch": NOT_REGISTERED,
+    "/latest_example": {name: [] for name in EXAMPLE_KEYS},
+}
 
 
-@pytest.mark.parametrize(("path", "answer"), BEFORE_A_TRAINER, ids=[p for p, _ in BEFORE_A_TRAINER])
-def test_before_a_trainer_registers(http: httpx.Client, path: str, answer: Any) -> None:
-    response = probe(http, path)
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    assert response.json() == answer
+def assert_unregistered(http: httpx.Client) -> None:
+    for path, expected in BEFORE_A_TRAINER.items():
+        answer = probe(http, path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+        assert answer.json() == expected, path
+
+
+def test_before_a_trainer_registers(http: httpx.Client) -> None:
+    assert_unregistered(http)
 
 
 def test_status_counts_groups_neither_parts_nor_the_batch_handed_out(http: httpx.Client) -> None:
@@ -61,7 +61,7 @@ def test_status_counts_groups_neither_parts_nor_the_batch_handed_out(http: httpx
     assert status(http) == (4, 3)  # the parts are two groups now
 
 
-def test_reset_forgets_everything(http: httpx.Client) -> None:
+def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) -> None:
     start(http, starting_step=7)
     register_environment(http)
     submit(http, 1, 2, 3)
@@ -70,23 +70,11 @@ def test_reset_forgets_everything(http: httpx.Client) -> None:
     answer = http.get("/reset_data")
     assert answer.text == "Reset successful"
     assert answer.headers["content-type"].startswith("text/plain")
-    for path, unregistered in BEFORE_A_TRAINER:
-        assert probe(http, path).json() == unregistered, path
+    assert_unregistered(http)
 
-
-def test_a_run_begins_anew_after_a_reset(http: httpx.Client) -> None:
-    start(http)
-    register_environment(http)
-    send(http, 1, size=1, env_id=0)
-    http.get("/reset_data")
     register(http)
     assert register_environment(http) == WAITING
     assert next_batch(http) is None
-    answer = register_environment(http)
-    assert (answer["env_id"], answer["wandb_name"]) == (0, "math_0")
+    again = register_environment(http)
+    assert (again["env_id"], again["wandb_name"]) == (0, "math_0")
     assert send(http, 2, size=1, env_id=0) == {"status": "buffered", "buffer_size": 1}
-
-
-def test_reset_of_nothing_is_fine(http: httpx.Client) -> None:
-    assert http.get("/reset_data").text == "Reset successful"
-    assert http.get("/batch").status_code == 200
