@@ -1,10 +1,11 @@
 """An engine process without an engine: real sockets, real draining, answers at once.
 
-`POST /generate {"seconds": s}` takes so long and says which process answered, under which version;
-with `"until": path` it waits for such a file too, and with `"orphan": true` it leaves a process
-behind that nobody waits for.
-It does not start where the directory in STUB_ENGINE_DIRECTORY holds a file `broken`, or where the
-weights that it is to serve do. As soon as it drains there is a file `drains`.
+`POST /generate` says which process answered, under which version. With `"until": path` it answers
+once that file exists; with `"orphan": true` it leaves a process behind that nobody waits for, and
+says which.
+
+It does not start if the directory in STUB_ENGINE_DIRECTORY, or that of the weights to serve, holds
+a file `broken`. It starts to serve once that directory holds no file `held`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -32,7 +34,7 @@ DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
 """Why the engine host is not to fork it."""
 BROKEN = "broken"
-DRAINS = "drains"
+HELD = "held"
 BAD_RANK = "bad-rank"
 
 
@@ -46,9 +48,7 @@ class StubEngine:
     async def generate(self, request: Request) -> Response:
         begun = list(self.version)
         asked = await request.json()
-        if asked.get("orphan"):
-            subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
-        await asyncio.sleep(asked["seconds"])
+        orphan = leave_an_orphan() if asked.get("orphan") else None
         while "until" in asked and not Path(asked["until"]).exists():
             await asyncio.sleep(0.02)
         client = request.client
@@ -57,6 +57,7 @@ class StubEngine:
                 "pid": os.getpid(),
                 "policy_version": [[begun, list(self.version)]],
                 "port": client.port if client else 0,
+                "orphan": orphan,
             }
         )
 
@@ -96,7 +97,6 @@ class StubEngine:
 
         async def post_drain(request: Request) -> Response:
             drain.begin((await request.json())["within_s"])
-            (Path(os.environ[DIRECTORY]) / DRAINS).touch()
             return JSONResponse({})
 
         private = Starlette(
@@ -119,6 +119,12 @@ class StubEngine:
         channel.serving()
 
 
+def leave_an_orphan() -> int:
+    """Its pid. It ends by itself, a zombie until somebody reaps it."""
+    said = subprocess.check_output(["sh", "-c", "sleep 0.1 >/dev/null 2>&1 & echo $!"])
+    return int(said)
+
+
 def preload(_options: list[str]) -> str | None:
     return os.environ.get(OBSTACLE)
 
@@ -127,6 +133,8 @@ def run_engine(plan: EnginePlan, _options: list[str]) -> None:
     places = [Path(os.environ[DIRECTORY]), plan.weights.directory]
     if any(place is not None and (place / BROKEN).exists() for place in places):
         raise SystemExit(3)
+    while (Path(os.environ[DIRECTORY]) / HELD).exists():
+        time.sleep(0.02)
     asyncio.run(StubEngine(plan).serve())
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from redis import Redis
 
 from grpo_core.handoff import Action, OutcomeState
@@ -20,26 +22,44 @@ from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from tests.fixtures.handoff import Sender
-from tests.unit.vllm.stub_engine import BROKEN, DIRECTORY
+from tests.unit.vllm.stub_engine import DIRECTORY
 
 START_S = 120.0
+CHECKPOINT, LOAD = Action.RESTART_WITH_CHECKPOINT, Action.LOAD_ADAPTER
 
 
 @dataclass(frozen=True)
 class Supervised:
     process: ManagedProcess
-    url: str
+    port: int
     health_url: str
     directory: Path
     sender: Sender
+    _steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def weights(self) -> Path:
         return self.directory / "weights"
 
+    @property
+    def host(self) -> psutil.Process:
+        """The process that engines are forked from."""
+        host = psutil.Process(self.status()["engine_pid"]).parent()
+        assert host is not None
+        assert host.ppid() == self.process.pid
+        return host
+
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.health_url}/status").json()
         return answer
+
+    def count(self, what: str) -> int:
+        number: int = self.status()[what]
+        return number
 
     def wait_for(self, **facts: Any) -> dict[str, Any]:
         """Returns the status that has them."""
@@ -52,46 +72,58 @@ class Supervised:
         self.process.wait_until(has_them, START_S)
         return found
 
-    def generate(self, seconds: float = 0.0) -> dict[str, Any]:
-        answer = httpx.post(f"{self.url}/generate", json={"seconds": seconds}, timeout=60)
-        found: dict[str, Any] = answer.raise_for_status().json()
-        return found
-
-    def serve(self, action: Action, version: PolicyVersion, path: Path) -> None:
-        """Returns once Redis holds it for a supervisor that follows this one."""
-        outcome = self.sender.ask(action, version, path)
-        assert outcome.state is OutcomeState.DONE, outcome
-        key = served_weights_key(self.sender.run_id)
-        with Redis.from_url(self.sender.redis_url, decode_responses=True) as redis:
-            expected = [str(version.epoch), str(version.step)]
-            self.process.wait_until(lambda: redis.hmget(key, "epoch", "step") == expected, START_S)
-
     def wait_for_requests(self, number: int) -> None:
         """Until so many are under way."""
         url = f"{self.url}/bridge/in-flight"
         self.process.wait_until(lambda: httpx.get(url).json() == number, START_S)
 
-    def break_engines(self, broken: bool) -> None:
-        """Whether engine processes that start from now on end at once."""
-        if broken:
-            (self.directory / BROKEN).touch()
-        else:
-            (self.directory / BROKEN).unlink()
+    def generate(self, **body: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.post(**body).raise_for_status().json()
+        return found
 
-    def checkpoint(self, name: str, broken: bool = False) -> Path:
-        path = self.weights / name
-        path.mkdir(parents=True)
-        (path / MODEL_CONFIG).write_text("{}")
-        (path / "model.safetensors").write_text(name)
-        if broken:
-            (path / BROKEN).touch()
-        return path
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/generate", json=body)
+
+    def serves(self, version: PolicyVersion) -> bool:
+        """Asked of the engine itself."""
+        return bool(self.generate()["policy_version"] == [[list(version), list(version)]])
+
+    def next_version(self) -> PolicyVersion:
+        return PolicyVersion(1, next(self._steps))
+
+    def publish(self, action: Action = CHECKPOINT) -> PolicyVersion:
+        """Serve new weights; returns their version once the engine and Redis have it."""
+        version = self.next_version()
+        make = self.adapter if action is LOAD else self.checkpoint
+        outcome = self.sender.ask(action, version, make(f"step-{version.step}"))
+        assert outcome.state is OutcomeState.DONE, outcome
+        key = served_weights_key(self.sender.run_id)
+        with Redis.from_url(self.sender.redis_url, decode_responses=True) as redis:
+            expected = [str(version.epoch), str(version.step)]
+            self.process.wait_until(lambda: redis.hmget(key, "epoch", "step") == expected, START_S)
+        return version
+
+    @contextmanager
+    def engines(self, mark: str) -> Iterator[None]:
+        """Engine processes that start inside the context are BROKEN, or HELD until it is left."""
+        (self.directory / mark).touch()
+        try:
+            yield
+        finally:
+            (self.directory / mark).unlink()
+
+    def checkpoint(self, name: str, marker: str | None = None) -> Path:
+        return self._weights(name, {MODEL_CONFIG: "{}", "model.safetensors": name}, marker)
 
     def adapter(self, name: str, rank: int = 8, marker: str | None = None) -> Path:
+        files = {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: name}
+        return self._weights(name, files, marker)
+
+    def _weights(self, name: str, files: Mapping[str, str], marker: str | None) -> Path:
         path = self.weights / name
         path.mkdir(parents=True)
-        (path / ADAPTER_CONFIG).write_text(f'{{"r": {rank}}}')
-        (path / ADAPTER_WEIGHTS).write_text(name)
+        for file, content in files.items():
+            (path / file).write_text(content)
         if marker is not None:
             (path / marker).touch()
         return path
@@ -136,7 +168,7 @@ def supervised(
     )
     server = Supervised(
         process,
-        f"http://127.0.0.1:{port}",
+        port,
         f"http://127.0.0.1:{health_port}",
         directory,
         Sender(redis_url or "", run_id),

@@ -1,182 +1,209 @@
-"""The supervisor, its sockets and Redis are real; its engine processes start in a second."""
+"""The supervisor, its sockets and Redis are real; its engine processes start in a second.
+
+Most tests share one supervisor, in any order: each publishes weights of its own and counts from
+what it finds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import signal
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from grpo_core.handoff import Action, OutcomeState
-from grpo_core.wire import PolicyVersion
-from tests.support.process_table import eventually, is_alive
-from tests.unit.vllm.stub_engine import BAD_RANK, DRAINS
-from tests.unit.vllm.supervised import START_S, Supervised, supervised
+from grpo_vllm import host_packets
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.sockets import Sockets
+from tests.support.process_table import is_alive
+from tests.support.wait import wait_for
+from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE
+from tests.unit.vllm.supervised import CHECKPOINT, LOAD, START_S, Supervised, supervised
 
-CHECKPOINT, RESTART, LOAD = (
-    *(Action.RESTART_WITH_CHECKPOINT, Action.RESTART_WITH_ADAPTER, Action.LOAD_ADAPTER),
-)
+RESTART_LIMIT = 3
+"""Two tests end an engine, and a third one all that follow: none of them alone reaches it."""
+MORE_THAN_A_PACKET_TAKES = 2 * host_packets._DESCRIPTORS_PER_PACKET + 1
 
 
-def v(step: int, epoch: int = 1) -> PolicyVersion:
-    return PolicyVersion(epoch, step)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Supervised]:
+    directory = tmp_path_factory.mktemp("server")
+    with supervised(directory, redis_url, "--restart-limit", str(RESTART_LIMIT)) as server:
+        yield server
 
 
-def test_a_restart_keeps_requests_and_connections(tmp_path: Path, redis_url: str) -> None:
-    """One request under way, one on an idle connection, one that comes while there is no engine."""
-    kept = httpx.Limits(keepalive_expiry=600)  # the client's own limit is 5 s
-    with (
-        supervised(tmp_path, redis_url) as server,
-        httpx.Client(base_url=server.url, timeout=60, limits=kept) as idle,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        before = idle.post("/generate", json={"seconds": 0}).json()
-        go_on = tmp_path / "go on"
-        body = {"seconds": 0, "until": str(go_on)}
-        under_way = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Supervised]:
+    """Takes adapters."""
+    with supervised(tmp_path_factory.mktemp("lora"), redis_url, "--enable-lora") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def unforked(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Supervised]:
+    """Its engines cannot be forked, and give requests up soon when they drain."""
+    directory = tmp_path_factory.mktemp("unforked")
+    flags = ("--drain-s", "0.2")
+    with supervised(directory, redis_url, *flags, environment={OBSTACLE: "has threads"}) as server:
+        yield server
+
+
+class Client:
+    """One connection that is kept open."""
+
+    def __init__(self, server: Supervised) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_S)
+
+    def send(self) -> None:
+        self._connection.request("POST", "/generate", "{}")
+
+    def port(self) -> int:
+        """Of this end, as the engine sees it: the same as long as the connection is."""
+        port: int = json.loads(self._connection.getresponse().read())["port"]
+        return port
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_path: Path) -> None:
+    """One request under way, and one on an idle connection while no engine takes requests."""
+    before, engine, go_on = server.status(), server.generate()["pid"], tmp_path / "go on"
+    with contextlib.closing(Client(server)) as idle, ThreadPoolExecutor(1) as pool:
+        idle.send()
+        port = idle.port()
+        under_way = pool.submit(server.post, until=str(go_on))
         server.wait_for_requests(1)
-        sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
+        version = server.next_version()
+        sent = server.sender.send(CHECKPOINT, version, server.checkpoint("drained-for"))
         server.wait_for(state="draining")
-        other = server.sender.ask(CHECKPOINT, v(2), server.checkpoint("two"))
-        assert (other.state, "under way" in other.reason) == (OutcomeState.BUSY, True)
-        threading.Timer(1.0, go_on.touch).start()
-        while_draining = idle.post("/generate", json={"seconds": 0}).json()
-        assert under_way.result().json()["policy_version"] == [[[0, 0], [0, 0]]]
+        idle.send()
+        go_on.touch()
+        assert under_way.result().json()["pid"] == engine
         assert under_way.result().headers["connection"] == "close"
-        assert server.sender.outcome(sent).state is OutcomeState.DONE
-        assert while_draining["policy_version"] == [[[1, 1], [1, 1]]]
-        assert while_draining["port"] == before["port"], "the connection was closed"
-        assert while_draining["pid"] != before["pid"]
-        status = server.status()
-        assert (status["restarts"], status["crashes"], status["dropped_requests"]) == (1, 0, 0)
+        assert idle.port() == port, "the connection was closed"
+    assert server.sender.outcome(sent).state is OutcomeState.DONE
+    assert server.serves(version)
+    after = server.status()
+    counted = [after[what] - before[what] for what in ("restarts", "crashes", "dropped_requests")]
+    assert counted == [1, 0, 0]
 
 
-def test_what_outlasts_the_drain_is_answered_503_and_counted(
-    tmp_path: Path, redis_url: str
-) -> None:
-    with (
-        supervised(tmp_path, redis_url, "--drain-s", "6") as server,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        drains = str(tmp_path / DRAINS)
-        bodies: list[dict[str, Any]] = [{"seconds": 100.0}, {"seconds": 0, "until": drains}]
-        answers = [
-            pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=120)
-            for body in bodies
+def test_a_restart_keeps_more_connections_than_a_packet_takes(server: Supervised) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(contextlib.closing(Client(server)))
+            for _ in range(MORE_THAN_A_PACKET_TAKES)
         ]
-        server.wait_for_requests(2)
-        sent = server.sender.send(CHECKPOINT, v(1), server.checkpoint("one"))
-        assert server.sender.outcome(sent).state is OutcomeState.DONE
-        late, in_time = (answer.result() for answer in answers)
-        assert in_time.status_code == 200
-        assert late.status_code == 503
-        assert "send it again" in late.json()["detail"]
-        assert late.headers["retry-after"]
-        assert server.status()["dropped_requests"] == 1
+        seen = []
+        for publish in (lambda: None, server.publish):
+            publish()
+            for client in clients:
+                client.send()
+            seen.append([client.port() for client in clients])
+        assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("flags", [(), ("--enable-lora",)])
-def test_an_engine_that_crashes_comes_back_with_what_was_served_last(
-    tmp_path: Path, redis_url: str, flags: tuple[str, ...]
+def test_requests_that_outlast_the_drain_are_answered_503_and_counted(
+    unforked: Supervised, tmp_path: Path
 ) -> None:
-    with supervised(tmp_path, redis_url, *flags) as server:
-        if flags:
-            assert server.sender.ask(LOAD, v(4), server.adapter("a")).state is OutcomeState.DONE
-        else:
-            server.sender.ask(CHECKPOINT, v(4), server.checkpoint("c"))
-        engine = server.status()["engine_pid"]
-        os.kill(engine, signal.SIGKILL)
-        server.wait_for(state="serving", crashes=1)
-        answer = server.generate()
-        assert answer["policy_version"] == [[[1, 4], [1, 4]]]
-        assert answer["pid"] != engine
+    dropped = unforked.count("dropped_requests")
+    with ThreadPoolExecutor(1) as pool:
+        endless = pool.submit(unforked.post, until=str(tmp_path / "never"))
+        unforked.wait_for_requests(1)
+        unforked.publish()
+        assert endless.result().status_code == 503
+        assert "send it again" in endless.result().json()["detail"]
+        assert endless.result().headers["retry-after"]
+    assert unforked.count("dropped_requests") == dropped + 1
 
 
-def test_a_supervisor_that_is_killed_is_followed_by_one_that_serves_the_same(
-    tmp_path: Path, redis_url: str
+def test_an_engine_that_cannot_be_forked_is_started_anew(unforked: Supervised) -> None:
+    version = unforked.publish()
+    assert unforked.serves(version)
+    engine = psutil.Process(unforked.status()["engine_pid"])
+    assert engine.cmdline()[1:3] == ["-m", "tests.unit.vllm.stub_engine"]
+    assert "has threads" in unforked.process.log_path.read_text()
+
+
+def test_an_engine_that_crashes_is_followed_by_one_with_the_same_weights(lora: Supervised) -> None:
+    version, host, engine = lora.publish(LOAD), lora.host, lora.status()["engine_pid"]
+    crashes = lora.count("crashes")
+    os.kill(engine, signal.SIGKILL)
+    lora.wait_for(state="serving", crashes=crashes + 1)
+    assert lora.serves(version)
+    assert lora.generate()["pid"] != engine
+    assert lora.host == host, "engines are forked from one process"
+
+
+def test_a_host_that_is_killed_takes_its_engine_along_and_both_are_replaced(
+    server: Supervised,
 ) -> None:
-    with supervised(tmp_path, redis_url) as first:
-        first.serve(CHECKPOINT, v(7), first.checkpoint("c"))
-        engine = first.status()["engine_pid"]
-        port = int(first.url.rpartition(":")[2])
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait(60.0)
-        # Its engine goes with it, and the port is free.
-        assert eventually(lambda: not is_alive(engine)), "the engine lives on"
-        with supervised(tmp_path, redis_url, run_id=first.sender.run_id, port=port) as second:
-            assert second.generate()["policy_version"] == [[[1, 7], [1, 7]]]
+    version, host, engine = server.publish(), server.host, server.status()["engine_pid"]
+    crashes = server.count("crashes")
+    host.kill()
+    server.wait_for(state="serving", crashes=crashes + 1)
+    assert server.serves(version)
+    assert server.host != host
+    assert not psutil.pid_exists(engine), "nobody has reaped it"
 
 
-def test_what_was_served_last_and_is_gone_stops_the_start(tmp_path: Path, redis_url: str) -> None:
-    with supervised(tmp_path, redis_url) as first:
-        path = first.checkpoint("c")
-        first.serve(CHECKPOINT, v(7), path)
-    (path / "model.safetensors").write_text("something else")
-    run_id = first.sender.run_id
-    with supervised(tmp_path, redis_url, run_id=run_id, waits=False) as second:
-        assert second.process.wait(START_S) == 1
-        assert "served policy version (1, 7) last" in second.process.log_tail()
-    with supervised(tmp_path, redis_url, "--no-await-weights", run_id=run_id) as third:
-        assert third.generate()["policy_version"] == [[[2, 0], [2, 0]]]
-
-
-def test_a_first_engine_that_does_not_start_ends_the_server(tmp_path: Path) -> None:
-    (tmp_path / "broken").touch()
-    with supervised(tmp_path, None, waits=False) as server:
-        assert server.process.wait(START_S) == 3
-
-
-def test_engines_that_keep_failing_are_given_up_and_a_command_starts_over(
-    tmp_path: Path, redis_url: str
+def test_engines_that_keep_failing_are_given_up_until_a_command_asks_again(
+    server: Supervised,
 ) -> None:
-    with supervised(tmp_path, redis_url, "--restart-limit", "3") as server:
-        server.break_engines(True)
+    with server.engines(BROKEN):
         os.kill(server.status()["engine_pid"], signal.SIGKILL)
-        status = server.wait_for(state="failed")
-        assert "3 engines failed in a row" in status["reason"]
-        refused = httpx.post(f"{server.url}/generate", json={"seconds": 0})
-        assert refused.status_code == 503
-        assert refused.json()["detail"] == status["reason"]
+        reason = server.wait_for(state="failed")["reason"]
+        assert f"{RESTART_LIMIT} engines failed in a row" in reason
+        refused = server.post()
+        assert (refused.status_code, refused.json()["detail"]) == (503, reason)
         assert httpx.get(f"{server.health_url}/healthz").status_code == 503
-        assert server.process.exit_code is None
-        server.break_engines(False)
-        outcome = server.sender.ask(CHECKPOINT, v(2), server.checkpoint("two"))
-        assert outcome.state is OutcomeState.DONE
-        assert server.generate()["policy_version"] == [[[1, 2], [1, 2]]]
-        assert httpx.get(f"{server.health_url}/healthz").status_code == 200
+    assert server.serves(server.publish())
+    assert httpx.get(f"{server.health_url}/healthz").status_code == 200
 
 
-def test_weights_that_do_not_come_up_give_way_to_those_before(
-    tmp_path: Path, redis_url: str
+def test_weights_that_no_engine_serves_give_way_to_the_previous_ones(server: Supervised) -> None:
+    good, bad = server.publish(), server.next_version()
+    outcome = server.sender.ask(CHECKPOINT, bad, server.checkpoint("bad", marker=BROKEN))
+    assert outcome.state is OutcomeState.FAILED
+    assert "before it served" in outcome.reason
+    server.wait_for(state="serving")
+    assert server.serves(good)
+    assert server.serves(server.publish())
+
+
+def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_way(
+    server: Supervised, tmp_path: Path
 ) -> None:
-    with supervised(tmp_path, redis_url) as server:
-        server.sender.ask(CHECKPOINT, v(1), server.checkpoint("good"))
-        outcome = server.sender.ask(CHECKPOINT, v(2), server.checkpoint("bad", broken=True))
-        assert outcome.state is OutcomeState.FAILED
-        assert "before it served" in outcome.reason
-        server.wait_for(state="serving")
-        assert server.generate()["policy_version"] == [[[1, 1], [1, 1]]]
-        # A later, whole one is served.
-        assert server.sender.ask(CHECKPOINT, v(3), server.checkpoint("next")).state == "done"
+    """The restart is under way as long as a request is."""
+    restarts, go_on = server.count("restarts"), tmp_path / "go on"
+    versions = [server.next_version() for _ in range(3)]
+    weights = [(version, server.checkpoint(f"rival-{version.step}")) for version in versions]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.post, until=str(go_on))
+        server.wait_for_requests(1)
+        older, newer = server.sender.send_at_once(CHECKPOINT, weights[:2])
+        server.wait_for(state="draining")
+        later = server.sender.ask(CHECKPOINT, *weights[2])
+        go_on.touch()
+    replaced = server.sender.outcome(older)
+    assert (replaced.state, "came at the same time" in replaced.reason) == (OutcomeState.BUSY, True)
+    assert (later.state, "under way" in later.reason) == (OutcomeState.BUSY, True)
+    assert server.sender.outcome(newer).state is OutcomeState.DONE
+    assert server.serves(versions[1])
+    assert server.count("restarts") == restarts + 1
 
 
-def test_of_two_restarts_at_once_the_newer_wins(tmp_path: Path, redis_url: str) -> None:
-    with supervised(tmp_path, redis_url) as server:
-        paths = [server.checkpoint("one"), server.checkpoint("two")]
-        sent = server.sender.send_at_once(CHECKPOINT, [(v(i + 1), p) for i, p in enumerate(paths)])
-        outcomes = [server.sender.outcome(each) for each in sent]
-        assert [found.state for found in outcomes] == [OutcomeState.BUSY, OutcomeState.DONE]
-        assert "came at the same time" in outcomes[0].reason
-        assert server.status()["restarts"] == 1
-
-
-def refusals(server: Supervised) -> dict[str, tuple[Path, dict[str, str]]]:
+def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict[str, str]]]:
+    """Path and other fields of a command, by the reason for which it is refused."""
     outside = server.directory / "outside"
     outside.mkdir()
     link = server.weights / "link"
@@ -191,79 +218,78 @@ def refusals(server: Supervised) -> dict[str, tuple[Path, dict[str, str]]]:
         "not a whole adapter": (half, digest),
         "checksum": (server.adapter("other-bytes"), digest),
         "rank 64, the server accepts at most 16": (server.adapter("large", rank=64), {}),
-        "not newer than (1, 1)": (server.adapter("old"), {"step": "1"}),
-        "the engine does not like it": (server.adapter("bad", marker=BAD_RANK), {}),
+        "not newer than": (server.adapter("old"), {"step": str(served_step)}),
     }
 
 
-def test_bad_commands_are_refused_with_the_reason_and_change_nothing(
-    tmp_path: Path, redis_url: str
-) -> None:
-    with supervised(tmp_path, redis_url, "--enable-lora") as server:
-        server.sender.ask(LOAD, v(1), server.adapter("served"))
-        for action in (LOAD, RESTART):
-            for reason, (path, other) in refusals(server).items():
-                if action is RESTART and "like" in reason:
-                    continue  # only an engine knows
-                outcome = server.sender.ask(action, v(5), path, **other)
-                assert (outcome.state, reason) == (OutcomeState.REFUSED, reason)
-                assert reason in outcome.reason
-            for name in ("outside", "weights/link"):
-                path = server.directory / name
-                path.unlink() if path.is_symlink() else path.rmdir()
-            for name in ("half-written", "other-bytes", "large", "old", "bad"):
-                for file in (server.weights / name).iterdir():
-                    file.unlink()
-                (server.weights / name).rmdir()
-        assert server.generate()["policy_version"] == [[[1, 1], [1, 1]]]
-        assert server.status()["restarts"] == 0
-        wrong_mode = server.sender.ask(CHECKPOINT, v(5), server.checkpoint("c"))
-        assert "without --enable-lora" in wrong_mode.reason
+def test_bad_commands_are_refused_with_the_reason_and_change_nothing(lora: Supervised) -> None:
+    served, restarts = lora.publish(LOAD), lora.count("restarts")
+    version = lora.next_version()
+    for reason, (path, other) in refusals(lora, served.step).items():
+        for action in (LOAD, Action.RESTART_WITH_ADAPTER):
+            outcome = lora.sender.ask(action, version, path, **other)
+            assert (outcome.state, reason) == (OutcomeState.REFUSED, reason)
+            assert reason in outcome.reason
+    only_an_engine_sees = lora.adapter("bad", marker=BAD_RANK)
+    outcome = lora.sender.ask(LOAD, version, only_an_engine_sees)
+    assert (outcome.state, outcome.reason) == (OutcomeState.REFUSED, "the engine does not like it")
+    wrong_mode = lora.sender.ask(CHECKPOINT, version, lora.checkpoint("c"))
+    assert "without --enable-lora" in wrong_mode.reason
+    assert lora.serves(served)
+    assert lora.count("restarts") == restarts
 
 
-def test_commands_sent_while_there_is_no_server_are_followed_when_there_is_one(
+def test_a_killed_supervisor_ends_its_engine_and_the_next_one_serves_the_same(
     tmp_path: Path, redis_url: str
 ) -> None:
     with supervised(tmp_path, redis_url) as first:
-        paths = [first.checkpoint(name) for name in ("one", "two")]
-    old, new = (first.sender.send(CHECKPOINT, v(i + 1), p) for i, p in enumerate(paths))
-    with supervised(tmp_path, redis_url, run_id=first.sender.run_id) as second:
-        assert second.sender.outcome(old).state is OutcomeState.BUSY
-        # While its first engine starts, a server is busy.
-        if second.sender.outcome(new).state is OutcomeState.BUSY:
-            assert second.sender.ask(CHECKPOINT, v(3), paths[1]).state is OutcomeState.DONE
+        version = first.publish()
+        gone = [first.host.pid, first.status()["engine_pid"]]
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(START_S)
+        for pid in gone:
+            wait_for(lambda pid=pid: not is_alive(pid))
+    weights = [(first.next_version(), first.checkpoint(name)) for name in ("older", "newer")]
+    older, newer = (first.sender.send(CHECKPOINT, *each) for each in weights)
+    again = {"run_id": first.sender.run_id, "port": first.port}
+    with supervised(tmp_path, redis_url, **again, waits=False) as second:
+        with second.engines(HELD):
+            assert "at the same time" in second.sender.outcome(older).reason
+            assert "the server is starting" in second.sender.outcome(newer).reason
         second.wait_for(state="serving")
-
-
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with supervised(tmp_path, None) as first:
-        port = int(first.url.rpartition(":")[2])
-        with supervised(tmp_path, None, port=port, waits=False) as second:
-            assert second.process.wait(START_S) == 1
-            assert f"cannot listen on 127.0.0.1:{port}" in second.process.log_tail()
-
-
-@pytest.mark.parametrize("before", [(), ("unshare", "--pid", "--fork", "--mount-proc")])
-def test_orphans_are_reaped_as_a_plain_process_and_as_the_first_of_a_container(
-    tmp_path: Path, before: tuple[str, ...]
-) -> None:
-    with supervised(tmp_path, None, before=before) as server:
-        supervisor = psutil.Process(server.process.pid)
-        if before:
-            (supervisor,) = supervisor.children()
-        (engine,) = supervisor.children()
-        body = {"seconds": 0, "orphan": True}
-        httpx.post(f"{server.url}/generate", json=body).raise_for_status()
-        # The orphan has come to the supervisor by now, if only as a zombie.
-        assert eventually(lambda: supervisor.children() == [engine])
-        supervisor.terminate()
-        assert server.process.wait(60.0) == 0
-        assert not engine.is_running()
-
-
-def test_sigterm_ends_everything(tmp_path: Path, redis_url: str) -> None:
-    with supervised(tmp_path, redis_url) as server:
-        engine = server.status()["engine_pid"]
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(60.0) == 0
+        assert second.serves(version)
+        assert second.sender.ask(CHECKPOINT, *weights[1]).state is OutcomeState.DONE
+        engine = second.status()["engine_pid"]
+        second.process.signal(signal.SIGTERM)
+        assert second.process.wait(START_S) == 0
         assert not psutil.pid_exists(engine)
+
+
+def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_path: Path) -> None:
+    (tmp_path / BROKEN).touch()
+    with supervised(tmp_path, None, waits=False) as server:
+        assert server.process.wait(START_S) == 3
+
+
+def test_a_port_that_is_taken_is_named(server: Supervised) -> None:
+    settings = load_server_settings(["--model", "m", "--port", str(server.port)])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        Sockets.open(settings)
+
+
+def test_orphans_of_an_engine_are_reaped(server: Supervised) -> None:
+    orphan = server.generate(orphan=True)["orphan"]
+    wait_for(lambda: not psutil.pid_exists(orphan))  # a zombie exists
+
+
+@pytest.mark.full
+def test_the_first_process_of_a_container_reaps_orphans_and_ends_when_told(tmp_path: Path) -> None:
+    with supervised(
+        tmp_path, None, before=("unshare", "--pid", "--fork", "--mount-proc")
+    ) as server:
+        (supervisor,) = psutil.Process(server.process.pid).children()
+        (host,) = supervisor.children()
+        server.generate(orphan=True)
+        wait_for(supervisor.children, lambda found: found == [host])
+        supervisor.terminate()
+        assert server.process.wait(START_S) == 0
