@@ -23,6 +23,23 @@ def group(**changes: Any) -> ScoredGroup:
     return ScoredGroup.model_validate(fields | changes)
 
 
+def good(marker: int, **changes: Any) -> ScoredGroup:
+    """Groups with different markers differ in their logprobs."""
+    logp = -0.001 * marker - 0.1
+    return group(inference_logprobs=[[P, P, logp], [P, P, -0.2, -0.3, logp]], **changes)
+
+
+def bad(marker: int, **changes: Any) -> ScoredGroup:
+    """Unusable: its sampling was truncated."""
+    return good(marker, generation_params={"top_p": 0.9}, **changes)
+
+
+def sampled_by(marker: int, *versions: tuple[int, int]) -> ScoredGroup:
+    """Args: versions: (epoch, step) that sampled each completion"""
+    named = [[list(version)] * 2 for version in versions]
+    return good(marker, group_overrides={"policy_version": named})
+
+
 def usable(*groups: ScoredGroup) -> list[UsableGroup]:
     return [usable_group(i, g, VOCABULARY) for i, g in enumerate(groups)]
 

@@ -1,4 +1,4 @@
-"""Collation: the shift, the masks, the weights, and where sequences come from."""
+"""Collation: the shift, the masks, the weights, and the origin of each sequence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_core.wire import MASKED, PolicyVersion
+from grpo_core.wire import MASKED, PolicyVersion, ScoredGroup
 from grpo_trainer.batch import Origin
-from tests.unit.trainer.groups import P, collated, group
+from grpo_trainer.token_table import TokenTable
+from tests.unit.trainer.groups import VOCABULARY, P, collated, group
 
 
 def test_shift_padding_and_weights_by_hand() -> None:
@@ -24,71 +27,90 @@ def test_shift_padding_and_weights_by_hand() -> None:
     )
     assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
     assert micro.temperature.tolist() == [1.0, 1.0]
+    assert micro.lengths == (2, 4)
 
 
-def test_the_weights_of_a_batch_add_up_to_one_however_it_is_cut() -> None:
-    for size in (1, 2, 4, 6):
-        batch = collated(group(), group(), group(), micro_batch_size=size)
-        total = sum(float(micro.token_weight.sum()) for micro in batch.micro_batches)
-        assert total == pytest.approx(1.0)
-        assert len(batch.micro_batches) == -(-6 // size)
+TOKEN = st.tuples(st.integers(0, VOCABULARY - 1), st.booleans(), st.floats(-9, 0, width=32))
+"""Its id, whether it is trained on, and its logprob."""
 
 
-def test_a_sequence_without_trained_tokens_weighs_nothing() -> None:
-    masked = group(masks=[[MASKED] * 3, [MASKED, MASKED, 8, 9, 10]])
-    micro = collated(masked).micro_batches[0]
-    assert micro.token_weight.sum(-1).tolist() == pytest.approx([0.0, 0.5])
+@st.composite
+def any_group(draw: st.DrawFn) -> ScoredGroup:
+    """No first token is trained on; the second one of the first sequence is."""
+    rows = draw(st.lists(st.lists(TOKEN, min_size=2, max_size=7), min_size=1, max_size=4))
+    tokens = [[token for token, _, _ in row] for row in rows]
+    masks = [[MASKED, *(t if is_on else MASKED for t, is_on, _ in row[1:])] for row in rows]
+    masks[0][1] = tokens[0][1]
+    return group(
+        tokens=tokens,
+        masks=masks,
+        scores=[float(i) for i in range(len(rows))],
+        inference_logprobs=[[logp for _, _, logp in row] for row in rows],
+    )
+
+
+@given(st.lists(any_group(), min_size=1, max_size=4), st.integers(2, 8), st.integers(1, 5))
+def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
+    groups: list[ScoredGroup], seq_len: int, micro_batch_size: int
+) -> None:
+    """However the batch is cut into micro-batches."""
+    batch = collated(*groups, seq_len=seq_len, micro_batch_size=micro_batch_size)
+    sent = [
+        [(place, *values) for place, values in enumerate(zip(*row, strict=True)) if place < seq_len]
+        for one in groups
+        for row in zip(one.masks, one.inference_logprobs or [], strict=True)
+    ]
+    trained = [[token for token in row if token[1] != MASKED] for row in sent]
+
+    micro_batches = batch.micro_batches
+    table = TokenTable.of(micro_batches, [micro.targets.float() for micro in micro_batches])
+    columns = (table.sequence, table.position, table.logp, table.behaviour_logp)
+    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert found == [(number, *token) for number, row in enumerate(trained) for token in row]
+    weights = torch.cat([micro.token_weight.sum(-1) for micro in micro_batches])
+    assert weights.tolist() == pytest.approx([bool(row) / len(sent) for row in trained])
 
 
 def test_long_sequences_are_cut_and_counted() -> None:
     batch = collated(group(), seq_len=4)
     assert batch.micro_batches[0].inputs.tolist() == [[5, 6, 0], [5, 6, 8]]
-    assert batch.micro_batches[0].targets.tolist() == [[6, 7, 0], [6, 8, 9]]
     assert batch.facts.truncated_fraction == 0.5
     assert batch.facts.tokens == 7
 
 
-def test_each_sequence_keeps_its_own_temperature() -> None:
-    mixed = group(overrides=[{"temperature": 2.0}, {}], generation_params={"temperature": 0.5})
-    assert collated(mixed).micro_batches[0].temperature.tolist() == [2.0, 0.5]
+def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
+    """A silenced sequence still counts in the mean that its sibling is scored against."""
+    mixed = group(
+        overrides=[{"temperature": 2.0}, {"set_advantage_to_zero": True}],
+        generation_params={"temperature": 0.5},
+    )
+    micro = collated(mixed).micro_batches[0]
+    assert micro.temperature.tolist() == [2.0, 0.5]
+    assert micro.advantages.tolist() == pytest.approx([1.0, 0.0])
 
 
-def test_overrides_can_silence_one_sequence() -> None:
-    """The other one keeps what it scored against both, as in the archived trainer."""
-    silenced = group(overrides=[{"set_advantage_to_zero": True}, {}])
-    micro = collated(silenced).micro_batches[0]
-    assert micro.advantages.tolist() == pytest.approx([0.0, -1.0])
-
-
-@pytest.mark.parametrize("advantages", [[[9.0], [9.0]], [[9.0] * 3, [9.0] * 5], [[], [0.1, 0.2]]])
-def test_advantages_follow_from_the_scores_whatever_the_environment_sends(advantages: Any) -> None:
-    """As in the archived trainer; their inner lengths are anybody's guess."""
+@pytest.mark.parametrize("advantages", [[[9.0], [9.0]], [[], [0.1, 0.2]]])
+def test_advantages_follow_from_the_scores_and_not_from_the_environment(advantages: Any) -> None:
     micro = collated(group(advantages=advantages)).micro_batches[0]
     assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
 
 
-def test_where_sequences_come_from() -> None:
+def test_origin_of_each_sequence() -> None:
+    """A version counts if it sampled the whole sequence and is named once per sequence."""
     overrides = {"policy_version": [[[1, 4], [1, 5]], [[1, 5], [1, 5]]]}
+    short = {"policy_version": [[[1, 5], [1, 5]]]}
     named = group(env_id=3, group_overrides=overrides)
-    assert collated(group(), named, micro_batch_size=1).origins == [
-        Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2),
-        Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2),
+    batch = collated(group(group_overrides=short), named, micro_batch_size=1)
+    assert batch.origins == [
+        *[Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2)] * 2,
         Origin(group=1, env_id=3, version=None, siblings=2, shared_tokens=2),
         Origin(group=1, env_id=3, version=PolicyVersion(1, 5), siblings=2, shared_tokens=2),
     ]
 
 
-def test_versions_that_are_not_one_per_sequence_say_nothing() -> None:
-    short = group(group_overrides={"policy_version": [[[1, 5], [1, 5]]]})
-    assert [origin.version for origin in collated(short).origins] == [None, None]
-
-
-def test_what_completions_share_by_chance_counts_as_shared() -> None:
-    alike = group(
-        tokens=[[5, 6, 8, 9, 10], [5, 6, 8, 9, 10]],
-        masks=[[MASKED, MASKED, 8, 9, 10]] * 2,
-        inference_logprobs=[[P, P, -0.2, -0.3, -0.4]] * 2,
-    )
+def test_tokens_that_completions_share_by_chance_count_as_shared() -> None:
+    (row, *_), masks = [[5, 6, 8, 9, 10]] * 2, [[MASKED, MASKED, 8, 9, 10]] * 2
+    alike = group(tokens=[row, row], masks=masks, inference_logprobs=[[P, P, -1.0, -1.0, -1.0]] * 2)
     assert {origin.shared_tokens for origin in collated(alike).origins} == {5}
 
 
@@ -109,33 +131,26 @@ def test_facts_by_hand() -> None:
     assert facts.completion_tokens_mean == 2.0
 
 
-def test_reward_is_the_mean_score_where_the_environment_counts_nothing() -> None:
-    assert collated(group(), group(scores=[1.0, 1.0])).facts.reward_mean == 0.75
-
-
 @pytest.mark.parametrize(
     "foreign",
     [
         {"policy_version": 3},
         {"policy_version": [[1, 2]]},
         {"generation_seconds": "long"},
-        {"reward_sample": {"sum": 1.0}},
         {"reward_sample": {"sum": 1.0, "count": 0}},
     ],
 )
-def test_foreign_meanings_of_our_keys_count_as_not_said(foreign: dict[str, Any]) -> None:
-    facts = collated(group(group_overrides=foreign)).facts
+def test_keys_with_a_foreign_meaning_are_ignored(foreign: dict[str, Any]) -> None:
+    """The reward is then the mean score."""
+    facts = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0])).facts
     assert facts.first_versions == []
     assert facts.generation_s is None
-    assert facts.reward_mean == 0.5
+    assert facts.reward_mean == 0.75
 
 
-def test_every_tensor_of_a_micro_batch_moves_and_what_is_there_is_not_copied() -> None:
+def test_moving_a_micro_batch_moves_every_tensor_and_copies_none_that_is_there() -> None:
     micro = collated(group()).micro_batches[0]
-    moved = vars(micro.to(torch.device("meta")))
-    tensors = [name for name, value in vars(micro).items() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 6
-    assert {moved[name].device.type for name in tensors} == {"meta"}
-    assert moved["lengths"] == micro.lengths == (2, 4)
-    stayed = vars(micro.to(torch.device("cpu")))
-    assert all(stayed[name] is value for name, value in vars(micro).items())
+    moved, stayed = (vars(micro.to(torch.device(device))) for device in ("meta", "cpu"))
+    for name, value in vars(micro).items():
+        assert stayed[name] is value
+        assert moved[name] == value if name == "lengths" else moved[name].device.type == "meta"
