@@ -7,21 +7,27 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_trainer.loss import NO_SUMS, grpo_loss, loss_sums
+from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
 
 EPS = 0.2
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
 
 
-def one_token(ratio: float, advantage: float) -> tuple[float, float]:
-    """(loss, d loss / d logp) of a single token of weight 1."""
-    behaviour = torch.tensor([[-1.0]])
-    logp = torch.tensor([[-1.0 + math.log(ratio)]], requires_grad=True)
-    loss = grpo_loss(logp, behaviour, torch.tensor([advantage]), torch.ones(1, 1), EPS)
+def judged(
+    logp: list[list[float]],
+    behaviour: list[list[float]],
+    advantages: list[float],
+    weight: list[list[float]],
+) -> tuple[float, list[list[float]], LossSums]:
+    """(loss, d loss / d logp, sums)"""
+    policy = torch.tensor(logp, requires_grad=True)
+    terms = (torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(weight), EPS)
+    loss = grpo_loss(policy, *terms)
     loss.backward()
-    assert logp.grad is not None
-    return float(loss.detach()), float(logp.grad)
+    assert policy.grad is not None
+    return float(loss.detach()), policy.grad.tolist(), loss_sums(policy, *terms)
 
 
 @pytest.mark.parametrize(
@@ -35,55 +41,37 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float]:
         (1.0, -2.0, 2.0, 2.0),
         (0.9, -2.0, 1.8, 1.8),
         (0.5, -2.0, 1.6, 0.0),  # min(-1.0, -1.6)
+        # min(-3.0, -2.4). A maximum there, as in the archived trainer, has loss 2.4 and no
+        # gradient: nothing pushes the policy away from a bad token that became likelier.
+        (1.5, -2.0, 3.0, 3.0),
     ],
 )
 def test_one_token_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    assert one_token(ratio, advantage) == (
-        pytest.approx(loss, abs=1e-5),
-        pytest.approx(gradient, abs=1e-5),
-    )
+    found, ((slope,),), _ = judged([[math.log(ratio) - 1]], [[-1.0]], [advantage], [[1.0]])
+    assert (found, slope) == pytest.approx((loss, gradient), abs=1e-5)
 
 
-def test_a_bad_token_that_became_likelier_keeps_its_gradient() -> None:
-    """A < 0 and r = 1.5: min(-3.0, -2.4) = -3.0.
-
-    The archived trainer took the maximum there: loss 2.4 and no gradient, so that the policy was
-    never pushed away from a bad token once it had drifted towards it.
-    """
-    assert one_token(1.5, -2.0) == (pytest.approx(3.0, abs=1e-5), pytest.approx(3.0, abs=1e-5))
-
-
-def test_masked_tokens_count_for_nothing_even_where_their_ratio_overflows() -> None:
-    logp = torch.tensor([[-1.0, -500.0, 0.0]], requires_grad=True)
-    behaviour = torch.tensor([[-1.0, 1.0, -500.0]])  # ratios 1, exp(-501), exp(500) = inf
-    weight = torch.tensor([[1.0, 0.0, 0.0]])
-    terms = (behaviour, torch.tensor([3.0]), weight, EPS)
-    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(-3.0)
-    assert logp.grad is not None
-    assert logp.grad.tolist() == [[-3.0, 0.0, 0.0]]
+def test_masked_tokens_count_for_nothing_even_if_their_ratio_overflows() -> None:
+    behaviour = [[-1.0, 1.0, -500.0]]  # ratios 1, exp(-501), exp(500) = inf
+    loss, gradient, sums = judged([[-1.0, -500.0, 0.0]], behaviour, [3.0], [[1.0, 0.0, 0.0]])
+    assert loss == pytest.approx(-3.0)
+    assert gradient == [[-3.0, 0.0, 0.0]]
     assert sums.tokens == 1
 
 
-def test_unequal_lengths_weigh_each_sequence_the_same() -> None:
+def test_weights_and_advantages_belong_to_their_rows() -> None:
     """Two sequences of 1 and 3 tokens, A = +1 and -1, all on policy: the halves cancel."""
-    logp = torch.zeros(2, 3, requires_grad=True)
-    weight = torch.tensor([[1 / 2, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]])
-    loss = grpo_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), weight, EPS)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(0.0, abs=1e-7)
-    assert logp.grad is not None
-    assert logp.grad[0].tolist() == pytest.approx([-1 / 2, 0.0, 0.0])
-    assert logp.grad[1].tolist() == pytest.approx([1 / 6] * 3)
+    weight = [[1 / 2, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]]
+    loss, gradient, _ = judged([[0.0] * 3] * 2, [[0.0] * 3] * 2, [1.0, -1.0], weight)
+    assert loss == pytest.approx(0.0, abs=1e-7)
+    assert gradient[0] == pytest.approx([-1 / 2, 0.0, 0.0])
+    assert gradient[1] == pytest.approx([1 / 6] * 3)
 
 
 def test_sums_by_hand() -> None:
     """Ratios 1.5, 0.5 and 1.0: one above the interval, one below, one inside."""
-    behaviour = torch.tensor([[-1.0, -2.0, -3.0, 1.0]])
-    logp = behaviour + torch.tensor([[LOG_3_2, LOG_HALF, 0.0, 7.0]])
-    weight = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    sums = loss_sums(logp, behaviour, torch.tensor([1.0]), weight, EPS)
+    logp = [[LOG_3_2 - 1, LOG_HALF - 2, -3.0, 8.0]]
+    *_, sums = judged(logp, [[-1.0, -2.0, -3.0, 1.0]], [1.0], [[1.0, 1.0, 1.0, 0.0]])
     assert sums.mean("ratio") == pytest.approx(1.0, abs=1e-6)
     assert sums.ratio_max == pytest.approx(1.5, abs=1e-6)
     assert sums.effective_sample_fraction == pytest.approx(9 / (3 * 3.5), abs=1e-6)
@@ -98,52 +86,44 @@ def test_sums_by_hand() -> None:
 
 
 def test_tokens_of_good_and_of_bad_sequences_are_told_apart() -> None:
-    logp = torch.tensor([[-1.0, -2.0], [-4.0, -4.0], [-8.0, -8.0]])
-    weight = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    sums = loss_sums(logp, logp, torch.tensor([0.5, -0.5, 0.0]), weight, EPS)
+    logp = [[-1.0, -2.0], [-4.0, -4.0], [-8.0, -8.0]]
+    *_, sums = judged(logp, logp, [0.5, -0.5, 0.0], [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     assert (sums.positive_tokens, sums.positive_logp) == (2, -3.0)
     assert (sums.negative_tokens, sums.negative_logp) == (1, -4.0)
     assert sums.tokens == 5
 
 
-def test_the_sums_of_parts_are_the_sums_of_the_whole() -> None:
+def test_sums_of_the_parts_add_up_to_the_sums_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     logp = -3 * torch.rand(6, 9, generator=generator)
     behaviour = logp + 0.3 * torch.randn(6, 9, generator=generator)
     advantages = torch.randn(6, generator=generator)
     weight = (torch.rand(6, 9, generator=generator) > 0.3).float()
-    whole = loss_sums(logp, behaviour, advantages, weight, EPS)
+
+    def of(rows: Tensor) -> LossSums:
+        return loss_sums(logp[rows], behaviour[rows], advantages[rows], weight[rows], EPS)
+
     total = NO_SUMS
-    for rows in ([0], [1, 2, 3], [4, 5]):
-        total += loss_sums(logp[rows], behaviour[rows], advantages[rows], weight[rows], EPS)
-    assert asdict(total) == pytest.approx(asdict(whole), rel=1e-12)
-    chosen = logp[weight > 0].double()
-    assert total.std("logp") == pytest.approx(float(chosen.std()), rel=1e-9)
+    for rows in torch.arange(6).split((1, 3, 2)):
+        total += of(rows)
+    assert asdict(total) == pytest.approx(asdict(of(torch.arange(6))), rel=1e-12)
+    assert total.std("logp") == pytest.approx(float(logp[weight > 0].double().std()), rel=1e-9)
 
 
-def test_nothing_to_train_on_is_a_zero_loss_not_nan() -> None:
-    logp = torch.zeros(1, 2, requires_grad=True)
-    terms = (torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2), EPS)
-    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
-    loss.backward()
-    assert float(loss.detach()) == 0.0
+def test_a_batch_without_trained_tokens_has_loss_zero_and_not_nan() -> None:
+    loss, _, sums = judged([[0.0, 0.0]], [[1.0, 1.0]], [1.0], [[0.0, 0.0]])
+    assert loss == 0.0
     assert sums == NO_SUMS
-    assert sums.mean("ratio") is None
-    assert sums.std("logp") is None
-    assert sums.effective_sample_fraction is None
+    means = (sums.mean("ratio"), sums.std("logp"), sums.effective_sample_fraction)
+    assert means == (None, None, None)
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_a_ratio_that_would_overflow_stays_finite_with_its_gradient(advantage: float) -> None:
-    """A server that logs -9999 for a token that the trainer finds likely."""
-    behaviour = torch.tensor([[-9999.0, -1.0]])
-    logp = torch.tensor([[-0.1, -1.0]], requires_grad=True)
-    weight = torch.full((1, 2), 0.5)
-    terms = (behaviour, torch.tensor([advantage]), weight, EPS)
-    loss, sums = grpo_loss(logp, *terms), loss_sums(logp, *terms)
-    loss.backward()
-    assert math.isfinite(float(loss.detach()))
-    assert logp.grad is not None
-    assert bool(logp.grad.isfinite().all())
-    assert float(logp.grad[0, 1]) == pytest.approx(-0.5 * advantage)
+    """A server logs -9999 for a token that the trainer finds likely."""
+    behaviour = [[-9999.0, -1.0]]
+    loss, gradient, sums = judged([[-0.1, -1.0]], behaviour, [advantage], [[0.5, 0.5]])
+    assert math.isfinite(loss)
+    assert math.isfinite(gradient[0][0])
+    assert gradient[0][1] == pytest.approx(-0.5 * advantage)
     assert sums.diff_max == pytest.approx(9998.9)
