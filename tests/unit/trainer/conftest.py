@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
+    torch = sys.modules.get("torch")
+    if torch is None:  # no test that is selected computes anything
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
