@@ -26,7 +26,8 @@ vLLM moves between minor versions; when one breaks us, the repair belongs here. 
    `VLLM_LORA_DISABLE_PDL`
 10. adapters: `LoRARequest`; the mapping `lora_requests` of `app.state.openai_serving_models`, which
     every route asks before it takes a name for the base model's
-11. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
+11. the cache of what model classes can do: `VLLM_CACHE_ROOT`/modelinfos
+12. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
     `cache_config.block_size`
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/inference/
@@ -38,12 +39,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
+import sys
 from collections.abc import AsyncIterator, MutableMapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config.load import LoadConfig
 from vllm.config.utils import replace as replace_config
 from vllm.inputs import TokensPrompt
@@ -156,12 +161,20 @@ def preload() -> str | None:
     from vllm.v1.executor import uniproc_executor  # noqa: F401
 
     _server()
+    _restore_model_infos()
     if current_platform.is_cpu():
         from vllm.v1.worker import cpu_worker  # noqa: F401
     elif current_platform.is_cuda():
         from vllm.v1.worker import gpu_worker  # noqa: F401
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "importing vLLM has initialised CUDA" if initialised else None
+
+
+def _restore_model_infos() -> None:
+    """Into vLLM's cache, where an image has them (`containers/model_infos.py`)."""
+    ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
+    if ours.exists():
+        shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
 
 
 @contextlib.asynccontextmanager
