@@ -4,8 +4,8 @@
 #
 #   tests/run_suites.sh "lint unit" "e2e"
 #
-# A suite's output is shown when it ends, and how long each took at the end. A lane stops at its first
-# failure, the others go on. Interrupted, it waits until the tests have ended what they have started.
+# A suite's output is shown when it ends; what each took, and every skipped test, at the end. A lane stops
+# at its first failure, the others go on. Interrupted, it waits until the tests have ended what they started.
 set -euo pipefail
 set -m # a lane is a process group, so that a signal reaches all of it
 
@@ -70,5 +70,7 @@ lanes=()
 
 printf '\nseconds per suite, %d lanes side by side:\n' $#
 cat "$logs/times"
+printf 'skipped:\n'
+grep -h '^SKIPPED' "$logs"/*.log || printf '  nothing\n'
 printf 'together: %d seconds\n' $((SECONDS - started))
 exit "$failed"
