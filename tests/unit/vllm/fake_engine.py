@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from grpo_core.wire import PolicyVersion
+from tests.support.wait import wait_for_async
 
 
 @dataclass
@@ -23,6 +24,10 @@ class FakeEngine:
             await asyncio.sleep(3600)
         if name in self.held:
             await self.held[name].wait()
+
+    async def called(self, name: str) -> None:
+        """Returns once it was told that."""
+        await wait_for_async(lambda: name in self.calls)
 
     async def pause(self) -> None:
         await self._call("pause")

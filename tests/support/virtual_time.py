@@ -1,0 +1,36 @@
+"""An event loop whose clock goes to the next timer as soon as nothing else is left to do.
+
+A lease of a minute then runs out at once, and never before what was ready has run. A conftest makes
+it the loop of all async tests of its folder with pytest-asyncio's hook:
+
+    def pytest_asyncio_loop_factories():
+        return {"virtual": VirtualTimeLoop}
+
+Threads and sockets are real, so a test must not start a timer while it waits for one of those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from typing import Any
+
+
+class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        waits_for_a_timer = timeout is not None and timeout > 0
+        ready = super().select(0 if waits_for_a_timer else timeout)
+        if waits_for_a_timer and not ready:
+            self.now += timeout
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _Selector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
