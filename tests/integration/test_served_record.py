@@ -1,0 +1,189 @@
+"""The record of the weights that a run was served, in a real Redis that may be away."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from grpo_core.redis_names import served_weights_key
+from grpo_core.wire import PolicyVersion
+from grpo_local.ports import free_port
+from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_vllm import served_record
+from grpo_vllm.served_record import (
+    BadServedRecord,
+    RedisUnreachable,
+    ServedRecord,
+    ServedWeights,
+)
+from tests.support.wait import DEADLINE_S, wait_for_async
+
+FIRST = ServedWeights(PolicyVersion(1, 0), intact=True, trained=True)
+TORN = ServedWeights(PolicyVersion(2, 4), intact=False, trained=True)
+LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False, kind="adapter", path="/a")
+
+
+@pytest.fixture(autouse=True)
+def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is merely slow to answer is not away."""
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(served_record, "RETRY_S", 0.02)
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def record(redis_url: str, run_id: str) -> AsyncIterator[ServedRecord]:
+    async with ServedRecord(redis_url, run_id) as record:
+        yield record
+
+
+@contextmanager
+def redis_that_hangs() -> Iterator[str]:
+    """Its URL. It takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        yield f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
+
+
+async def stored(url: str, run_id: str) -> ServedWeights | None:
+    async with ServedRecord(url, run_id) as reader:
+        return await reader.read(DEADLINE_S)
+
+
+async def test_the_next_server_of_a_run_reads_the_latest_note(
+    record: ServedRecord, redis_url: str, run_id: str
+) -> None:
+    assert await record.read(DEADLINE_S) is None
+    for served in (FIRST, TORN, LATEST):
+        await record.note(served)
+        assert await stored(redis_url, run_id) == served
+    assert await stored(redis_url, "another run") is None
+
+
+async def test_a_foreign_value_under_the_key_is_named(
+    record: ServedRecord, redis_url: str, run_id: str
+) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(served_weights_key(run_id), "epoch", "many")
+        with pytest.raises(BadServedRecord, match=r"served-weights.*delete that key"):
+            await record.read(DEADLINE_S)
+
+
+async def test_no_redis_is_a_named_error_without_the_password() -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    async with ServedRecord(url, "run") as record:
+        with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.1 s") as raised:
+            await record.read(0.1)
+    assert "leave it out to serve the checkpoint" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+class NotesAttempts(ServedRecord):
+    """With the deadline of each."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        super().__init__(url, run_id)
+        self.deadlines_s: list[float | None] = []
+
+    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
+        self.deadlines_s.append(deadline_s)
+        return await super()._write(served, deadline_s)
+
+
+class NotesMeanwhile(ServedRecord):
+    """Learns of newer weights while the first are on their way to Redis."""
+
+    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
+        written = await super()._write(served, deadline_s)
+        if written and served == FIRST:
+            await self.note(LATEST)
+        return written
+
+
+@pytest.mark.parametrize("notes_meanwhile", [False, True])
+async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back(
+    tmp_path: Path, run_id: str, notes_meanwhile: bool
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    kind, notes = (NotesMeanwhile, [FIRST]) if notes_meanwhile else (ServedRecord, [FIRST, LATEST])
+    async with kind(url, run_id) as record:
+        for served in notes:
+            await record.note(served)
+        server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+        try:
+            await wait_for_async(lambda: record._catching_up is None)
+            assert await stored(url, run_id) == LATEST
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed attempt is not repeated during a test."""
+    monkeypatch.setattr(served_record, "RETRY_S", 1000.0)
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", 0.2)
+    with redis_that_hangs() as url, capture_logs() as events:
+        async with NotesAttempts(url, "run") as record:
+            for served in (FIRST, TORN, LATEST):
+                await record.note(served)
+            assert len(record.deadlines_s) == 1
+        # The last may take longer: nobody writes it later.
+        assert record.deadlines_s == [None, 0.2]
+    assert events[-1]["event"] == "the weights served last are not in Redis"
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
+    tmp_path: Path, run_id: str
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    record = ServedRecord(url, run_id)
+    for served in (FIRST, LATEST):
+        await record.note(served)
+    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+    try:
+        await record.close()
+        assert await stored(url, run_id) == LATEST
+    finally:
+        server.stop()
+
+
+@pytest.mark.usefixtures("never_again")
+async def test_the_last_attempt_outlasts_a_redis_that_hangs_longer_than_the_others_wait(
+    redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
+    record = NotesAttempts(redis_url, run_id)
+    with redis.Redis.from_url(redis_url) as client:
+        client.client_pause(1000 * int(DEADLINE_S), all=False)
+        try:
+            await record.note(LATEST)
+            closing = asyncio.create_task(record.close())
+            await wait_for_async(lambda: len(record.deadlines_s) == 2)
+            await asyncio.sleep(0.3)  # longer than the first attempt had
+        finally:
+            client.client_unpause()
+    await closing
+    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
+    assert await stored(redis_url, run_id) == LATEST
