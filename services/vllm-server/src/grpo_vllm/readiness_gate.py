@@ -7,7 +7,6 @@ refused, health says no, and whatever does not generate passes.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -90,10 +89,11 @@ class ReadinessGate:
 
     async def _wait_for_opening(self) -> Refusal | None:
         """What still stands in the way once the hold is over; None as soon as nothing does."""
-        give_up_at = time.monotonic() + self._hold_s
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + self._hold_s
         while True:
             refusal = self._barrier.refusal()
-            left_s = give_up_at - time.monotonic()
+            left_s = give_up_at - clock()
             if refusal is None or not refusal.hold or left_s <= 0:
                 return refusal
             await self._barrier.wait(left_s)

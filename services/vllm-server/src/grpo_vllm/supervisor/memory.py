@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 
 import structlog
@@ -63,17 +62,18 @@ async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> b
     what it is; False where it goes on falling until the deadline."""
     if not before.used_mib:
         return True
-    give_up_at = time.monotonic() + deadline_s
-    lowest, settled_at = await asyncio.to_thread(gpu_memory), time.monotonic() + SETTLED_S
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + deadline_s
+    lowest, settled_at = await asyncio.to_thread(gpu_memory), clock() + SETTLED_S
     now = lowest
     while now.exceeds(before, by_mib=SLACK_MIB):
-        if time.monotonic() >= settled_at:
+        if clock() >= settled_at:
             log.info("others use GPU memory", used_mib=now.used_mib, before_mib=before.used_mib)
             return True
-        if time.monotonic() >= give_up_at:
+        if clock() >= give_up_at:
             return False
         await asyncio.sleep(_POLL_S)
         now = await asyncio.to_thread(gpu_memory)
         if lowest.exceeds(now):
-            lowest, settled_at = now, time.monotonic() + SETTLED_S
+            lowest, settled_at = now, clock() + SETTLED_S
     return True
