@@ -14,6 +14,7 @@ from grpo_vllm.readiness_gate import LOOKAHEAD_BYTES, ReadinessGate, Refusal
 
 WAITING = Refusal("weights are missing", hold=True)
 GIVEN_UP = Refusal("nobody came", hold=False)
+HOLD_S = 20.0
 
 
 class Barrier:
@@ -46,8 +47,6 @@ class Application:
         body, more = b"", scope["type"] == "http"
         while more:
             message = await receive()
-            if message["type"] == "http.disconnect":
-                break
             body += message.get("body", b"")
             more = message.get("more_body", False)
         self.bodies.append(body)
@@ -77,9 +76,11 @@ class Client:
         self.received.append(message)
 
     @property
-    def status(self) -> int:
-        status: int = self.received[0]["status"]
-        return status
+    def refused_because(self) -> str:
+        """Of a 503."""
+        assert self.received[0]["status"] == 503
+        reason: str = json.loads(self.body)["detail"]
+        return reason
 
     @property
     def body(self) -> bytes:
@@ -90,132 +91,107 @@ class Client:
         return self._incoming.qsize()
 
 
-def http(path: str, method: str = "POST") -> dict[str, Any]:
-    return {"type": "http", "path": path, "method": method, "headers": []}
+class Asking:
+    """One request to an application behind a gate."""
+
+    def __init__(self, refusal: Refusal | None, client: Client | None = None) -> None:
+        self.application, self.barrier = Application(), Barrier(refusal)
+        self.client = client or Client()
+        self._gate = ReadinessGate(self.application, self.barrier, HOLD_S)
+
+    async def done(self, path: str, method: str = "POST", kind: str = "http") -> Client:
+        scope: dict[str, Any] = {"type": kind, "path": path, "method": method, "headers": []}
+        await self._gate(scope, self.client.receive, self.client.send)
+        return self.client
+
+    async def held(self, path: str = "/generate") -> asyncio.Task[Client]:
+        """Returns when the request has been held for nearly as long as it may be."""
+        task = asyncio.create_task(self.done(path))
+        await asyncio.sleep(HOLD_S - 1.0)
+        assert self.client.received == []
+        assert self.application.bodies == []
+        return task
 
 
-@pytest.fixture
-def application() -> Application:
-    return Application()
-
-
-async def ask(
-    application: Application,
-    barrier: Barrier,
-    scope: dict[str, Any],
-    client: Client,
-    hold_s: float = 0.05,
-) -> Client:
-    async with asyncio.timeout(30.0):
-        await ReadinessGate(application, barrier, hold_s)(scope, client.receive, client.send)
-    return client
-
-
-async def test_everything_passes_while_it_is_open(application: Application) -> None:
-    client = await ask(application, Barrier(None), http("/generate"), Client([b"a", b"b"]))
-    assert (client.status, client.body) == (200, b"ab")
+async def test_everything_passes_piece_by_piece_while_it_is_open() -> None:
+    client = await Asking(None, Client([b"a", b"b"])).done("/generate")
+    assert (client.received[0]["status"], client.body) == (200, b"ab")
+    assert len(client.received) == 3
 
 
 @pytest.mark.parametrize("refusal", [WAITING, GIVEN_UP])
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/models"),
-        ("GET", "/metrics"),
-        ("OPTIONS", "/generate"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("POST", "/bridge/pause"),
-        ("POST", "/bridge/resume"),
-        ("GET", "/bridge/info"),
+        *(("GET", "/v1/models"), ("OPTIONS", "/generate"), ("POST", "/tokenize")),
+        *(("POST", "/bridge/pause"), ("POST", "/lora/load"), ("POST", "/v1/load_lora_adapter")),
     ],
 )
-async def test_what_samples_nothing_passes_always(
-    application: Application, refusal: Refusal, method: str, path: str
+async def test_requests_that_sample_nothing_always_pass(
+    refusal: Refusal, method: str, path: str
 ) -> None:
-    client = await ask(application, Barrier(refusal), http(path, method), Client())
-    assert client.status == 200
+    client = await Asking(refusal).done(path, method)
+    assert client.received[0]["status"] == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate", "/ping"])
-async def test_health_says_no_at_once_and_why(application: Application, path: str) -> None:
-    client = await ask(application, Barrier(WAITING), http(path, "GET"), Client(), hold_s=60.0)
-    assert client.status == 503
-    assert json.loads(client.body) == {"detail": "weights are missing"}
-    assert application.bodies == []
+async def test_health_says_no_at_once_and_why(path: str) -> None:
+    asking = Asking(WAITING)
+    async with asyncio.timeout(HOLD_S / 2):
+        client = await asking.done(path, "GET")
+    assert client.refused_because == "weights are missing"
+    assert asking.application.bodies == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/generate", "/v1/completions", "/v1/chat/completions", "/invocations", "/not/known/yet"],
-)
-async def test_generation_is_held_until_it_opens(application: Application, path: str) -> None:
-    barrier, client = Barrier(WAITING), Client([b"the ", b"body"])
-    asking = asyncio.create_task(ask(application, barrier, http(path), client, hold_s=60.0))
-    await asyncio.sleep(0.02)
-    assert client.received == []
-    assert application.bodies == []
-    barrier.become(None)
-    await asking
-    assert (client.status, client.body) == (200, b"the body")
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/not/known/yet"])
+async def test_generation_is_held_until_it_opens(path: str) -> None:
+    asking = Asking(WAITING, Client([b"the ", b"body"]))
+    request = await asking.held(path)
+    asking.barrier.become(None)
+    client = await request
+    assert (client.received[0]["status"], client.body) == (200, b"the body")
 
 
-async def test_a_hold_ends_with_503_and_says_when_to_come_back(application: Application) -> None:
-    client = await ask(application, Barrier(WAITING), http("/generate"), Client([b"x"]))
-    assert client.status == 503
+async def test_a_hold_ends_with_503_and_says_when_to_come_back() -> None:
+    asking = Asking(WAITING)
+    client = await (await asking.held())
+    assert client.refused_because == "weights are missing"
     assert dict(client.received[0]["headers"])[b"retry-after"] == b"2"
-    assert application.bodies == []
+    assert asking.application.bodies == []
 
 
-async def test_giving_up_ends_every_hold(application: Application) -> None:
-    barrier, client = Barrier(WAITING), Client()
-    asking = asyncio.create_task(ask(application, barrier, http("/generate"), client, hold_s=60.0))
-    await asyncio.sleep(0.02)
-    barrier.become(GIVEN_UP)
-    await asking
-    assert (client.status, json.loads(client.body)) == (503, {"detail": "nobody came"})
+async def test_giving_up_ends_every_hold_and_nobody_is_held_any_more() -> None:
+    asking = Asking(WAITING)
+    request = await asking.held()
+    asking.barrier.become(GIVEN_UP)
+    assert (await request).refused_because == "nobody came"
+    async with asyncio.timeout(HOLD_S / 2):
+        assert (await Asking(GIVEN_UP).done("/generate")).refused_because == "nobody came"
 
 
-async def test_where_nothing_will_change_soon_nobody_is_held(application: Application) -> None:
-    client = await ask(application, Barrier(GIVEN_UP), http("/generate"), Client(), hold_s=60.0)
-    assert client.status == 503
+async def test_a_client_that_leaves_ends_its_hold() -> None:
+    asking = Asking(WAITING, Client([b"x"]))
+    request = await asking.held()
+    asking.client.leave()
+    assert (await request).received == []
+    assert asking.application.bodies == []
 
 
-async def test_a_client_that_leaves_is_let_go(application: Application) -> None:
-    client = Client([b"x"])
-    asking = asyncio.create_task(
-        ask(application, Barrier(WAITING), http("/generate"), client, hold_s=60.0)
-    )
-    await asyncio.sleep(0.02)
-    client.leave()
-    await asking
-    assert client.received == []
-    assert application.bodies == []
-
-
-async def test_a_long_body_is_not_taken_in_while_it_is_held(application: Application) -> None:
+async def test_a_long_body_is_not_taken_in_while_it_is_held() -> None:
     part = b"x" * LOOKAHEAD_BYTES
-    barrier, client = Barrier(WAITING), Client([part] * 5)
-    asking = asyncio.create_task(ask(application, barrier, http("/generate"), client, hold_s=60.0))
-    await asyncio.sleep(0.02)
-    assert client.untaken == 3
-    barrier.become(None)
-    await asking
-    assert client.body == part * 5
+    asking = Asking(WAITING, Client([part] * 5))
+    request = await asking.held()
+    assert asking.client.untaken == 3
+    asking.barrier.become(None)
+    assert (await request).body == part * 5
 
 
-async def test_an_answer_is_not_held_back(application: Application) -> None:
-    """Streams go through piece by piece, after a hold as well."""
-    client = await ask(application, Barrier(None), http("/generate"), Client([b"x"]))
-    assert [m["type"] for m in client.received].count("http.response.body") == 2
-
-
-async def test_websockets_are_turned_away(application: Application) -> None:
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
-    client = await ask(application, Barrier(WAITING), scope, Client())
+async def test_websockets_are_turned_away() -> None:
+    client = await Asking(WAITING).done("/v1/realtime", kind="websocket")
     assert client.received == [{"type": "websocket.close", "code": 1013}]
 
 
-async def test_the_lifespan_of_the_application_passes(application: Application) -> None:
-    await ask(application, Barrier(GIVEN_UP), {"type": "lifespan"}, Client())
-    assert application.bodies == [b""]
+async def test_the_lifespan_of_the_application_passes() -> None:
+    asking = Asking(GIVEN_UP)
+    await asking.done("", kind="lifespan")
+    assert asking.application.bodies == [b""]
