@@ -1,13 +1,14 @@
-"""`/batch?trainer=U&after=N` and `/batch/{id}/ack`, over HTTP. On the store: `test_run_store`."""
+"""`/batch?trainer=U&after=N`, `/batch/{id}/ack` over HTTP. On the store: `test_run_store_leases`.
+
+What cannot be asked for: `test_run_api_bad_http`.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -18,8 +19,11 @@ from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import PolicyVersion, Registration, ScoredGroup
 from tests.integration.run_api_calls import (
     REGISTRATION,
+    WAITING,
+    acknowledge,
     group,
-    next_batch,
+    lease,
+    leased,
     register,
     register_environment,
     send,
@@ -28,6 +32,7 @@ from tests.integration.run_api_calls import (
     submit,
     told,
 )
+from tests.support.wait import DEADLINE_S, wait_for
 
 
 @pytest.fixture
@@ -35,23 +40,6 @@ def trainer(http: httpx.Client) -> int:
     """A registered trainer's id, with batches of two groups."""
     uuid: int = register(http).json()["uuid"]
     return uuid
-
-
-def lease(
-    http: httpx.Client, trainer: int, after: int = 0, wait_s: float = 0.0, **more: int
-) -> httpx.Response:
-    asked = {"trainer": trainer, "after": after, "wait_s": wait_s, **more}
-    return http.get("/batch", params=asked)
-
-
-def acknowledge(http: httpx.Client, trainer: int, batch_id: int) -> httpx.Response:
-    return http.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
-
-
-def leased(answer: httpx.Response) -> tuple[int, list[int]]:
-    """The batch's id and the markers of its groups."""
-    found = answer.raise_for_status().json()
-    return found["batch_id"], [item["tokens"][0][0] for item in found["batch"]]
 
 
 def test_batches_are_numbered_and_asking_again_gives_the_same_bytes(
@@ -71,16 +59,11 @@ def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
     http: httpx.Client, trainer: int
 ) -> None:
     submit(http, *range(6))
-    answers = [lease(http, trainer, after) for after in range(3)]
-    assert acknowledge(http, trainer, 1).json() == {
-        "status": "success",
-        "acknowledged": 1,
-        "released": 1,
-    }
+    answers = [lease(http, trainer, after).content for after in range(3)]
+    done = acknowledge(http, trainer, 1).json()
+    assert done == {"status": "success", "acknowledged": 1, "released": 1}
     again = register(http).json()["uuid"]
-    assert [lease(http, again, after).content for after in (0, 2)] == [
-        answer.content for answer in answers[1:]
-    ]
+    assert [lease(http, again, after).content for after in (0, 2)] == answers[1:]
     assert lease(http, trainer, after=2).status_code == 409
     assert acknowledge(http, trainer, 3).status_code == 409
     assert acknowledge(http, again, 3).json()["released"] == 2
@@ -92,29 +75,33 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
 ) -> None:
     """Counted like steps, whichever batches it takes a step on or is handed again."""
     submit(http, *range(4))
-    lease(http, trainer, after=0, batches_left=3)
+    lease(http, trainer, batches_left=3)
     register_environment(http)
-    assert (status(http)[0], told(http, 0)["num_steps"]) == (1, 3)
+
+    def step_and_end() -> tuple[int, int | None]:
+        return status(http)[0], told(http, 0)["num_steps"]
+
+    assert step_and_end() == (1, 3)
     lease(http, trainer, after=1, batches_left=3)  # it took no step on the first
-    assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
+    assert step_and_end() == (2, 4)
     assert acknowledge(http, trainer, 1).is_success
 
     again = register(http, num_steps=1).json()["uuid"]
-    assert told(http, 0)["num_steps"] == 4  # until the new one has said
-    lease(http, again, after=0, batches_left=3)  # the second, again
-    assert (status(http)[0], told(http, 0)["num_steps"]) == (2, 4)
+    assert step_and_end() == (2, 4)  # until the new one has said
+    lease(http, again, batches_left=3)  # the second, again
+    assert step_and_end() == (2, 4)
     lease(http, again, after=2, batches_left=0)
-    assert told(http, 0)["num_steps"] == 2
+    assert step_and_end() == (2, 2)
     lease(http, trainer, after=2, batches_left=9)  # superseded
-    assert told(http, 0)["num_steps"] == 2
+    assert step_and_end() == (2, 2)
     lease(http, again, after=2)
-    assert told(http, 0)["num_steps"] is None
+    assert step_and_end() == (2, None)
 
 
 def test_without_gzip_a_batch_is_the_same(http: httpx.Client, trainer: int) -> None:
     large = group(1, tokens=[[7] * 60_000] * 2, masks=[[7] * 60_000] * 2)
-    http.post("/scored_data", content=gzip.compress(json.dumps(large).encode()),
-              headers={"content-encoding": "gzip"}).raise_for_status()  # fmt: skip
+    packed = gzip.compress(json.dumps(large).encode())
+    http.post("/scored_data", content=packed, headers={"content-encoding": "gzip"})
     send(http, 2)
     encoded = lease(http, trainer)
     assert encoded.headers["content-encoding"] == "gzip"
@@ -135,20 +122,24 @@ def serve(redis_url: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def test_a_lease_says_under_which_version_each_group_was_received(
-    http: httpx.Client, trainer: int, serve: Callable[[int, int], None]
+    http: httpx.Client, run_api_url: str, serve: Callable[[int, int], None]
 ) -> None:
-    submit(http, 1)
-    serve(3, 17)
-    submit(http, 2)
-    first = lease(http, trainer)
-    assert list(first.json()) == ["batch_id", "received_under", "batch"]
-    assert first.json()["received_under"] == [None, [3, 17]]
-    serve(3, 18)
-    again = register(http).json()["uuid"]
-    assert lease(http, again).content == first.content
+    with TrainerClient(run_api_url) as client:
+        trainer = client.register(Registration.model_validate(REGISTRATION))
+        submit(http, 1)
+        serve(3, 17)
+        submit(http, 2)
+        first = lease(http, trainer)
+        assert list(first.json()) == ["batch_id", "received_under", "batch"]
+        assert first.json()["received_under"] == [None, [3, 17]]
+        serve(3, 18)
+        client.register(Registration.model_validate(REGISTRATION))
+        batch = client.next_batch(DEADLINE_S)
+    assert batch.received_under == [None, PolicyVersion(3, 17)]
+    assert [group.tokens[0][0] for group in batch.groups] == [1, 2]
 
 
-def test_a_plain_poll_is_answered_as_ever(
+def test_a_plain_poll_says_nothing_of_versions(
     http: httpx.Client, serve: Callable[[int, int], None]
 ) -> None:
     serve(3, 17)
@@ -157,25 +148,6 @@ def test_a_plain_poll_is_answered_as_ever(
     answer = http.get("/batch").json()
     assert list(answer) == ["batch"]
     assert [sorted(served) for served in answer["batch"]] == [sorted(ScoredGroup.model_fields)] * 2
-
-
-def test_the_client_reads_it(
-    http: httpx.Client, run_api_url: str, serve: Callable[[int, int], None]
-) -> None:
-    with TrainerClient(run_api_url) as client:
-        client.register(Registration.model_validate(REGISTRATION))
-        submit(http, 1)
-        serve(3, 17)
-        submit(http, 2)
-        batch = client.next_batch(deadline_s=5.0)
-    assert batch.received_under == [None, PolicyVersion(3, 17)]
-    assert [group.tokens[0][0] for group in batch.groups] == [1, 2]
-
-
-def test_asking_is_what_starts_the_run(http: httpx.Client, trainer: int) -> None:
-    assert register_environment(http)["status"] == "wait for trainer to start"
-    lease(http, trainer)
-    assert register_environment(http)["status"] == "success"
 
 
 def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(
@@ -189,81 +161,27 @@ def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(
     assert status(http) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("asked", "status_code"),
-    [
-        ({"trainer": "x"}, 422),
-        ({"trainer": -1}, 422),
-        ({"trainer": 2**128}, 422),
-        ({"trainer": 2**128 - 1}, 409),
-        ({"trainer": "own", "after": -1}, 422),
-        ({"trainer": "own", "after": 1}, 409),
-        ({"trainer": "own", "after": 10**400}, 422),
-        ({"trainer": "own", "wait_s": -1}, 422),
-        ({"trainer": "own", "wait_s": 61}, 422),
-        ({"trainer": "own", "wait_s": "nan"}, 422),
-    ],
-)
-def test_what_cannot_be_asked_for(
-    http: httpx.Client, trainer: int, asked: dict[str, Any], status_code: int
-) -> None:
-    submit(http, 1, 2)
-    asked = asked | ({"trainer": trainer} if asked["trainer"] == "own" else {})
-    assert http.get("/batch", params=asked).status_code == status_code
-    assert status(http) == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("path", "status_code"),
-    [
-        ("/batch/1/ack", 422),
-        ("/batch/0/ack?trainer={own}", 422),
-        ("/batch/-1/ack?trainer={own}", 422),
-        ("/batch/x/ack?trainer={own}", 422),
-        ("/batch/2/ack?trainer={own}", 404),
-        ("/batch/1/ack?trainer=5", 409),
-    ],
-)
-def test_what_cannot_be_acknowledged(
-    http: httpx.Client, trainer: int, path: str, status_code: int
-) -> None:
-    submit(http, 1, 2)
-    first = lease(http, trainer).content
-    assert http.post(path.format(own=trainer)).status_code == status_code
-    assert lease(http, trainer).content == first
-
-
-def test_nobody_has_registered(http: httpx.Client) -> None:
+def test_without_a_registered_trainer_nothing_is_leased_or_acknowledged(http: httpx.Client) -> None:
     assert lease(http, 5).json()["status"] == "error"
     refused = acknowledge(http, 5, 1)
     assert refused.status_code == 409
     assert "not registered" in refused.json()["detail"]
 
 
-def test_a_long_poll_ends_with_the_groups_that_complete_the_batch(
-    http: httpx.Client, trainer: int, run_api_url: str
+def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_batch(
+    http: httpx.Client, trainer: int
 ) -> None:
     send(http, 1)
-
-    def complete_it() -> None:
-        time.sleep(0.3)
-        httpx.post(f"{run_api_url}/scored_data", json=group(2)).raise_for_status()
-
-    completing = threading.Thread(target=complete_it)
-    completing.start()
-    assert leased(lease(http, trainer, wait_s=20.0)) == (1, [1, 2])
-    completing.join()
-
-
-def test_a_long_poll_without_data_ends_in_time(http: httpx.Client, trainer: int) -> None:
-    assert lease(http, trainer, wait_s=0.2).json() == {"batch": None}
+    assert register_environment(http) == WAITING
+    held = connect(http)
+    held.request("GET", f"/batch?trainer={trainer}&wait_s=60")
+    # environments may register from the moment on at which the trainer has asked
+    wait_for(lambda: register_environment(http)["status"], lambda answer: answer == "success")
+    send(http, 2)
+    answer = json.load(held.getresponse())
+    assert [item["tokens"][0][0] for item in answer["batch"]] == [1, 2]
+    held.close()
 
 
-def test_plain_polls_go_on_after_another_registration(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, 2, 3, 4)
-    assert next_batch(http) == [1, 2]
-    trainer = register(http).json()["uuid"]
-    assert leased(lease(http, trainer)) == (1, [1, 2])
-    register(http)
-    assert [next_batch(http), next_batch(http), next_batch(http)] == [[1, 2], [3, 4], None]
+def connect(http: httpx.Client) -> HTTPConnection:
+    return HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)

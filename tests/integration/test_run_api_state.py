@@ -1,4 +1,4 @@
-"""What silence changes, and what is left in Redis when things are over."""
+"""Returns from silence, and the keys left in Redis when things are over."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ from tests.integration.run_store_rig import TIMEOUT_S, Run, open_run
 async def run(redis_url: str) -> AsyncIterator[Run]:
     async with open_run(redis_url, "state-tests") as run:
         yield run
-
-
-async def test_an_environment_that_falls_silent_no_longer_holds_batches_back(run: Run) -> None:
-    silent = await run.start_environment(min_batch_allocation=0.5)
-    await run.start_environment()
-    await run.submit(1, 2, env_id=1)
-    await run.stay_silent(silent, TIMEOUT_S - 40)
-    assert await run.poll() is None
-    await run.stay_silent(silent, 45)
-    assert await run.poll() == [1, 2]
 
 
 async def test_an_environment_that_polls_again_gets_its_minimum_back(run: Run) -> None:
