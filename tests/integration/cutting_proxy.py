@@ -39,6 +39,7 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.next_cut = Cut.NOTHING
+        self.request_lines: list[str] = []
         self._client: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -62,6 +63,7 @@ class CuttingProxy:
 
     def _carry(self, client: socket.socket) -> None:
         while request := _message(client):
+            self.request_lines.append(request.partition(b"\r\n")[0].decode())
             cut, self.next_cut = self.next_cut, Cut.NOTHING
             if cut is Cut.REQUEST:
                 return

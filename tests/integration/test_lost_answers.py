@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from grpo_core.errors import (
-    LeasesFull,
     ProtocolViolation,
-    RequestRefused,
     ServiceUnavailable,
     TrainerSuperseded,
     UnknownBatch,
 )
 from grpo_core.run_api_client import EnvironmentClient, LeasedBatch, TrainerClient
-from grpo_core.wire import Registration, ScoredGroup
-from tests.fixtures.run_api import start_run_api
+from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
 from tests.integration.cutting_proxy import Cut, CuttingProxy, cutting_proxy
-from tests.integration.run_api_calls import REGISTRATION, bulky, group, register, status, submit
+from tests.integration.run_api_calls import (
+    ENVIRONMENT,
+    REGISTRATION,
+    group,
+    register,
+    start,
+    status,
+    submit,
+)
+from tests.support.wait import DEADLINE_S
 
-DEADLINE_S = 60.0
 CUTS = [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY]
 
 
 @pytest.fixture
-def http(clean_run_api: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=clean_run_api, timeout=DEADLINE_S) as client:
-        yield client
-
-
-@pytest.fixture
-def proxy(clean_run_api: str) -> Iterator[CuttingProxy]:
-    with cutting_proxy(clean_run_api) as proxy:
+def proxy(http: httpx.Client) -> Iterator[CuttingProxy]:
+    with cutting_proxy(str(http.base_url)) as proxy:
         yield proxy
 
 
@@ -47,8 +44,8 @@ def trainer(proxy: CuttingProxy) -> Iterator[TrainerClient]:
         yield client
 
 
-def registered(url: str, token: str | None = None) -> TrainerClient:
-    client = TrainerClient(url, deadline_s=DEADLINE_S, token=token)
+def registered(url: str) -> TrainerClient:
+    client = TrainerClient(url, deadline_s=DEADLINE_S)
     client.register(Registration.model_validate(REGISTRATION))
     return client
 
@@ -135,32 +132,6 @@ def test_batches_that_the_run_does_not_know_are_named(
         trainer.next_batch(DEADLINE_S)
 
 
-def test_leases_that_are_full_are_named_until_they_are_acknowledged(
-    redis_url: str, tmp_path: Path
-) -> None:
-    options = {"RUN_API_MAX_LEASED_BYTES": "1024", "RUN_API_TOKEN": "a-token"}
-    api = start_run_api(redis_url, tmp_path, run_id="leases", environment=options)
-    try:
-        with (
-            httpx.Client(base_url=api.url, headers={"authorization": "Bearer a-token"}) as http,
-            registered(api.url, token="a-token") as trainer,
-        ):
-            for marker in (1, 2, 3, 4):
-                submit(http, marker, **bulky(marker))
-            trainer.next_batch(DEADLINE_S)
-            with pytest.raises(LeasesFull, match="save the trainer's state"):
-                trainer.next_batch(DEADLINE_S)
-            trainer.acknowledge(1)
-            assert trainer.next_batch(DEADLINE_S).id == 2
-        with (
-            TrainerClient(api.url, DEADLINE_S) as stranger,
-            pytest.raises(RequestRefused, match="Authorization: Bearer"),
-        ):
-            stranger.status()
-    finally:
-        api.process.kill()
-
-
 @pytest.mark.parametrize("cut", CUTS)
 async def test_a_group_whose_answer_is_lost_is_queued_once(
     http: httpx.Client, proxy: CuttingProxy, cut: Cut
@@ -175,6 +146,19 @@ async def test_a_group_whose_answer_is_lost_is_queued_once(
         assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
         assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
     assert status(http) == (2, 0)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_an_environment_whose_registration_is_lost_is_registered_once(
+    http: httpx.Client, proxy: CuttingProxy, cut: Cut
+) -> None:
+    """A second one would hold batches back by a minimum that nobody fills."""
+    start(http)
+    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
+        proxy.next_cut = cut
+        answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
+    assert answer is not None
+    assert [known["env_id"] for known in http.get("/environments").json()] == [answer["env_id"]]
 
 
 async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerClient) -> None:
@@ -203,22 +187,19 @@ def test_a_run_that_was_reset_says_so(http: httpx.Client, trainer: TrainerClient
         trainer.next_batch(DEADLINE_S)
 
 
-@pytest.fixture
-def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_core.run_api_client.BATCH_WAIT_S", 0.1)
-
-
-@pytest.mark.usefixtures("quick_polls")
-def test_what_waits_is_done_between_the_polls(http: httpx.Client, trainer: TrainerClient) -> None:
-    asked = []
+def test_between_polls_of_a_second_the_trainer_does_its_other_work(
+    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient
+) -> None:
+    looked = []
 
     def send_the_data() -> None:
-        asked.append(True)
+        looked.append(True)
         submit(http, 1, 2)
 
-    batch = trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)
-    assert markers(batch) == (1, [1, 2])
-    assert asked == [True]
+    assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)) == (1, [1, 2])
+    assert looked == [True]
+    polls = [line for line in proxy.request_lines if line.startswith("GET /batch?")]
+    assert [line.count("&wait_s=1.0 ") for line in polls] == [1, 1]
 
 
 class Clock:
@@ -232,13 +213,13 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-@pytest.mark.usefixtures("quick_polls")
 def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     http: httpx.Client, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as a server is waited for, no environment can send."""
     clock = Clock()
     monkeypatch.setattr("grpo_core.run_api_client.time", clock)
+    monkeypatch.setattr("grpo_core.run_api_client.BATCH_WAIT_S", 0.1)
 
     def wait_for_a_server() -> None:
         clock.ahead_s += 10 * DEADLINE_S
@@ -246,20 +227,6 @@ def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     polls: Iterator[Any] = iter([wait_for_a_server, lambda: submit(http, 1, 2)])
     batch = trainer.next_batch(DEADLINE_S, meanwhile=lambda: next(polls)())
     assert markers(batch) == (1, [1, 2])
-
-
-def test_a_batch_is_waited_for_at_run_api(http: httpx.Client, trainer: TrainerClient) -> None:
-    """A second at a time, so that what waits is done about every second."""
-    looked = [time.monotonic()]
-
-    def send_in_the_end() -> None:
-        looked.append(time.monotonic())
-        if len(looked) == 3:
-            submit(http, 1, 2)
-
-    assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_in_the_end)) == (1, [1, 2])
-    # If run-api held no poll, it would be 0.05 s; if it held one to the end, DEADLINE_S.
-    assert [1.0 <= after - before < 20.0 for before, after in pairwise(looked)] == [True, True]
 
 
 def test_run_api_that_is_gone_is_named() -> None:
