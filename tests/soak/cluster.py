@@ -1,49 +1,56 @@
-"""The processes of the soak: Redis, two run-api on it, eight environments, a trainer."""
+"""The processes of the soak: Redis, two run-api on it, four environments, a trainer.
+
+Each is started again after a hit. One that ends in any other way ends the soak.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
+import redis
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.wire import ServerStatus
 from grpo_local.ports import free_port
+from grpo_local.processes import ManagedProcess, describe_exit
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
-from tests.soak.evidence import LINE, journal_path
-from tests.soak.faults import ENVIRONMENTS, FIRST_API, REDIS, SECOND_API, TRAINER
-from tests.soak.journal import writer_of
-from tests.soak.redis_facts import AofState, aof_state
-from tests.soak.supervisor import Supervisor
+from tests.fixtures.health import is_healthy
+from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Moment, PlannedHit
+from tests.soak.journal import Started
+from tests.soak.records import Records, journal_path
+from tests.soak.trainer import DIE_AT
+from tests.support.wait import wait_for
 
-APIS = (FIRST_API, SECOND_API)
 BATCH_SIZE = 16
-GROUP_SIZES = (4, 4, 4, 4, 2, 2, 8, 8)
+GROUP_SIZES = (4, 4, 2, 8)
 """Of the environments. All divide the batch, so that what is left can be filled up."""
 MINIMUM = 0.125
 """The share of every batch that the first environment claims."""
-COUNTS = (
-    *("queued_groups", "queued_sequences", "queued_bytes"),
-    *("leased_batches", "leased_bytes"),
-)
-"""In run-api's metrics, 0 where everything was trained and acknowledged."""
-CALL_DEADLINE_S = 180.0
-START_DEADLINE_S = 300.0
-QUIET_DEADLINE_S = 60.0
-"""Of what is asked while nothing is hit."""
-_LOOK_S = 1.0
+COUNTS = ("queued_groups", "queued_sequences", "queued_bytes", "leased_batches", "leased_bytes")
+"""In run-api's metrics; 0 once everything is trained and acknowledged."""
+_LONG_SOAK_S = 300.0
 _REDIS_DEADLINE_S = 5.0
 _ENVIRONMENT_TIMEOUT_S = 10.0
-"""Less than a wait may last: a member whose process was killed while it registered is nobody's, and
-batches wait for its minimum so long."""
+"""Short: an environment that was killed while it registered leaves a member behind, and batches
+wait for its minimum so long."""
 _REWRITE_FROM_BYTES, _REWRITE_AT_GROWTH_PERCENT = 256 * 1024, 20
-"""Low, so that Redis rewrites its file often, and is killed while it does."""
+"""Low, so that Redis rewrites its file often."""
+_LOG_LINES = 15
+
+log = structlog.get_logger()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,111 +62,161 @@ class Settings:
     seed: int
     appendfsync: str
 
+    @property
+    def call_deadline_s(self) -> float:
+        """Of every call of a trainer or environment, repeats included. A short soak runs beside
+        other tests, on a machine that may stand still."""
+        return 45.0 if self.seconds >= _LONG_SOAK_S else 120.0
 
-class Cluster:
-    """Builds the command lines, and looks at what they started."""
 
-    def __init__(self, settings: Settings) -> None:
+class Incident(AssertionError):
+    """A process ended that was not hit, or not in the way that the hit asks for."""
+
+
+class _Member:
+    """Args: command: of the next process"""
+
+    def __init__(self, name: str, command: Callable[[], Sequence[str]], log_path: Path) -> None:
+        self._name = name
+        self._command = command
+        self._log_path = log_path
+        self._start()
+
+    def _start(self) -> None:
+        environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        self.process = ManagedProcess(self._name, self._command(), self._log_path, environment)
+        self.must_end = False
+        self._exit_code = 0
+        self._down_s: float | None = None
+        self._ended_at: float | None = None
+
+    def expect_end(self, exit_code: int, down_s: float | None) -> None:
+        """Args: down_s: until the next start; None: there is none"""
+        self.must_end, self._exit_code, self._down_s = True, exit_code, down_s
+
+    def tend(self) -> None:
+        """Raises `Incident` unless the process runs, or ended as expected."""
+        code = self.process.exit_code
+        if code is None:
+            return
+        if not self.must_end or code != self._exit_code:
+            tail = self.process.log_tail(_LOG_LINES)
+            raise Incident(f"{self._name} ended with {describe_exit(code)}; its log ends:\n{tail}")
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        if self._down_s is not None and now >= self._ended_at + self._down_s:
+            self.process.kill()  # collects its exit status
+            self._start()
+
+
+class Cluster(ClosesOnExit):
+    """Starts the processes; `hits` counts by kind."""
+
+    def __init__(self, settings: Settings, records: Records) -> None:
         self._settings = settings
-        self._redis_port, *self._api_ports = (free_port() for _ in (REDIS, *APIS))
-        self.urls = [f"http://127.0.0.1:{port}" for port in self._api_ports]
-        self._trainer_urls = cycle(self.urls)
-        self.aof_states: list[AofState] = []
-        (settings.directory / REDIS).mkdir(parents=True)
-        self.supervisor = Supervisor(settings.directory / "logs", self.takes_signals, self._look_at)
-        self._http = httpx.Client(timeout=QUIET_DEADLINE_S)
+        self._records = records
+        self.directory = settings.directory
+        self._redis_port, *api_ports = (free_port() for _ in (REDIS, *APIS))
+        self._urls = {
+            name: f"http://127.0.0.1:{port}" for name, port in zip(APIS, api_ports, strict=True)
+        }
+        self._trainer_urls = cycle(self._urls.values())
+        self._members: dict[str, _Member] = {}
+        self.hits: Counter[str] = Counter()
+        (self.directory / REDIS).mkdir(parents=True)
 
     @property
-    def directory(self) -> Path:
-        return self._settings.directory
+    def url(self) -> str:
+        return self._urls[APIS[0]]
 
-    def start(self) -> bool:
-        """False where something did not become ready, or ended."""
-        start = self.supervisor.start
-        start(REDIS, self._redis)
-        for name, port in zip(APIS, self._api_ports, strict=True):
-            start(name, partial(self._run_api, port))
-        ready = self.supervisor.run_until(self._all_answer, START_DEADLINE_S)
-        start(TRAINER, self._trainer)
+    def start(self) -> None:
+        self._add(REDIS, self._redis)
+        for name in APIS:
+            self._add(name, partial(self._run_api, name))
+        self.wait_until(lambda: all(map(self._takes_signals, (REDIS, *APIS))))
+        self._add(TRAINER, self._trainer)
         for number, name in enumerate(ENVIRONMENTS):
-            start(name, partial(self._environment, number))
-        return ready
+            self._add(name, partial(self._environment, number))
 
     def close(self) -> None:
-        self.supervisor.close()
-        self._http.close()
+        for member in self._members.values():
+            member.process.kill()
 
-    def status(self) -> ServerStatus | None:
-        """None where no run-api answers at this moment."""
-        for url in self.urls:
-            try:
-                answer = self._http.get(f"{url}/status")
-            except httpx.TransportError:
-                continue
-            if answer.is_success:
-                return ServerStatus.model_validate_json(answer.content)
-        return None
-
-    def counts(self) -> dict[str, float]:
-        """What run-api says it holds for the trainer, once Redis has told it.
+    def wait_until(self, read: Callable[[], T]) -> T:
+        """Tend the processes until `read` returns something true; returns that.
 
         Raises:
-            httpx.HTTPError: it does not answer
-            KeyError: Redis does not answer it
+            AssertionError: an `Incident`, or the deadline passed.
         """
-        give_up_at = time.monotonic() + QUIET_DEADLINE_S
-        while True:
-            text = self._http.get(f"{self.urls[0]}/metrics").raise_for_status().text
-            samples = {
+
+        def look() -> T:
+            for member in self._members.values():
+                member.tend()
+            return read()
+
+        return wait_for(look)
+
+    def all_up(self) -> bool:
+        return all(map(self._takes_signals, self._members))
+
+    def hit(self, planned: PlannedHit) -> None:
+        """Once all victims are up: a SIGTERM must find a process that ends in order."""
+        hit = planned.hit
+        self.wait_until(lambda: all(map(self._takes_signals, planned.victims)))
+        log.info("hit", kind=hit.kind, victims=planned.victims, down_s=round(planned.down_s, 2))
+        exit_code = -signal.SIGKILL if hit.signal == signal.SIGKILL else 0
+        for name in planned.victims:
+            self._members[name].expect_end(exit_code, planned.down_s)
+        if hit.moment in (Moment.TRAINING, Moment.SAVED):
+            (self.directory / DIE_AT).write_text(hit.moment)  # it kills itself
+        else:
+            if hit.moment == Moment.REWRITING:
+                with redis.Redis(port=self._redis_port) as client:
+                    client.bgrewriteaof()
+            for name in planned.victims:
+                self._members[name].process.signal(hit.signal)
+        self.hits[hit.kind] += 1
+
+    def end(self, names: Sequence[str]) -> None:
+        """SIGTERM, for good."""
+        members = [self._members[name] for name in names]
+        for member in members:
+            member.expect_end(0, down_s=None)
+            member.process.signal(signal.SIGTERM)
+        self.wait_until(lambda: all(member.process.exit_code is not None for member in members))
+
+    def status(self) -> ServerStatus:
+        answer = httpx.get(f"{self.url}/status").raise_for_status()
+        return ServerStatus.model_validate_json(answer.content)
+
+    def counts(self) -> dict[str, float]:
+        """What run-api still holds for the trainer."""
+
+        def samples() -> dict[str, float]:
+            text = httpx.get(f"{self.url}/metrics").raise_for_status().text
+            return {
                 family.name.removeprefix("run_api_"): family.samples[0].value
                 for family in text_string_to_metric_families(text)
                 if family.samples
             }
-            if samples.keys() >= set(COUNTS) or time.monotonic() > give_up_at:
-                return {name: samples[name] for name in COUNTS}
-            time.sleep(_LOOK_S)
 
-    def takes_signals(self, name: str) -> bool:
-        """Whether this process has come so far that SIGTERM ends it in order."""
+        found = wait_for(samples, lambda found: found.keys() >= set(COUNTS))
+        return {name: found[name] for name in COUNTS}
+
+    def _add(self, name: str, command: Callable[[], Sequence[str]]) -> None:
+        self._members[name] = _Member(name, command, self.directory / "logs" / f"{name}.log")
+
+    def _takes_signals(self, name: str) -> bool:
+        """Whether this process is up, so that SIGTERM ends it in order."""
+        member = self._members[name]
+        if member.must_end:
+            return False
         if name == REDIS:
-            return aof_state(self._redis_port) is not None
+            return answers_ping(self._redis_port)
         if name in APIS:
-            return self._is_serving(self.urls[APIS.index(name)])
-        return writer_of(journal_path(self.directory, name)) == self.supervisor.pid(name)
-
-    def _is_serving(self, url: str) -> bool:
-        try:
-            return self._http.get(f"{url}/healthz", timeout=_LOOK_S).is_success
-        except httpx.TransportError:
-            return False
-
-    def post(self, path: str, body: bytes) -> None:
-        """While nothing is hit, but a disk may be slow. Raises `httpx.HTTPError` where it is not
-        answered 2xx."""
-        key = {"Idempotency-Key": uuid.uuid4().hex}
-        give_up_at = time.monotonic() + QUIET_DEADLINE_S
-        while True:
-            answer = self._http.post(f"{self.urls[0]}{path}", content=body, headers=key)
-            if (
-                answer.status_code != httpx.codes.SERVICE_UNAVAILABLE
-                or time.monotonic() > give_up_at
-            ):
-                answer.raise_for_status()
-                return
-            time.sleep(_LOOK_S)
-
-    def _all_answer(self) -> bool:
-        if not answers_ping(self._redis_port):
-            return False
-        try:
-            return all(self._http.get(f"{url}/health").is_success for url in self.urls)
-        except httpx.TransportError:
-            return False
-
-    def _look_at(self, victim: str) -> None:
-        state = aof_state(self._redis_port) if victim == REDIS else None
-        if state is not None:
-            self.aof_states.append(state)
+            return is_healthy(self._urls[name])
+        started = self._records.last(name, Started)
+        return started is not None and started.pid == member.process.pid
 
     def _redis(self) -> list[str]:
         return [
@@ -169,10 +226,10 @@ class Cluster:
             *("--auto-aof-rewrite-percentage", str(_REWRITE_AT_GROWTH_PERCENT)),
         ]
 
-    def _run_api(self, port: int) -> list[str]:
+    def _run_api(self, name: str) -> list[str]:
         return [
             *(sys.executable, "-m", "grpo_api"),
-            *("--port", str(port)),
+            *("--port", self._urls[name].rpartition(":")[2]),
             *("--redis-url", f"redis://127.0.0.1:{self._redis_port}/0"),
             *("--redis-deadline-s", str(_REDIS_DEADLINE_S)),
             *("--environment-timeout-s", str(_ENVIRONMENT_TIMEOUT_S)),
@@ -180,28 +237,29 @@ class Cluster:
         ]
 
     def _trainer(self) -> list[str]:
-        """Each life asks another replica."""
+        """Each process asks another replica."""
         return [
             *(sys.executable, "-m", "tests.soak.trainer"),
             *("--url", next(self._trainer_urls)),
-            *("--journal", str(journal_path(self.directory, TRAINER))),
-            *("--line", str(self.directory / LINE)),
             *("--batch-size", str(BATCH_SIZE)),
-            *("--deadline-s", str(CALL_DEADLINE_S)),
-            *("--seed", str(self._settings.seed)),
+            *self._recorded(TRAINER),
         ]
 
     def _environment(self, number: int) -> list[str]:
-        """Half of them have the one replica, half the other."""
-        own, other = self.urls if number % 2 else self.urls[::-1]
+        """Half of them use the one replica, half the other."""
+        urls = list(self._urls.values())
         return [
             *(sys.executable, "-m", "tests.soak.environment"),
             *("--number", str(number)),
-            *("--url", own),
-            *("--other-url", other),
-            *("--journal", str(journal_path(self.directory, ENVIRONMENTS[number]))),
+            *("--urls", *(urls if number % 2 else urls[::-1])),
             *("--group-size", str(GROUP_SIZES[number])),
             *("--minimum", str(0.0 if number else MINIMUM)),
+            *self._recorded(ENVIRONMENTS[number]),
+        ]
+
+    def _recorded(self, name: str) -> list[str]:
+        return [
+            *("--journal", str(journal_path(self.directory, name))),
+            *("--deadline-s", str(self._settings.call_deadline_s)),
             *("--seed", str(self._settings.seed)),
-            *("--deadline-s", str(CALL_DEADLINE_S)),
         ]

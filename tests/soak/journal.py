@@ -1,17 +1,15 @@
-"""What a process of the soak writes down while it works: one JSON object per line, append only.
+"""Records of the soak's processes: one JSON object per line, append only.
 
-A line is on its way to the disk before the process goes on, so `SIGKILL` of the process takes none
-of it; what must survive more than that is forced to the disk.
+A line is written before the process goes on, so that `SIGKILL` of the process loses none.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -23,37 +21,39 @@ class Outcome(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     """run-api answered 2xx."""
     REFUSED = "refused"
-    """run-api answered 4xx."""
-    WANTED_REFUSAL = "wanted refusal"
-    """The same, and that was the point."""
+    """run-api answered 4xx, as it should have."""
     UNANSWERED = "unanswered"
-    """The environment gave up before an answer came."""
+    """The environment gave up, or was killed, before an answer came."""
+
+
+class Started(BaseModel):
+    """A process began to write here. From now on SIGTERM ends it in order."""
+
+    event: Literal["started"] = "started"
+    pid: int
+
+
+class Joined(BaseModel):
+    """The environment is a member of the run under this id; None: it has left."""
+
+    event: Literal["joined"] = "joined"
+    env_id: int | None
 
 
 class Sent(BaseModel):
-    """Groups that are about to be sent in one call."""
+    """Groups about to be sent in one call: digests, and how many sequences each has."""
 
     event: Literal["sent"] = "sent"
     call: str
-    digests: list[str]
-    sizes: list[int]
+    groups: dict[str, int]
 
 
 class Settled(BaseModel):
-    """How that call ended. A call without this line ended with its process: unanswered."""
+    """How that call ended; the last line of a call counts."""
 
     event: Literal["settled"] = "settled"
     call: str
     outcome: Outcome
-    reason: str = ""
-
-
-class Waited(BaseModel):
-    """How long the caller of one call waited for its return, repeats included."""
-
-    event: Literal["waited"] = "waited"
-    kind: str
-    seconds: float
 
 
 class Noted(BaseModel):
@@ -63,96 +63,86 @@ class Noted(BaseModel):
     what: str
 
 
-class Joined(BaseModel):
-    """The environment is a member of the run under this id; -1 where it left."""
-
-    event: Literal["joined"] = "joined"
-    env_id: int
-
-
-class Started(BaseModel):
-    """A process began to write here."""
-
-    event: Literal["started"] = "started"
-    life: int
-
-
 class Delivered(BaseModel):
-    """The trainer received a batch, having asked for what comes after another."""
+    """The trainer received a batch after naming the batch `after`; `content` is its digest."""
 
     event: Literal["delivered"] = "delivered"
-    life: int
     after: int
     id: int
     content: str
 
 
-Entry = Annotated[
-    Sent | Settled | Waited | Noted | Joined | Started | Delivered, Field(discriminator="event")
-]
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+class TrainedBatch(BaseModel):
+    """One step of the trainer: the digests of the groups that it trained on."""
+
+    id: int
+    digests: list[str]
+
+
+class Saved(BaseModel):
+    """A checkpoint: what the trainer trained on since the previous one."""
+
+    event: Literal["saved"] = "saved"
+    batches: list[TrainedBatch]
+
+
+Entry = Started | Joined | Sent | Settled | Noted | Delivered | Saved
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="event")])
+
+
+class Reader:
+    """Reads a journal that may still grow; `entries` holds every whole line read so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.bytes_read = 0
+        self.entries: list[Entry] = []
+        self.counts: Counter[type[Entry]] = Counter()
+
+    def read_on(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self.bytes_read)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._add(_ENTRY.validate_json(line))
+                    self.bytes_read += len(line)
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.counts[type(entry)] += 1
 
 
 class Journal(ClosesOnExit):
-    """Appends to a file; what a killed process left of its last line is cut off first."""
+    """Appends to a file, after cutting off the unfinished line of a killed process.
+
+    `past` holds the entries of earlier processes, `life` counts this process among them.
+    """
 
     def __init__(self, path: Path) -> None:
         path.touch()
-        with path.open("rb+") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
+        reader = Reader(path)
+        reader.read_on()
+        os.truncate(path, reader.bytes_read)
+        self.past = reader.entries
+        self.life = sum(isinstance(entry, Started) for entry in self.past) + 1
         self._file = path.open("ab", buffering=0)
         self._calls = 0
-        self.life = sum(isinstance(entry, Started) for entry in read_journal(path)) + 1
-        self.write(Started(life=self.life))
-        _pid_file(path).write_text(str(os.getpid()))
+        self.write(Started(pid=os.getpid()))
 
     def close(self) -> None:
         self._file.close()
 
-    def write(self, entry: Entry, durably: bool = False) -> None:
+    def write(self, entry: Entry) -> None:
         self._file.write(entry.model_dump_json().encode() + b"\n")
-        if durably:
-            os.fsync(self._file.fileno())
 
-    def sent(self, digests: Sequence[str], sizes: Sequence[int]) -> str:
+    def sent(self, groups: Mapping[str, int]) -> str:
         """Returns the name of the call that is about to be made."""
         self._calls += 1
         call = f"{self.life}.{self._calls}"
-        self.write(Sent(call=call, digests=list(digests), sizes=list(sizes)))
+        self.write(Sent(call=call, groups=dict(groups)))
         return call
 
-    def settled(self, call: str, outcome: Outcome, reason: str = "") -> None:
-        """On the disk before this returns."""
-        self.write(Settled(call=call, outcome=outcome, reason=reason), durably=True)
-
-    @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        """Note how long the block took, however it ends."""
-        began = monotonic()
-        try:
-            yield
-        finally:
-            self.write(Waited(kind=kind, seconds=monotonic() - began))
-
-
-def writer_of(path: Path) -> int | None:
-    """Process id of the last that opened the journal. Once it has, SIGTERM ends it in order."""
-    try:
-        return int(_pid_file(path).read_text() or 0)
-    except FileNotFoundError:
-        return None
-
-
-def read_journal(path: Path) -> Iterator[Entry]:
-    """Every whole line; a file that is not there has none."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield _ENTRY.validate_json(line)
-
-
-def _pid_file(path: Path) -> Path:
-    return path.with_suffix(".pid")
+    def settled(self, call: str, outcome: Outcome) -> None:
+        self.write(Settled(call=call, outcome=outcome))

@@ -1,122 +1,135 @@
-"""One soak from the first process to the verdict."""
+"""One soak, from the first process to the verdict."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import structlog
 
+from grpo_core.run_api_client import EnvironmentClient
 from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
-from tests.soak.drain import drain
-from tests.soak.evidence import LINE, read_records
-from tests.soak.faults import REDIS, ROUND, plan_faults
-from tests.soak.redis_facts import aof_tails_cut
-from tests.soak.report import Report, missing_coverage, tally
-from tests.soak.trained_line import read_checkpoint
-from tests.soak.verdict import LeftOver, judge
+from tests.soak.groups import GroupMaker, digest
+from tests.soak.hits import ENVIRONMENTS, TRAINER, plan_round
+from tests.soak.journal import Delivered, Journal, Outcome
+from tests.soak.records import FILLER, Records, journal_path
+from tests.soak.report import Report, count, missing, problems
+from tests.soak.verdict import Evidence, LeftOver
 
-WAIT_BOUND_S = 45.0
-"""No caller may wait longer, while something is hit every two seconds."""
-_SHORT_S, _SHORT_WAIT_BOUND_S = 300.0, 120.0
-"""A short soak runs beside other tests, on a machine that may stand still for seconds."""
 REPORT = "soak.json"
-_QUIET_S = 3.0
-"""Without hits before the first, so that every process has begun its work."""
-_PROGRESS_EVERY_S = 10.0
-_SLOWEST_ROUND_S = 240.0
+_FILLER_SENDER = 99
 
 log = structlog.get_logger()
 
 
-def wait_bound(planned_s: float) -> float:
-    """Seconds."""
-    return _SHORT_WAIT_BOUND_S if planned_s < _SHORT_S else WAIT_BOUND_S
-
-
 def run_soak(settings: Settings) -> Report:
-    """Hit the processes for `settings.seconds`, drain the queue, judge. Leaves no process behind;
-    what they wrote and the report are in the directory."""
-    cluster = Cluster(settings)
-    try:
-        left_over, seconds = _hit_and_drain(cluster, settings)
-        left_behind = cluster.counts() if left_over else {}
-    finally:
-        cluster.close()
-    report = _report(cluster, settings, seconds, left_over, left_behind)
+    """Hit the processes, drain the queue, judge. Leaves no process behind; the report and the
+    journals are in the directory."""
+    records = Records(settings.directory)
+    left_over, left_behind, incidents = None, {}, []
+    began = hit_until = time.monotonic()
+    with Cluster(settings, records) as cluster:
+        try:
+            cluster.start()
+            began = time.monotonic()
+            _hit(cluster, settings, records)
+            hit_until = time.monotonic()
+            left_over = _drain(cluster, settings, records)
+            left_behind = cluster.counts()
+        except AssertionError as error:
+            incidents.append(str(error))
+    records.read_on()
+    evidence = _evidence(records, left_over, left_behind)
+    counts = count(evidence, records)
+    report = Report(
+        seed=settings.seed,
+        appendfsync=settings.appendfsync,
+        seconds=hit_until - began,
+        problems=[*incidents, *problems(evidence, counts, cluster.hits)],
+        counts=counts,
+        hits=cluster.hits,
+    )
     (settings.directory / REPORT).write_text(report.model_dump_json(indent=2))
     return report
 
 
-def _hit_and_drain(cluster: Cluster, settings: Settings) -> tuple[LeftOver | None, float]:
-    """What was left, None where the run ended early, which the incidents explain; and for how many
-    seconds processes were hit, as many as planned at least."""
-    supervisor = cluster.supervisor
-    if not cluster.start():
-        supervisor.incidents.append("Redis and run-api were not ready in time; see their logs")
-        return None, settings.seconds
-    supervisor.run_until(_Progress(cluster, _QUIET_S), _QUIET_S + 1)
-    faults = plan_faults(settings.seed, settings.seconds)
-    over, least = _Progress(cluster, settings.seconds), min(ROUND, len(faults))
+def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
+    """Whole rounds, for at least as long as planned; then work goes on until nothing is missing."""
+    dice = random.Random(settings.seed)
     began = time.monotonic()
-    # On a slow machine the hits fall behind their times: each kind of them has its turn.
-    supervisor.run_until(
-        lambda: over() and supervisor.hits.total() >= least,
-        settings.seconds + _SLOWEST_ROUND_S,
-        faults,
-    )
-    seconds = max(settings.seconds, time.monotonic() - began)
-    return (None if supervisor.incidents else drain(cluster, settings.seed)), seconds
+    while not cluster.hits or time.monotonic() - began < settings.seconds:
+        for planned in plan_round(dice):
+            _await_batches(cluster, records, planned.batches_before)
+            cluster.hit(planned)
+    cluster.wait_until(cluster.all_up)
+    cluster.wait_until(lambda: not _missing(cluster, records))
 
 
-class _Progress:
-    """True after so many seconds; says now and then how far the trainer is."""
-
-    def __init__(self, cluster: Cluster, seconds: float) -> None:
-        self._cluster = cluster
-        self._began = time.monotonic()
-        self._seconds = seconds
-        self._next_s = 0.0
-
-    def __call__(self) -> bool:
-        passed_s = time.monotonic() - self._began
-        if passed_s >= self._next_s:
-            self._next_s += _PROGRESS_EVERY_S
-            saved = read_checkpoint(self._cluster.directory / LINE)
-            log.info("soaking", seconds=int(passed_s), batches=saved.batch_id)
-        return passed_s > self._seconds
+def _await_batches(cluster: Cluster, records: Records, batches: int) -> None:
+    """Until the trainer has received so many more."""
+    enough = records.batches_received() + batches
+    cluster.wait_until(lambda: records.batches_received() >= enough)
 
 
-def _report(
-    cluster: Cluster,
-    settings: Settings,
-    seconds: float,
-    left_over: LeftOver | None,
-    left_behind: Mapping[str, float],
-) -> Report:
-    records, aof = read_records(settings.directory), cluster.aof_states
-    evidence = records.evidence(
-        BATCH_SIZE,
+def _missing(cluster: Cluster, records: Records) -> list[str]:
+    records.read_on()
+    return missing(count(_evidence(records), records), cluster.hits)
+
+
+def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
+    """End the environments, look at the queue, fill up its last batch, end the trainer."""
+    cluster.wait_until(cluster.all_up)
+    cluster.end(ENVIRONMENTS)
+    left_over = cluster.wait_until(lambda: _look_at_queue(cluster, records))
+    assert left_over is not None
+    asyncio.run(_fill_up(cluster, settings))
+    cluster.wait_until(lambda: _is_empty(cluster, records))
+    cluster.end([TRAINER])
+    return left_over
+
+
+def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
+    """None unless the trainer has saved every batch, before and after the records were read."""
+    before = cluster.status()
+    records.read_on()
+    evidence = _evidence(records)
+    if before.current_step == len(evidence.line) and cluster.status() == before:
+        return evidence.look_at_queue(before.queue_size)
+    return None
+
+
+async def _fill_up(cluster: Cluster, settings: Settings) -> None:
+    """Single sequences from nobody, until all that is queued makes whole batches."""
+    with Journal(journal_path(settings.directory, FILLER)) as journal:
+        maker = GroupMaker(_FILLER_SENDER, journal.life, settings.seed)
+        async with EnvironmentClient(cluster.url, settings.call_deadline_s) as client:
+            for _ in range(-int(cluster.counts()["queued_sequences"]) % BATCH_SIZE):
+                group = maker.make(1, env_id=None)
+                call = journal.sent({digest(group): group.size})
+                await client.submit(group)
+                journal.settled(call, Outcome.ACKNOWLEDGED)
+
+
+def _is_empty(cluster: Cluster, records: Records) -> bool:
+    """Nothing is queued, and every batch is in a checkpoint."""
+    records.read_on()
+    status = cluster.status()
+    return status.queue_size == 0 and status.current_step == len(records.line())
+
+
+def _evidence(
+    records: Records,
+    left_over: LeftOver | None = None,
+    left_behind: Mapping[str, float] = MappingProxyType({}),
+) -> Evidence:
+    return Evidence(
+        batch_size=BATCH_SIZE,
+        submissions=records.submissions(),
+        line=records.line(),
+        deliveries=list(records.of_kind(Delivered)),
         left_over=left_over,
-        incidents=cluster.supervisor.incidents,
         left_behind=left_behind,
     )
-    redis_log = cluster.supervisor.log(REDIS)
-    report = Report(
-        seed=settings.seed,
-        appendfsync=settings.appendfsync,
-        seconds=seconds,
-        problems=judge(evidence, wait_bound(settings.seconds)),
-        left_over=left_over,
-        notes=records.notes(),
-        hits=cluster.supervisor.hits,
-        redis_killed_with_fsync_pending=sum(state.aof_pending_bio_fsync > 0 for state in aof),
-        redis_killed_while_rewriting=sum(state.aof_rewrite_in_progress for state in aof),
-        aof_tails_cut=aof_tails_cut(redis_log),
-        aof_delayed_fsyncs=sum(state.aof_delayed_fsync for state in aof),
-        longest_waits_s=evidence.longest_waits_s,
-        **tally(evidence, records),
-    )
-    if left_over:
-        report.problems += missing_coverage(report, settings.seconds)
-    return report

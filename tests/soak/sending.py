@@ -1,0 +1,212 @@
+"""The ways in which an environment of the soak sends groups, each recorded in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import httpx
+
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.retry import TransientAnswer, check_answer
+from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.wire import ScoredGroup
+from tests.soak.groups import GroupMaker, digest
+from tests.soak.journal import Journal, Noted, Outcome
+
+REPEATED = "repeat answered like the first call"
+OTHER_BODY_REFUSED = "other body under a used key refused"
+
+_ATTEMPT_S = 30.0
+_REPEAT_EVERY_S = 0.1
+_MAX_HANG_UP_S = 0.02
+_MAX_FILLERS = 500
+_UNPROCESSABLE = 422
+
+
+class PromiseBroken(GrpoError):
+    """run-api answered a repeat in another way, took another body, or kept a part for ever."""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The impatient client gives up while the patient one still tries."""
+
+    patient: EnvironmentClient
+    impatient: EnvironmentClient
+    lists: ListClient
+
+
+class ListClient:
+    """Sends lists under a key that the caller chooses, through whichever replica answers."""
+
+    def __init__(self, urls: Sequence[str], deadline_s: float, http: httpx.AsyncClient) -> None:
+        self._urls = urls
+        self._deadline_s = deadline_s
+        self._http = http
+
+    async def send(self, groups: Sequence[ScoredGroup], key: str) -> Any:
+        """Until an answer comes; every repeat goes to the other replica.
+
+        Raises:
+            RequestRefused: 4xx
+            ServiceUnavailable: an error that no repeat mends
+            TimeoutError: no answer within the deadline
+        """
+        async with asyncio.timeout(self._deadline_s):
+            for url in cycle(self._urls):
+                try:
+                    return await self.post(url, groups, key, _ATTEMPT_S)
+                except (httpx.TransportError, TransientAnswer):
+                    await asyncio.sleep(_REPEAT_EVERY_S)
+
+    async def hang_up(self, groups: Sequence[ScoredGroup], key: str, after_s: float) -> Any:
+        """Raises `ServiceUnavailable` after closing the connection: no answer within `after_s`."""
+        try:
+            return await self.post(self._urls[0], groups, key, after_s)
+        except (httpx.TransportError, TransientAnswer) as error:
+            raise ServiceUnavailable(f"hung up: {error!r}") from error
+
+    async def post(self, url: str, groups: Sequence[ScoredGroup], key: str, read_s: float) -> Any:
+        body = b"[" + b",".join(group.model_dump_json().encode() for group in groups) + b"]"
+        response = await self._http.post(
+            f"{url}/scored_data_list",
+            content=body,
+            headers={"content-type": "application/json", "idempotency-key": key},
+            timeout=httpx.Timeout(_ATTEMPT_S, read=read_s),
+        )
+        check_answer(response, "run-api")
+        return response.json()
+
+
+class Sender:
+    """Args:
+    env_id: of the environment at run-api
+    group_size: sequences in a whole group
+    """
+
+    def __init__(
+        self,
+        env_id: int,
+        group_size: int,
+        clients: Clients,
+        maker: GroupMaker,
+        journal: Journal,
+        dice: random.Random,
+    ) -> None:
+        self._env_id = env_id
+        self._group_size = group_size
+        self._clients = clients
+        self._maker = maker
+        self._journal = journal
+        self._dice = dice
+
+    async def act(self) -> None:
+        """Send in one of the ways, drawn by weight.
+
+        Raises:
+            GrpoError: run-api broke a promise, or did not answer within the deadline.
+        """
+        ways: dict[Callable[[], Awaitable[None]], int] = {
+            self._send_whole: 60,
+            self._send_parts: 12,
+            self._send_list: 14,
+            self._send_impatiently: 7,
+            self._hang_up: 7,
+        }
+        (way,) = self._dice.choices(list(ways), list(ways.values()))
+        await way()
+
+    async def complete_parts(self) -> None:
+        """Send parts of one sequence until nothing waits in the environment's buffer."""
+        for _ in range(_MAX_FILLERS):
+            answer = await self._submit(self._make(1))
+            if not answer.get("buffer_size"):
+                return
+        raise PromiseBroken(f"environment {self._env_id}: {_MAX_FILLERS} parts complete no group")
+
+    async def _send_whole(self) -> None:
+        await self._submit(self._make(self._group_size))
+
+    async def _send_parts(self) -> None:
+        for size in self._split():
+            await self._submit(self._make(size))
+
+    async def _send_impatiently(self) -> None:
+        group = self._make(self._group_size)
+        await self._try(self._begin([group]), self._clients.impatient.submit(group))
+
+    async def _send_list(self) -> None:
+        """Sometimes a second time under the same key, sometimes followed by another body."""
+        groups, key = self._some_groups(), uuid.uuid4().hex
+        answer = await self._deliver(self._begin(groups), self._clients.lists.send(groups, key))
+        if self._dice.random() < 0.3:
+            if (again := await self._clients.lists.send(groups, key)) != answer:
+                raise PromiseBroken(f"answered {answer}, then {again} under the same key")
+            self._journal.write(Noted(what=REPEATED))
+        if self._dice.random() < 0.1:
+            await self._send_other_body(key)
+
+    async def _send_other_body(self, key: str) -> None:
+        others = self._some_groups()
+        call = self._begin(others)
+        try:
+            await self._clients.lists.send(others, key)
+        except RequestRefused as error:
+            if error.status != _UNPROCESSABLE:
+                raise
+            self._journal.settled(call, Outcome.REFUSED)
+            self._journal.write(Noted(what=OTHER_BODY_REFUSED))
+        else:
+            raise PromiseBroken("another body under a used key was taken")
+
+    async def _hang_up(self) -> None:
+        """Break a call off; half of the time, ask for its answer later."""
+        groups, key = self._some_groups(), uuid.uuid4().hex
+        call = self._begin(groups)
+        after_s = self._dice.random() * _MAX_HANG_UP_S
+        await self._try(call, self._clients.lists.hang_up(groups, key, after_s))
+        if self._dice.random() < 0.5:
+            await self._deliver(call, self._clients.lists.send(groups, key))
+
+    async def _submit(self, group: ScoredGroup) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._deliver(
+            self._begin([group]), self._clients.patient.submit(group)
+        )
+        return answer
+
+    def _begin(self, groups: Sequence[ScoredGroup]) -> str:
+        return self._journal.sent({digest(group): group.size for group in groups})
+
+    async def _deliver(self, call: str, sending: Awaitable[Any]) -> Any:
+        """A call that must be acknowledged; anything else ends the process."""
+        answer = await sending
+        self._journal.settled(call, Outcome.ACKNOWLEDGED)
+        return answer
+
+    async def _try(self, call: str, sending: Awaitable[Any]) -> None:
+        """A call that may stay unanswered."""
+        try:
+            await self._deliver(call, sending)
+        except ServiceUnavailable:
+            self._journal.settled(call, Outcome.UNANSWERED)
+
+    def _some_groups(self) -> list[ScoredGroup]:
+        """Whole groups, and parts that make up one, mixed."""
+        sizes: list[int] = []
+        for _ in range(self._dice.randint(1, 3)):
+            sizes += self._split() if self._dice.random() < 0.4 else [self._group_size]
+        return [self._make(size) for size in sizes]
+
+    def _split(self) -> list[int]:
+        """Sizes of two parts of one group."""
+        first = self._dice.randint(1, self._group_size - 1)
+        return [first, self._group_size - first]
+
+    def _make(self, size: int) -> ScoredGroup:
+        return self._maker.make(size, self._env_id)
