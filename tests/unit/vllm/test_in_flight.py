@@ -13,88 +13,86 @@ from grpo_vllm.in_flight import InFlight, InFlightCounter
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 
 
-class Application:
-    """Answers once it is let; the first half of the answer before that, where asked."""
+class Request:
+    """To an application that answers once it may; it begins its answer before, if `begins`."""
 
-    def __init__(self, begins: bool = False) -> None:
-        self.let = asyncio.Event()
+    def __init__(self, in_flight: InFlight, scope: Scope = SCOPE, begins: bool = False) -> None:
+        self.may_answer = asyncio.Event()
+        self.received: list[Message] = []
         self._begins = begins
+        self._counter = InFlightCounter(self._application, in_flight)
+        self._scope = scope
+        self.task: asyncio.Task[None]
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def start(self) -> Request:
+        self.task = asyncio.create_task(self._counter(self._scope, self._nothing, self._send))
+        await a_while()
+        return self
+
+    async def finish(self) -> None:
+        self.may_answer.set()
+        await self.task
+
+    async def _application(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": []}
         if self._begins:
             await send(start)
-        await self.let.wait()
+        await self.may_answer.wait()
         if not self._begins:
             await send(start)
         await send({"type": "http.response.body", "body": b"ok"})
 
-
-async def nothing() -> Message:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-class Client:
-    def __init__(self) -> None:
-        self.received: list[Message] = []
-
-    async def send(self, message: Message) -> None:
+    async def _send(self, message: Message) -> None:
         self.received.append(message)
 
-    @property
-    def status(self) -> Any:
-        return self.received[0]["status"]
+    @staticmethod
+    async def _nothing() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
 
 
-async def started(counter: InFlightCounter, client: Client) -> asyncio.Task[None]:
-    task = asyncio.create_task(counter(SCOPE, nothing, client.send))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return task
+async def a_while() -> None:
+    """Virtual: until every task waits for an event."""
+    await asyncio.sleep(60.0)
 
 
 async def test_weights_are_free_once_no_request_is_left_that_can_use_them() -> None:
-    in_flight, application = InFlight(), Application()
-    counter = InFlightCounter(application, in_flight)
-    old = await started(counter, Client())
+    in_flight = InFlight()
+    old = await Request(in_flight).start()
     former = in_flight.generation
     in_flight.next_generation()
     free = asyncio.create_task(in_flight.finished_up_to(former))
-    newer = Application()
-    new = await started(InFlightCounter(newer, in_flight), Client())
-    await asyncio.sleep(0.01)
+    new = await Request(in_flight).start()
     assert not free.done()
-    application.let.set()
-    await old
-    await asyncio.wait_for(free, 1.0)
-    assert len(in_flight) == 1  # the newer request did not stand in the way
-    newer.let.set()
-    await new
+    await old.finish()
+    await a_while()
+    assert free.done()
+    assert len(in_flight) == 1, "the newer request does not stand in the way"
+    await new.finish()
+    assert len(in_flight) == 0
 
 
 @pytest.mark.parametrize("begins", [False, True])
-async def test_what_is_given_up_is_answered_503_or_broken_off(begins: bool) -> None:
+async def test_a_request_that_is_given_up_is_answered_503_or_broken_off(begins: bool) -> None:
     told: list[None] = []
     in_flight = InFlight(on_dropped=lambda: told.append(None))
-    client = Client()
-    request = await started(InFlightCounter(Application(begins), in_flight), client)
+    request = await Request(in_flight, begins=begins).start()
     in_flight.give_up_all()
-    await request
+    await request.task
     assert (in_flight.dropped, len(told), len(in_flight)) == (1, 1, 0)
+    first: Any = request.received[0]
     if begins:
-        assert [message["type"] for message in client.received] == ["http.response.start"]
+        assert [message["type"] for message in request.received] == ["http.response.start"]
     else:
-        headers = dict(client.received[0]["headers"])
-        assert (client.status, headers[b"connection"]) == (503, b"close")
+        assert (first["status"], dict(first["headers"])[b"connection"]) == (503, b"close")
 
 
 async def test_a_server_that_cancels_a_request_ends_the_work_on_it() -> None:
-    in_flight, application = InFlight(), Application()
-    request = await started(InFlightCounter(application, in_flight), Client())
-    request.cancel()
+    in_flight = InFlight()
+    request = await Request(in_flight).start()
+    request.task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await request
+        await request.task
     assert len(in_flight) == 0
 
 
@@ -102,16 +100,16 @@ async def test_errors_of_the_application_come_through() -> None:
     async def broken(_scope: Scope, _receive: Receive, _send: Send) -> None:
         raise ZeroDivisionError
 
+    async def unused(*_: Any) -> Any:
+        raise AssertionError
+
     with pytest.raises(ZeroDivisionError):
-        await InFlightCounter(broken, InFlight())(SCOPE, nothing, Client().send)
+        await InFlightCounter(broken, InFlight())(SCOPE, unused, unused)
 
 
-async def test_what_samples_nothing_is_not_counted() -> None:
-    in_flight, application = InFlight(), Application()
-    counter = InFlightCounter(application, in_flight)
+async def test_requests_that_sample_nothing_are_not_counted() -> None:
+    in_flight = InFlight()
     scope = {**SCOPE, "method": "GET", "path": "/bridge/info"}
-    task = asyncio.create_task(counter(scope, nothing, Client().send))
-    await asyncio.sleep(0)
+    request = await Request(in_flight, scope).start()
     assert len(in_flight) == 0
-    application.let.set()
-    await task
+    await request.finish()
