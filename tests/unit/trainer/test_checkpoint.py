@@ -5,31 +5,27 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_trainer.checkpoint import FINAL_MODEL, save_model
-from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
+from grpo_trainer.checkpoint import save_model
+from tests.support.directories import names
+from tests.unit.trainer.tiny_policy import model_directory
 
 
 def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> None:
-    """What the trainer holds in shared_vllm: every parameter a view into one storage."""
-    source, saved = tmp_path / "source", tmp_path / "saved" / FINAL_MODEL
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    model = build_model(len(tokenizer), Recipe(layers=1, width=32))
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
+    """In shared_vllm every parameter is a view into one storage."""
+    source, saved = model_directory(tmp_path / "source"), tmp_path / "saved" / "final_model"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     parameters = list(model.parameters())
     memory = torch.cat([p.detach().flatten() for p in parameters])
-    offset = 0
-    for parameter in parameters:
-        parameter.data = memory[offset : offset + parameter.numel()].view(parameter.shape)
-        offset += parameter.numel()
+    views = memory.split([p.numel() for p in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view.view(parameter.shape)
 
     for _ in range(2):  # the second replaces the first
         save_model(model, str(source), saved)
     loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
-    size = (saved / "model.safetensors").stat().st_size
-    assert size < 1.1 * memory.nbytes + 10_000
-    assert AutoTokenizer.from_pretrained(saved).chat_template == tokenizer.chat_template
-    assert [path.name for path in saved.parent.iterdir()] == ["final_model"]
+    assert (saved / "model.safetensors").stat().st_size < 1.1 * memory.nbytes + 10_000
+    templates = [AutoTokenizer.from_pretrained(place).chat_template for place in (source, saved)]
+    assert templates[0] == templates[1] is not None
+    assert names(saved.parent) == ["final_model"]

@@ -1,49 +1,103 @@
+"""A directory is written and removed as a whole, by one trainer at a time."""
+
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_trainer import save_path
-from grpo_trainer.errors import CheckpointNotSaved, UnusableSavePath
+from grpo_trainer.errors import UnusableSavePath
 from grpo_trainer.save_path import hold_save_path, remove_directory, whole_directory
+from tests.support.directories import names
+
+
+class Killed(BaseException):
+    """No handler of the product catches it, as none catches SIGKILL."""
 
 
 @contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def killed_before_change(number: int | None) -> Iterator[list[str]]:
+    """The process ends right before its change of the disk with this number. The changes so far."""
+    changes: list[str] = []
 
+    def unless_killed(change: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(target: Any, *others: Any, **options: Any) -> Any:
+            if len(changes) == number:
+                if change is shutil.rmtree and Path(target).exists():
+                    next(Path(target).iterdir()).unlink()  # removed in part
+                raise Killed
+            changes.append(change.__name__)
+            return change(target, *others, **options)
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in ((os, "fsync"), (shutil, "rmtree"), (Path, "mkdir"), (Path, "rename")):
+            patch.setattr(place, name, unless_killed(getattr(place, name)))
+        yield changes
 
 
 def write(target: Path, text: str) -> None:
     with whole_directory(target) as directory:
-        (directory / "file").write_text(text)
+        for part in "ab":
+            (directory / part).write_text(text)
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    with pytest.raises(UnusableSavePath, match="--save-path"), hold_save_path(in_the_way / "below"):
+def found(target: Path) -> list[str]:
+    """After the next trainer took over: contents of the target, nothing else is there."""
+    with hold_save_path(target.parent):
         pass
-    with hold_save_path(tmp_path / "a" / "b"):
-        pass
-    assert names(tmp_path / "a" / "b") == [".lock"]
+    assert set(names(target.parent)) <= {".lock", target.name}
+    return [(target / part).read_text() for part in "ab"] if target.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "after"),
+    [
+        ([], lambda target: write(target, "new"), ["new", "new"]),
+        (["old", "old"], lambda target: write(target, "new"), ["new", "new"]),
+        (["old", "old"], remove_directory, []),
+    ],
+    ids=["write", "replace", "remove"],
+)
+def test_a_directory_is_whole_wherever_its_trainer_is_killed(
+    before: list[str], change: Callable[[Path], None], after: list[str], tmp_path: Path
+) -> None:
+    outcomes = []
+    for number in itertools.count():
+        target = tmp_path / str(number) / "final_model"
+        if before:
+            write(target, before[0])
+        try:
+            with killed_before_change(number):
+                change(target)
+        except Killed:
+            target.parent.mkdir(exist_ok=True)
+            outcomes.append(found(target))
+        else:
+            assert found(target) == after
+            break
+    assert before in outcomes
+    assert outcomes == sorted(outcomes, key=[before, after].index)  # raises on any third
+
+
+def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path) -> None:
+    with killed_before_change(None) as changes:
+        write(tmp_path / "final_model", "new")
+    renamed = changes.index("rename")
+    assert changes[:renamed].count("fsync") == 3  # both files and their directory
+    assert changes[renamed + 1] == "fsync"
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_path, "LOCK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(save_path, "LOCK_DEADLINE_S", 0.0)
     with (
         hold_save_path(tmp_path),
         pytest.raises(UnusableSavePath, match="another trainer saves there"),
@@ -54,35 +108,9 @@ def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_what_is_written_replaces_what_was_there(tmp_path: Path) -> None:
-    target = tmp_path / "final_model"
-    for text in ("first", "second"):
-        write(target, text)
-        assert (target / "file").read_text() == text
-        assert names(tmp_path) == ["final_model"]
-
-
-def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path) -> None:
-    target = tmp_path / "final_model"
-    write(target, "first")
-    with (
-        files_of_at_most(1000),
-        pytest.raises(CheckpointNotSaved, match=r"could not be written: .* make room"),
-    ):
-        write(target, "x" * 2000)
-    assert (target / "file").read_text() == "first"
-    assert names(tmp_path) == ["final_model"]
-
-
-def test_what_was_cut_off_is_cleared_away(tmp_path: Path) -> None:
-    """Killed while writing, between the two renames of a replacement, after it, and removing."""
-    for name in (".a.new", ".b.former", ".c.former", "c", ".d.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    with hold_save_path(tmp_path):
+def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    told = rf"--save-path .*uid {os.getuid()} can write"
+    with pytest.raises(UnusableSavePath, match=told), hold_save_path(in_the_way / "below"):
         pass
-    assert names(tmp_path) == [".lock", "b", "c"]
-    assert (tmp_path / "b" / "file").read_text() == ".b.former"
-    assert (tmp_path / "c" / "file").read_text() == "c"
-    remove_directory(tmp_path / "c")
-    assert names(tmp_path) == [".lock", "b"]

@@ -1,4 +1,4 @@
-"""What is saved when, and that nothing is acknowledged before it is on the disk."""
+"""When models and states are saved; no batch is acknowledged before it is on the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.run_api_client import TrainerClient
@@ -22,10 +21,12 @@ from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.state_store import StateStore
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
 from grpo_trainer.trainer_state import Position
+from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
-from tests.unit.trainer.test_save_path import names
 
 STEPS = 4
+START = Position(step=0, batch_id=0, epoch=1)
+LORA = {"weight_bridge_mode": "lora_only", "redis_url": "redis://127.0.0.1:6379/0"}
 
 
 def settings(**changes: Any) -> TrainerSettings:
@@ -38,20 +39,24 @@ def settings(**changes: Any) -> TrainerSettings:
     [
         (1, 0, (3, 10), Due((), False)),
         (3, 0, (3, 10), Due(("step_3",), True)),
-        (10, 0, (0, 10), Due((), True)),
-        (9, 0, (0, 10), Due((), False)),
-        (11, 10, (0, 10), Due((), False)),  # counted from the state before,
-        (13, 3, (0, 10), Due((), True)),  # wherever that was
+        (11, 10, (0, 10), Due((), False)),  # counted from the previous state,
+        (13, 3, (0, 10), Due((), True)),  # at whatever step that was
         (99, 0, (0, 0), Due((), False)),
         (100, 99, (0, 0), Due((FINAL_MODEL,), True)),
         (100, 99, (50, 10), Due(("step_100", FINAL_MODEL), True)),
     ],
 )
-def test_what_is_due(step: int, saved_step: int, intervals: tuple[int, int], expected: Due) -> None:
-    chosen = settings(
-        training_steps=100, checkpoint_interval=intervals[0], state_interval=intervals[1]
-    )
+def test_intervals_and_the_last_step_decide_when_to_save(
+    step: int, saved_step: int, intervals: tuple[int, int], expected: Due
+) -> None:
+    models, states = intervals
+    chosen = settings(training_steps=100, checkpoint_interval=models, state_interval=states)
     assert due_after(step, saved_step, chosen) == expected
+
+
+def test_an_adapter_has_directories_of_its_own() -> None:
+    chosen = settings(**LORA, checkpoint_interval=2)
+    assert due_after(STEPS, 0, chosen) == Due(("adapter_step_4", "final_adapter"), True)
 
 
 @dataclass
@@ -92,7 +97,8 @@ def on_disk(save_path: Path) -> list[str]:
 
 
 def take_steps(saver: Saver, steps: int) -> list[bool]:
-    """Whether anything was saved after each."""
+    """Begin a run; for each step, whether anything was saved."""
+    saver.begin(START, is_saved=False)
     saved = []
     for step in range(1, steps + 1):
         saver.step_taken(Position(step=step, batch_id=step, epoch=1))
@@ -100,31 +106,18 @@ def take_steps(saver: Saver, steps: int) -> list[bool]:
     return saved
 
 
-@pytest.fixture(autouse=True)
-def same_weights() -> None:
-    torch.manual_seed(0)
-
-
-def test_batches_are_acknowledged_once_a_state_holds_them(tmp_path: Path) -> None:
-    with bench(tmp_path, checkpoint_interval=0, state_interval=2) as rig:
-        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-        assert on_disk(rig.save_path) == ["000001_step_0"]
-        assert take_steps(rig.saver, STEPS) == [False, True, False, True]
+def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=3, state_interval=2) as rig:
+        assert take_steps(rig.saver, STEPS) == [False, True, True, True]
         assert rig.seen == [
             (2, ["000001_step_0", "000002_step_2"]),
-            (4, [FINAL_MODEL, "000002_step_2", "000003_step_4"]),
+            (3, ["step_3", "000002_step_2", "000003_step_3"]),
+            (4, [FINAL_MODEL, "step_3", "000003_step_3", "000004_step_4"]),
         ]
-
-
-def test_a_model_is_saved_with_the_state_that_it_belongs_to(tmp_path: Path) -> None:
-    with bench(tmp_path, checkpoint_interval=3, state_interval=2) as rig:
-        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-        take_steps(rig.saver, 3)
-        assert rig.seen[-1] == (3, ["step_3", "000002_step_2", "000003_step_3"])
         assert (rig.save_path / "step_3" / "model.safetensors").exists()
 
 
-def test_a_run_that_goes_on_from_its_state_does_not_save_it_again(tmp_path: Path) -> None:
+def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
         rig.saver.begin(Position(step=1, batch_id=1, epoch=2), is_saved=True)
         assert not rig.save_path.exists()
@@ -135,40 +128,35 @@ def test_a_run_that_goes_on_from_its_state_does_not_save_it_again(tmp_path: Path
         assert not rig.saver.release_batches()
 
 
-def test_a_run_api_that_is_away_is_named_and_the_state_is_there(tmp_path: Path) -> None:
+def test_a_batch_without_a_step_is_acknowledged_with_the_next_state(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
+        rig.saver.begin(START, is_saved=False)
+        rig.saver.batch_passed_over(Position(step=0, batch_id=2, epoch=1))
+        assert rig.seen == []
+        assert rig.saver.release_batches()
+        assert rig.seen == [(2, ["000001_step_0", "000002_step_0"])]
+
+
+def test_a_run_api_that_is_away_is_named_after_the_state_is_saved(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig:
-        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-        rig.seen.clear()
+        rig.saver.begin(START, is_saved=False)
+        unrouted = Position(step=1, batch_id=STEPS + 1, epoch=1)
         with pytest.raises(ServiceUnavailable, match="Atropos API not reachable"):
-            rig.saver.step_taken(Position(step=1, batch_id=STEPS + 1, epoch=1))  # no such route
+            rig.saver.step_taken(unrouted)
         assert on_disk(rig.save_path) == ["000001_step_0", "000002_step_1"]
 
 
-def test_an_adapter_has_directories_of_its_own() -> None:
-    redis = "redis://127.0.0.1:6379/0"
-    chosen = settings(weight_bridge_mode="lora_only", redis_url=redis, checkpoint_interval=2)
-    assert due_after(2, 0, chosen) == Due(("adapter_step_2",), True)
-    assert due_after(STEPS, 0, chosen) == Due(("adapter_step_4", "final_adapter"), True)
-
-
-@pytest.mark.parametrize(
-    ("kept", "expected"),
-    [
-        (None, ["step_1", "step_2", "step_3", "step_4"]),
-        (2, ["step_3", "step_4"]),
-        (1, ["step_4"]),
-    ],
-)
-def test_old_models_are_removed_once_a_newer_one_is_there(
-    kept: int | None, expected: list[str], tmp_path: Path
+@pytest.mark.parametrize(("kept", "oldest"), [(None, 1), (1, 4)])
+def test_only_models_beyond_the_limit_are_removed(
+    kept: int | None, oldest: int, tmp_path: Path
 ) -> None:
     with bench(tmp_path, checkpoint_interval=1, keep_checkpoints=kept) as rig:
-        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
         take_steps(rig.saver, STEPS)
-        assert names(rig.save_path) == [FINAL_MODEL, *expected, "trainer_state"]
+        models = [f"step_{step}" for step in range(oldest, STEPS + 1)]
+        assert names(rig.save_path) == [FINAL_MODEL, *models, "trainer_state"]
 
 
-def test_models_of_a_run_that_began_anew_are_the_newer_ones(tmp_path: Path) -> None:
+def test_the_models_written_last_are_kept_and_no_other_directory_is_touched(tmp_path: Path) -> None:
     for written_at_s, step in enumerate((90, 100, 1)):
         (tmp_path / f"step_{step}").mkdir()
         os.utime(tmp_path / f"step_{step}", (written_at_s, written_at_s))
@@ -179,12 +167,3 @@ def test_models_of_a_run_that_began_anew_are_the_newer_ones(tmp_path: Path) -> N
         *("adapter_step_5", "final_model", "mystep_3"),
         *("step_1", "step_100", "step_x"),
     ]
-
-
-def test_a_batch_that_was_passed_over_is_acknowledged_with_the_next_state(tmp_path: Path) -> None:
-    with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
-        rig.saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-        rig.saver.batch_passed_over(Position(step=0, batch_id=2, epoch=1))
-        assert rig.seen == []
-        assert rig.saver.release_batches()
-        assert rig.seen == [(2, ["000001_step_0", "000002_step_0"])]

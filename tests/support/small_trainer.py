@@ -1,0 +1,50 @@
+"""A trainer of three small tensors, with everything that a saved state holds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.state_store import SavedState, StateStore
+from grpo_trainer.trainer_state import Position, capture, require_fit, restore
+
+SETTINGS = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
+
+
+class Side:
+    """A model in bf16 whose third tensor never gets a gradient, and its optimizer."""
+
+    def __init__(self, seed: int = 0, width: int = 4) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Module()
+        for name in ("first", "second", "unused"):
+            weights = torch.randn(width, 3).to(torch.bfloat16)
+            self.model.register_parameter(name, nn.Parameter(weights))
+        self.optimizer = MasterOptimizer(self.model.parameters(), 0.1, 4, 0.01, max_grad_norm=1.0)
+
+    def step(self, step: int) -> float:
+        """Of a loss that draws from every generator, as one with dropout would. Returns a number
+        that depends on the weights and on all of them."""
+        first, second = (self.model.get_parameter(name) for name in ("first", "second"))
+        loss = (torch.randn_like(first) * first + second**2).float().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = self.optimizer.step(step)
+        self.optimizer.write_into_parameters()
+        return norm + random.random() + float(numpy.random.standard_normal())
+
+    def save(self, store: StateStore, step: int = 3) -> Path:
+        position = Position(step=step, batch_id=step + 4, epoch=2)
+        return store.save(capture(self.model, self.optimizer, SETTINGS, position))
+
+    def resume(self, saved: SavedState | None) -> None:
+        """With the write of the masters into the parameters that follows."""
+        assert saved is not None
+        require_fit(saved.record, self.model, SETTINGS, "here")
+        restore(saved.load(), self.model, self.optimizer)
+        self.optimizer.write_into_parameters()
