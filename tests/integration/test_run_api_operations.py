@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 import select
 import signal
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -18,18 +19,18 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.redis_link import RedisLink, layout_prefix
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
+from grpo_core.errors import RequestRefused
+from grpo_core.run_api_client import TrainerClient
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
-from tests.integration.run_api_calls import REGISTRATION, probe, register
-from tests.support.process_table import eventually
+from tests.integration.run_api_calls import REGISTRATION, probe, register, scrape
+from tests.support.wait import DEADLINE_S, wait_for
 
 TOKEN = "correct-horse-battery-staple"
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 OPEN = ("/health", "/healthz", "/readyz")
-LOG_DEADLINE_S = 30.0
-REDIS_DEADLINE_S = 60.0
-"""Longer than the probes of a test take while a request waits for Redis."""
 RUN_ID = "operations"
 
 
@@ -50,7 +51,7 @@ def api(
         own_redis[0],
         tmp_path_factory.mktemp("run-api"),
         run_id=RUN_ID,
-        redis_deadline_s=REDIS_DEADLINE_S,
+        redis_deadline_s=DEADLINE_S,  # longer than the probes take while a request waits
         environment={"RUN_API_TOKEN": TOKEN, "RUN_API_LOG_LEVEL": "DEBUG"},
     )
     yield running
@@ -60,22 +61,16 @@ def api(
 @pytest.fixture(scope="module")
 def stranger(api: RunningApi) -> Iterator[httpx.Client]:
     """A client without the token."""
-    with httpx.Client(base_url=api.url, timeout=120.0) as client:
+    with httpx.Client(base_url=api.url, timeout=2 * DEADLINE_S) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
-def _client(api: RunningApi) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=api.url, timeout=2 * REDIS_DEADLINE_S, headers=headers) as known:
-        yield known
-
-
 @pytest.fixture
-def client(_client: httpx.Client) -> httpx.Client:
+def client(api: RunningApi) -> Iterator[httpx.Client]:
     """A client with the token, of a run that knows of no trainer yet."""
-    _client.get("/reset_data").raise_for_status()
-    return _client
+    with httpx.Client(base_url=api.url, timeout=2 * DEADLINE_S, headers=AUTHORIZATION) as known:
+        known.get("/reset_data").raise_for_status()
+        yield known
 
 
 @pytest.fixture
@@ -87,72 +82,63 @@ def paused_redis(own_redis: tuple[str, ManagedProcess]) -> Iterator[ManagedProce
     process.signal(signal.SIGCONT)
 
 
+def connect(api: RunningApi) -> HTTPConnection:
+    return HTTPConnection(api.url.removeprefix("http://"), timeout=2 * DEADLINE_S)
+
+
 def log_lines(api: RunningApi, request_id: str, event: str) -> list[str]:
     """Log lines of a request, once there are any: those about its end follow its answer."""
-    lines: list[str] = []
 
-    def found() -> bool:
+    def found() -> list[str]:
         log = api.process.log_path.read_text().splitlines()
-        lines[:] = [x for x in log if f"request_id={request_id}" in x and event in x]
-        return bool(lines)
+        return [line for line in log if f"request_id={request_id}" in line and event in line]
 
-    api.process.wait_until(found, LOG_DEADLINE_S)
-    return lines
+    return wait_for(found)
 
 
 def test_probes_and_metrics_while_redis_hangs(
     api: RunningApi, client: httpx.Client, paused_redis: ManagedProcess
 ) -> None:
-    waiting = http.client.HTTPConnection(
-        api.url.removeprefix("http://"), timeout=2 * REDIS_DEADLINE_S
-    )
-    authorization = {"Authorization": f"Bearer {TOKEN}"}
-    waiting.request("GET", "/status", headers={"X-Request-Id": "slow-1", **authorization})
-    # on a connection made later: its answer says that the request has arrived
-    alive = httpx.get(f"{api.url}/healthz", timeout=2 * REDIS_DEADLINE_S)
-    assert alive.json() == {"status": "ok"}
+    with closing(connect(api)) as waiting:
+        waiting.request("GET", "/status", headers={"X-Request-Id": "slow-1", **AUTHORIZATION})
+        # on a connection made later: its answer says that the request has arrived
+        alive = httpx.get(f"{api.url}/healthz", timeout=2 * DEADLINE_S)
+        assert alive.json() == {"status": "ok"}
 
-    ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
-    assert ready.status_code == 503
-    assert ready.json()["detail"].startswith("Redis did not answer within 1 s")
-    assert int(ready.headers["retry-after"]) >= 1
+        ready = client.get("/readyz", headers={"X-Request-Id": "away-1"})
+        assert ready.status_code == 503
+        assert ready.json()["detail"].startswith("Redis did not answer within 1 s")
+        assert int(ready.headers["retry-after"]) >= 1
 
-    scraped = client.get("/metrics")
-    assert scraped.status_code == 200
-    assert "run_api_redis_up 0.0" in scraped.text
-    assert "run_api_step" not in scraped.text
-    assert not select.select([waiting.sock], [], [], 0)[0]
+        scraped = client.get("/metrics").raise_for_status().text
+        assert "run_api_redis_up 0.0" in scraped
+        assert "run_api_step" not in scraped
+        assert not select.select([waiting.sock], [], [], 0)[0]
 
-    paused_redis.signal(signal.SIGCONT)
-    assert waiting.getresponse().status == 200
-    waiting.close()
+        paused_redis.signal(signal.SIGCONT)
+        assert waiting.getresponse().status == 200
     assert probe(client, "/readyz").json() == {"status": "ok"}
-    assert eventually(lambda: "run_api_redis_up 1.0" in client.get("/metrics").text)
+    wait_for(lambda: client.get("/metrics").text, lambda text: "run_api_redis_up 1.0" in text)
     assert "[warning" in log_lines(api, "away-1", "request failed")[0]
     assert "[warning" in log_lines(api, "slow-1", "request slow")[0]
 
 
-ANSWERS = [
-    ("GET", "/status", b"", 200),
-    ("GET", "/nowhere", b"", 404),
-    ("DELETE", "/status", b"", 405),
-    ("POST", "/register", b"{}", 422),
-    ("POST", "/scored_data_list", b" " * (MAX_BODY_BYTES + 1), 413),
-]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status"), ANSWERS, ids=[str(a[-1]) for a in ANSWERS]
-)
-def test_every_answer_names_its_request(
-    client: httpx.Client, method: str, path: str, body: bytes, status: int
-) -> None:
-    mine = client.request(method, path, content=body, headers={"X-Request-Id": f"id-{status}"})
-    assert mine.status_code == status
-    assert mine.headers.get_list("x-request-id") == [f"id-{status}"]
-    ids = {client.request(method, path, content=body).headers["x-request-id"] for _ in range(2)}
-    assert len(ids) == 2
-    assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids)
+def test_every_answer_names_its_request(client: httpx.Client) -> None:
+    for method, path, body, status in (
+        ("GET", "/status", b"", 200),
+        ("GET", "/nowhere", b"", 404),
+        ("DELETE", "/status", b"", 405),
+        ("POST", "/register", b"{}", 422),
+        ("POST", "/scored_data_list", b" " * (MAX_BODY_BYTES + 1), 413),
+    ):
+        headers = {"X-Request-Id": f"id-{status}"}
+        named = client.request(method, path, content=body, headers=headers)
+        assert named.status_code == status
+        assert named.headers.get_list("x-request-id") == [f"id-{status}"]
+        unnamed = [client.request(method, path, content=body).headers for _ in range(2)]
+        ids = {headers["x-request-id"] for headers in unnamed}
+        assert len(ids) == 2
+        assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids)
 
 
 def test_what_a_request_logs_carries_its_id(api: RunningApi, client: httpx.Client) -> None:
@@ -175,29 +161,27 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
     (line,) = log_lines(api, "defect-1", "Exception in ASGI application")
     assert "[error" in line
 
-    def after() -> str:
-        return api.process.log_path.read_text().partition(line)[2]
+    def traceback() -> str:
+        return api.process.log_path.read_text().partition(line)[2].lstrip()
 
-    api.process.wait_until(lambda: "WRONGTYPE" in after(), LOG_DEADLINE_S)
-    assert after().lstrip().startswith("Traceback")
+    assert wait_for(traceback, lambda text: "WRONGTYPE" in text).startswith("Traceback")
     assert "[warning" in log_lines(api, "defect-1", "request failed")[0]
     assert client.get("/info").status_code == 200
 
 
 def test_a_sender_that_leaves_is_no_defect(api: RunningApi, client: httpx.Client) -> None:
-    leaving = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=120.0)
-    leaving.putrequest("POST", "/scored_data")
-    for name, value in (("Authorization", f"Bearer {TOKEN}"), ("X-Request-Id", "gone-1")):
-        leaving.putheader(name, value)
-    leaving.putheader("Content-Length", "100")
-    leaving.endheaders(b"half of it")
-    client.get("/healthz").raise_for_status()
-    leaving.close()
+    with closing(connect(api)) as leaving:
+        leaving.putrequest("POST", "/scored_data")
+        for name, value in (*AUTHORIZATION.items(), ("X-Request-Id", "gone-1")):
+            leaving.putheader(name, value)
+        leaving.putheader("Content-Length", "100")
+        leaving.endheaders(b"half of it")
+        client.get("/healthz").raise_for_status()
     (line,) = log_lines(api, "gone-1", "path=/scored_data")
     assert "[debug" in line
     assert "status=499" in line
-    counted = 'method="POST",route="/scored_data",status="499"'
-    assert f"run_api_requests_total{{{counted}}} 1.0" in client.get("/metrics").text
+    counted = (("method", "POST"), ("route", "/scored_data"), ("status", "499"))
+    assert scrape(client)["run_api_requests_total", counted] == 1
 
 
 def routes() -> list[tuple[str, str]]:
@@ -239,12 +223,18 @@ def test_what_is_401_says_what_is_missing_and_changes_nothing(
 
 
 def test_401_comes_before_the_body(api: RunningApi) -> None:
-    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=120.0)
-    connection.putrequest("POST", "/scored_data")
-    connection.putheader("Content-Length", str(10**9))
-    connection.endheaders()
-    assert connection.getresponse().status == 401
-    connection.close()
+    with closing(connect(api)) as sender:
+        sender.putrequest("POST", "/scored_data")
+        sender.putheader("Content-Length", str(10**9))
+        sender.endheaders()
+        assert sender.getresponse().status == 401
+
+
+def test_the_client_sends_its_token_and_names_a_missing_one(api: RunningApi) -> None:
+    with TrainerClient(api.url, token=TOKEN) as known, TrainerClient(api.url) as unknown:
+        known.status()
+        with pytest.raises(RequestRefused, match="Authorization: Bearer"):
+            unknown.status()
 
 
 def test_the_token_is_in_no_log(api: RunningApi, client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""What run-api says at its start about how Redis keeps the run."""
+"""Logs of a starting run-api about how Redis keeps the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
 from grpo_local.ports import free_port
-
-DEADLINE_S = 60.0
+from tests.support.wait import DEADLINE_S, wait_for_async
 
 
 @pytest.fixture
 def admin(redis_url: str) -> Iterator[redis.Redis]:
-    """A connection to the session's Redis, which is as before when the test ends."""
+    """A connection to the session's Redis, whose settings are restored at the end."""
     with redis.Redis.from_url(redis_url) as connection:
         yield connection
         connection.config_set("appendonly", "yes")
@@ -39,29 +38,26 @@ async def link_to(url: str, deadline_s: float = DEADLINE_S) -> AsyncIterator[Red
 
 
 async def report(url: str) -> list[Any]:
-    async with asyncio.timeout(DEADLINE_S), link_to(url) as link:
+    async with link_to(url) as link:
         with capture_logs() as logs:
             await report_persistence(link, Lifetime())
     return list(logs)
 
 
-@pytest.mark.parametrize("appendfsync", ["always", "everysec", "no"])
-async def test_how_often_redis_writes_is_told(
-    redis_url: str, admin: redis.Redis, appendfsync: str
+async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
+    redis_url: str, admin: redis.Redis
 ) -> None:
-    admin.config_set("appendfsync", appendfsync)
-    (line,) = await report(redis_url)
-    assert (line["log_level"], line["appendfsync"]) == ("info", appendfsync)
-
-
-async def test_a_redis_that_forgets_is_warned_of(redis_url: str, admin: redis.Redis) -> None:
+    for appendfsync in ("always", "everysec"):
+        admin.config_set("appendfsync", appendfsync)
+        (line,) = await report(redis_url)
+        assert (line["log_level"], line["appendfsync"]) == ("info", appendfsync)
     admin.config_set("appendonly", "no")
     (line,) = await report(redis_url)
     assert line["log_level"] == "warning"
     assert "--appendonly yes" in line["event"]
 
 
-async def test_a_redis_that_does_not_tell_is_not_spoken_of(
+async def test_nothing_is_logged_of_a_redis_that_keeps_its_settings_to_itself(
     redis_url: str, admin: redis.Redis
 ) -> None:
     admin.acl_setuser(
@@ -71,14 +67,25 @@ async def test_a_redis_that_does_not_tell_is_not_spoken_of(
     assert any(str(entry["object"]).startswith("config") for entry in admin.acl_log())
 
 
+class CountedLifetime(Lifetime):
+    """Counts the waits for the next attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    async def closes_within(self, seconds: float) -> bool:
+        self.waits += 1
+        return await super().closes_within(seconds)
+
+
 async def test_a_redis_that_is_not_there_yet_is_waited_for_until_the_server_stops() -> None:
-    lifetime = Lifetime()
-    async with link_to(f"redis://127.0.0.1:{free_port()}/0", deadline_s=0.2) as link:
+    lifetime = CountedLifetime()
+    async with link_to(f"redis://127.0.0.1:{free_port()}/0", deadline_s=0.1) as link:
         with capture_logs() as logs:
             reporting = asyncio.create_task(report_persistence(link, lifetime))
-            await asyncio.wait([reporting], timeout=0.5)
+            await wait_for_async(lambda: lifetime.waits)
             assert not reporting.done()
             lifetime.closing.set()
-            async with asyncio.timeout(DEADLINE_S):
-                await reporting
+            await reporting
     assert logs == []
