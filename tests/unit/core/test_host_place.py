@@ -17,21 +17,15 @@ def in_another_process(*prefix: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def test_processes_of_one_namespace_agree() -> None:
+def test_only_processes_of_one_namespace_agree() -> None:
     assert in_another_process() == host_place.pid_namespace()
-
-
-def test_a_process_in_another_namespace_differs() -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-p", "-f", "true"], check=False).returncode:
         pytest.skip("needs the right to make a PID namespace")
     assert in_another_process(unshare, "-p", "-f") != host_place.pid_namespace()
 
 
-def test_no_shared_memory_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_place, "_SHM", tmp_path / "nothing")
-    assert host_place.shm_filesystem() == 0
-
-
-def test_shared_memory_is_the_file_system_there() -> None:
+def test_shared_memory_is_the_file_system_there_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_place.shm_filesystem() == Path("/dev/shm").stat().st_dev
+    monkeypatch.setattr(host_place, "_SHM", Path("/nothing"))
+    assert host_place.shm_filesystem() == 0

@@ -1,4 +1,4 @@
-"""What a trainer makes of the answer to its poll."""
+"""How the trainer's client reads run-api's answer to a poll."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from grpo_core.run_api_answers import leased_batch
 from grpo_core.wire import PolicyVersion
 
 GROUP = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0]}
-
-
-def answer(**changes: Any) -> dict[str, Any]:
-    return {"batch_id": 4, "received_under": [[1, 7], None], "batch": [GROUP] * 2} | changes
+ANSWER = {"batch_id": 4, "received_under": [[1, 7], None], "batch": [GROUP] * 2}
 
 
 def test_each_group_comes_with_the_version_it_was_received_under() -> None:
-    batch = leased_batch(answer(), after=3)
+    batch = leased_batch(ANSWER, after=3)
     assert batch is not None
     assert (batch.id, len(batch.groups)) == (4, 2)
     assert batch.received_under == [PolicyVersion(1, 7), None]
@@ -26,14 +23,16 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
 
 
 @pytest.mark.parametrize(
-    ("under", "says"),
+    ("changes", "says"),
     [
-        (None, "run-api of the trainer's version"),
-        ([[1, 7]], "2 groups, received under 1 versions"),
-        ([[1, 7], [1]], "run-api of the trainer's version"),
-        ([[1, 7], ["x", 1]], "run-api of the trainer's version"),
+        ({"received_under": None}, "run-api of the trainer's version"),
+        ({"received_under": [[1, 7]]}, "2 groups, received under 1 versions"),
+        ({"received_under": [[1, 7], ["x", 1]]}, "run-api of the trainer's version"),
+        ({"batch_id": 3}, "asked for the batch after 3, it answered batch 3"),
+        ({"batch": [GROUP, {}]}, "broken group in batch 4"),
+        ({"status": "error", "message": "Who?"}, "Who?.*reset_data"),
     ],
 )
-def test_versions_that_do_not_belong_to_the_groups_are_refused(under: Any, says: str) -> None:
+def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ProtocolViolation, match=says):
-        leased_batch(answer(received_under=under), after=3)
+        leased_batch(ANSWER | changes, after=3)

@@ -1,7 +1,8 @@
-"""What a directory of weights must hold before anybody serves from it."""
+"""Directories of weights: which are served from, and which are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,30 +29,29 @@ def adapter(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_whole_one_is_taken(adapter: Path) -> None:
+def checked(adapter: Path, digest: str = "", kind: WeightKind = WeightKind.ADAPTER) -> Path:
+    return check_weights(kind, str(adapter), digest, adapter.parent)
+
+
+def test_a_whole_one_is_taken_wherever_it_lies(adapter: Path) -> None:
     digest = directory_digest(adapter)
-    taken = check_weights(WeightKind.ADAPTER, str(adapter), digest, adapter.parent)
-    assert taken == adapter.resolve()
+    assert checked(adapter, digest) == adapter.resolve()
+    assert directory_digest(adapter.rename(adapter.with_name("elsewhere"))) == digest
 
 
-@pytest.mark.parametrize("change", ["byte", "length", "name", "further file"])
-def test_every_change_shows_in_the_digest(adapter: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda at: (at / ADAPTER_WEIGHTS).write_bytes(b"\0" * 999 + b"\1"), id="byte"),
+        pytest.param(lambda at: (at / ADAPTER_WEIGHTS).write_bytes(b"\0" * 999), id="length"),
+        pytest.param(lambda at: (at / ADAPTER_CONFIG).rename(at / "other.json"), id="name"),
+        pytest.param(lambda at: (at / "empty").touch(), id="further file"),
+    ],
+)
+def test_every_change_shows_in_the_digest(adapter: Path, change: Callable[[Path], object]) -> None:
     before = directory_digest(adapter)
-    weights = adapter / ADAPTER_WEIGHTS
-    if change == "byte":
-        weights.write_bytes(b"\0" * 999 + b"\1")
-    elif change == "length":
-        weights.write_bytes(b"\0" * 999)
-    elif change == "name":
-        weights.rename(adapter / "other.safetensors")
-    else:
-        (adapter / "empty").touch()
+    change(adapter)
     assert directory_digest(adapter) != before
-
-
-def test_the_digest_does_not_depend_on_where_it_lies(adapter: Path) -> None:
-    before = directory_digest(adapter)
-    assert directory_digest(adapter.rename(adapter.with_name("elsewhere"))) == before
 
 
 @pytest.mark.parametrize("name", ["..", "../adapter-outside", ".", "link"])
@@ -68,19 +68,19 @@ def test_nothing_outside_the_root_is_taken(adapter: Path, name: str) -> None:
 def test_a_half_written_adapter_is_refused(adapter: Path, missing: str) -> None:
     (adapter / missing).unlink()
     with pytest.raises(UnusableWeights, match=f"no {missing}: not a whole adapter"):
-        check_weights(WeightKind.ADAPTER, str(adapter), "", adapter.parent)
+        checked(adapter)
 
 
 def test_a_half_written_checkpoint_is_refused_naming_everything(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(UnusableWeights) as refused:
-        check_weights(WeightKind.CHECKPOINT, str(tmp_path / "c"), "", tmp_path)
+        checked(tmp_path / "c", kind=WeightKind.CHECKPOINT)
     assert f"no {MODEL_CONFIG}, no *.safetensors" in str(refused.value)
 
 
 def test_other_bytes_than_announced_are_refused(adapter: Path) -> None:
     with pytest.raises(UnusableWeights, match="announced 0000"):
-        check_weights(WeightKind.ADAPTER, str(adapter), "0" * 64, adapter.parent)
+        checked(adapter, "0" * 64)
 
 
 def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
