@@ -37,6 +37,9 @@ LANES ?= "lint unit integration soak" "inference faults e2e"
 TIER ?= not full and not gpu
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
+# Beside the tiny model: a fresh clone is checked in 2 s instead of 40.
+export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo/mypy
+
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
 PART ?= proof modes swaps memory precision
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
