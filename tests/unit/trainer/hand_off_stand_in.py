@@ -1,11 +1,11 @@
-"""The supervisor of a server as the trainer sees it, played by a thread on a real Redis."""
+"""The supervisor of a server, as the trainer sees it: a thread that speaks to a real Redis."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from redis import Redis
@@ -20,14 +20,15 @@ from grpo_core.handoff import (
     outcome_key,
     status_key,
 )
+from tests.support.wait import wait_for
 
 Reply = Callable[["StandIn", Command], None]
 
 
 class StandIn:
-    """Answers the n-th command with the n-th reply, and says every 50 ms that it is there."""
+    """Answers the n-th command with the n-th reply, and writes its status every 50 ms."""
 
-    def __init__(self, url: str, run_id: str, replies: list[Reply]) -> None:
+    def __init__(self, url: str, run_id: str, replies: Iterable[Reply] = ()) -> None:
         self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
         self.run_id = run_id
         self.seen: list[Command] = []
@@ -39,8 +40,7 @@ class StandIn:
         self._thread.start()
 
     def __enter__(self) -> StandIn:
-        while not self.redis.exists(status_key(self.run_id)):
-            time.sleep(0.01)
+        wait_for(lambda: self.redis.exists(status_key(self.run_id)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,12 +49,10 @@ class StandIn:
         self.redis.close()
 
     def becomes(self, **changes: Any) -> None:
-        """Return once Redis says so too."""
+        """Return once Redis has the new status."""
         self.says = self.says.model_copy(update=changes)
-        give_up_at = time.monotonic() + 60
-        while self.redis.hget(status_key(self.run_id), "state") != self.says.state:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        key, state = status_key(self.run_id), self.says.state
+        wait_for(lambda: self.redis.hget(key, "state"), lambda found: found == state)
 
     def answer(self, command: Command, state: OutcomeState, **fields: str) -> None:
         written = Outcome(state=state, **fields).on_the_wire()
@@ -64,6 +62,10 @@ class StandIn:
         self.says = self.says.model_copy(
             update={"epoch": command.epoch, "step": command.step, "path": path or command.path}
         )
+
+    def lose_commands(self) -> None:
+        """As a Redis that loses its last second."""
+        self.redis.delete(commands_key(self.run_id))
 
     def _work(self) -> None:
         place = "0"
@@ -89,4 +91,4 @@ def says(state: OutcomeState, reason: str) -> Reply:
 
 
 def silence(_server: StandIn, _command: Command) -> None:
-    """Nothing is answered."""
+    """No answer."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,18 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.handoff import (
-    Action,
-    Command,
-    OutcomeState,
-    ServerStatus,
-    SupervisorState,
-    commands_key,
-)
+from grpo_core.handoff import Action, Command, OutcomeState, SupervisorState, commands_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
-from grpo_local.redis_server import bundled_redis, start_redis
-from grpo_trainer.errors import LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync import handoff, supervisor_watch
+from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
+from grpo_trainer.weight_sync import handoff
 from grpo_trainer.weight_sync.handoff import Handoff, WeightFiles
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
-from tests.support.process_table import eventually
-from tests.unit.trainer.hand_off_stand_in import StandIn, done, says, silence
+from tests.unit.trainer.hand_off_stand_in import Reply, StandIn, done, says, silence
 
-AOF = "appendonly.aof"
-"""Of the bundled Redis, 6.2."""
 FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)
+FAILED = says(OutcomeState.FAILED, "no memory")
 
 
 @pytest.fixture(autouse=True)
@@ -43,235 +33,203 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.05)
 
 
-@pytest.fixture
-def run_id() -> str:
-    return uuid.uuid4().hex[:8]
+@dataclass
+class Rig:
+    """A link to Redis, and whoever plays the supervisor at the other end."""
+
+    url: str
+    link: HandoffLink
+
+    @property
+    def run_id(self) -> str:
+        return self.link.run_id
+
+    def supervisor(self, *replies: Reply) -> StandIn:
+        return StandIn(self.url, self.run_id, replies)
+
+    def watch(self, return_s: float, clock: Callable[[], float]) -> SupervisorWatch:
+        return SupervisorWatch(self.link, return_s, clock)
+
+    def serve(self, deadline_s: float = 60.0) -> frozenset[Path]:
+        watch = SupervisorWatch(self.link, return_deadline_s=60.0)
+        return Handoff(self.link, watch, Action.LOAD_ADAPTER, deadline_s).serve(FILES)
 
 
 @pytest.fixture
-def link(redis_url: str, run_id: str) -> Iterator[HandoffLink]:
-    with HandoffLink(redis_url, run_id, deadline_s=60.0) as opened:
-        yield opened
+def rig(redis_url: str) -> Iterator[Rig]:
+    with HandoffLink(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
+        yield Rig(redis_url, link)
 
 
-def asking(link: HandoffLink, deadline_s: float = 60.0, return_s: float = 60.0) -> Handoff:
-    watch = SupervisorWatch(link, return_deadline_s=return_s)
-    return Handoff(link, watch, Action.LOAD_ADAPTER, deadline_s)
+def stands_still() -> float:
+    return 100.0
 
 
-def test_a_command_says_everything_and_its_answer_what_must_stay(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    with StandIn(redis_url, run_id, [done]) as server:
-        assert asking(link).serve(FILES) == {Path("/weights/epoch_1_step_2")}
+# --- commands and their answers -------------------------------------------------------------------
+
+
+def test_a_command_holds_everything_and_its_answer_what_must_stay(rig: Rig) -> None:
+    with rig.supervisor(done) as server:
+        assert rig.serve() == {Path("/weights/epoch_1_step_2")}
     (command,) = server.seen
     assert (command.action, command.version) == (Action.LOAD_ADAPTER, (1, 3))
     assert (command.path, command.sha256) == ("/weights/epoch_1_step_3", "0" * 64)
-    assert link.newest_epoch() == 1
+    assert rig.link.newest_epoch() == 1
 
 
-def test_busy_and_failed_are_asked_again_under_another_id(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    replies = [says(OutcomeState.BUSY, "another"), says(OutcomeState.FAILED, "no memory"), done]
-    with StandIn(redis_url, run_id, replies) as server:
-        asking(link).serve(FILES)
+def test_busy_and_failed_are_retried_under_another_id(rig: Rig) -> None:
+    replies = [says(OutcomeState.BUSY, "another"), FAILED, done]
+    with rig.supervisor(*replies) as server:
+        rig.serve()
     assert len({command.id for command in server.seen}) == 3
 
 
-def test_a_refusal_ends_it_at_once_with_the_reason(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    replies = [says(OutcomeState.REFUSED, "rank 64, at most 16")]
-    with (
-        StandIn(redis_url, run_id, replies) as server,
-        pytest.raises(WeightsRefused, match="rank 64, at most 16"),
-    ):
-        asking(link).serve(FILES)
-    assert len(server.seen) == 1
+def serves_another_directory(server: StandIn, command: Command) -> None:
+    server.serve(command, path="/weights/of_another_run")
+    server.answer(command, OutcomeState.REFUSED, reason="taken")
 
 
-def test_a_failure_is_named_where_no_time_is_left_to_ask_again(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reply", "error", "told"),
+    [
+        (says(OutcomeState.REFUSED, "rank 64, at most 16"), WeightsRefused, "rank 64, at most 16"),
+        (serves_another_directory, WeightsRefused, "taken"),
+        (FAILED, NotPublished, r"\(1, 3\) is not served after 60 s \(failed: no memory"),
+    ],
+)
+def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
+    reply: Reply,
+    error: type[GrpoError],
+    told: str,
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handoff, "FIRST_RETRY_S", 60.0)
-    replies = [says(OutcomeState.FAILED, "no memory")] * 50
-    with (
-        StandIn(redis_url, run_id, replies) as server,
-        pytest.raises(NotPublished, match=r"\(1, 3\) is not served after 60 s \(failed: no memory"),
-    ):
-        asking(link).serve(FILES)
+    with rig.supervisor(reply) as server, pytest.raises(error, match=told):
+        rig.serve()
     assert len(server.seen) == 1
 
 
-def test_a_failure_that_stays_ends_at_the_deadline(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked again after 2 s, it has nearly 4 s for its last answer, which may come too late: there
-    is no third time."""
-    monkeypatch.setattr(handoff, "FIRST_RETRY_S", 2.0)
-    replies = [says(OutcomeState.FAILED, "no memory")] * 50
-    last = "failed: no memory|the command was"
-    with (
-        StandIn(redis_url, run_id, replies) as server,
-        pytest.raises(NotPublished, match=rf"\(1, 3\) is not served after 6 s \(({last})"),
-    ):
-        asking(link, deadline_s=6.0).serve(FILES)
-    assert len(server.seen) <= 2
+def test_a_command_without_an_answer_is_named_at_the_deadline(rig: Rig) -> None:
+    with rig.supervisor(silence), pytest.raises(NotPublished, match="not seen"):
+        rig.serve(deadline_s=0.5)
 
 
-def test_a_command_without_an_answer_is_named_at_the_deadline(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    with StandIn(redis_url, run_id, [silence]), pytest.raises(NotPublished, match="not seen"):
-        asking(link, deadline_s=0.5).serve(FILES)
-
-
-def test_a_command_that_redis_lost_is_sent_again(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.3)
-
-    def forget(server: StandIn, _command: Command) -> None:
-        server.redis.delete(commands_key(server.run_id))
-
-    with StandIn(redis_url, run_id, [forget, done]) as server:
-        asking(link).serve(FILES)
+def test_a_command_that_redis_lost_is_sent_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.0)
+    replies = [lambda server, _: server.lose_commands(), done]
+    with rig.supervisor(*replies) as server:
+        rig.serve()
     assert len(server.seen) == 2
 
 
-def test_what_is_served_counts_where_its_answer_was_lost(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
+def test_served_weights_count_although_the_answer_was_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repeat is refused, because the version is not a new one any more."""
-    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.3)
+    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.0)
 
     def carry_out_and_forget(server: StandIn, command: Command) -> None:
         server.serve(command)
-        server.redis.delete(commands_key(server.run_id))
+        server.lose_commands()
 
     replies = [carry_out_and_forget, says(OutcomeState.REFUSED, "not a new version")]
-    with StandIn(redis_url, run_id, replies):
-        assert asking(link).serve(FILES) == frozenset()
+    with rig.supervisor(*replies):
+        assert rig.serve() == frozenset()
 
 
-def test_the_same_version_from_another_directory_does_not_count(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    def elsewhere(server: StandIn, command: Command) -> None:
-        server.serve(command, path="/weights/of_another_run")
-        server.answer(command, OutcomeState.REFUSED, reason="taken")
-
-    with StandIn(redis_url, run_id, [elsewhere]), pytest.raises(WeightsRefused, match="taken"):
-        asking(link).serve(FILES)
+# --- is the server there? -------------------------------------------------------------------------
 
 
-def test_a_supervisor_that_falls_silent_is_lost(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_watch, "STATUS_STALE_S", 0.5)
-
+def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
     def fall_silent(server: StandIn, _command: Command) -> None:
         server.speaks = False
 
-    with (
-        StandIn(redis_url, run_id, [fall_silent]),
-        pytest.raises(LostServer, match="says nothing in Redis"),
-    ):
-        asking(link, return_s=0.3).serve(FILES)
+    a_second_per_reading = map(float, itertools.count()).__next__
+    watch = rig.watch(20.0, a_second_per_reading)
+    told = r"away for 20 s \(its supervisor says nothing in Redis"
+    with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
+        Handoff(rig.link, watch, Action.LOAD_ADAPTER, deadline_s=600.0).serve(FILES)
 
 
-def test_a_failed_server_is_lost_with_the_reason_it_gives(
-    redis_url: str, run_id: str, link: HandoffLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_watch, "STATUS_EVERY_S", 300.0)
-    watch = SupervisorWatch(link, return_deadline_s=0.4)
-    with StandIn(redis_url, run_id, []) as server:
-        watch.look()
+def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None:
+    with rig.supervisor() as server:
         server.becomes(state=SupervisorState.FAILED, reason="5 crashes in 60 s")
-        watch.look()  # asked a moment ago
         with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
-            watch.await_serving()
+            rig.watch(0.0, stands_still).look()
 
 
-def test_a_server_that_comes_back_in_time_is_waited_for(
-    redis_url: str, run_id: str, link: HandoffLink
-) -> None:
-    watch = SupervisorWatch(link, return_deadline_s=60.0)
-    with StandIn(redis_url, run_id, []) as server:
-        server.becomes(state=SupervisorState.RESTARTING)
-        threading.Timer(
-            0.5, lambda: setattr(server, "says", ServerStatus(state="serving", epoch=4, step=2))
-        ).start()
-        assert watch.await_serving().version == (4, 2)
-
-
-def test_nobody_ever_said_anything(link: HandoffLink) -> None:
+def test_a_server_that_never_reported_is_lost(rig: Rig) -> None:
     with pytest.raises(LostServer, match="says nothing in Redis"):
-        SupervisorWatch(link, return_deadline_s=0.3).await_serving()
+        rig.watch(0.0, stands_still).await_serving()
 
 
-def test_a_redis_that_restarts_is_survived(tmp_path: Path, run_id: str) -> None:
-    port = free_port()
-    server = start_redis(port, tmp_path, bundled_redis())
-    with HandoffLink(f"redis://127.0.0.1:{port}/0", run_id, deadline_s=60.0) as link:
-        first, second = asking_command(), asking_command()
-        link.send(first)
-        assert eventually(lambda: first.id.encode() in (tmp_path / AOF).read_bytes())
-        server.kill()
-        sending = threading.Thread(target=link.send, args=(second,))
-        sending.start()
-        time.sleep(0.5)
-        server = start_redis(port, tmp_path, bundled_redis())
-        sending.join()
-        try:
-            assert link.has(first)
-            with Redis(port=port, decode_responses=True) as plain:
-                entries = plain.xrange(commands_key(run_id))
-            assert [fields["id"] for _, fields in entries] == [first.id, second.id]
-        finally:
-            server.kill()
+def test_the_server_is_looked_at_once_a_second_at_most(rig: Rig) -> None:
+    now = [100.0]
+    watch = rig.watch(0.0, lambda: now[0])
+    with rig.supervisor() as server:
+        watch.look()
+        server.becomes(state=SupervisorState.FAILED)
+        now[0] += 0.5
+        watch.look()
+        now[0] += 0.5
+        with pytest.raises(LostServer):
+            watch.look()
 
 
-class LosesAnAnswer(HandoffLink):
-    """The first command that it adds is carried out, and the connection breaks behind it."""
+def test_a_server_that_returns_in_time_is_awaited(rig: Rig) -> None:
+    readings: list[float] = []
 
-    has_lost = False
+    def returns_meanwhile() -> float:
+        readings.append(100.0)
+        if len(readings) == 4:
+            server.becomes(state=SupervisorState.SERVING, epoch=4, step=2)
+        return 100.0
+
+    with rig.supervisor() as server:
+        server.becomes(state=SupervisorState.RESTARTING)
+        assert rig.watch(60.0, returns_meanwhile).await_serving().version == (4, 2)
+    assert len(readings) >= 4
+
+
+# --- is Redis there? ------------------------------------------------------------------------------
+
+
+class BreaksOnce(HandoffLink):
+    """The connection breaks at the first command: before or after Redis carries it out."""
+
+    carries_out = is_whole = False
 
     def _attempt(self, *command: Any) -> Any:
-        answer = super()._attempt(*command)
-        if command[0] == "XADD" and not self.has_lost:
-            self.has_lost = True
-            raise RedisConnectionError("broken")
-        return answer
+        if self.is_whole or command[0] != "XADD":
+            return super()._attempt(*command)
+        self.is_whole = True
+        if self.carries_out:
+            super()._attempt(*command)
+        raise RedisConnectionError("broken")
 
 
-def test_a_command_whose_receipt_was_lost_is_not_sent_twice(redis_url: str, run_id: str) -> None:
-    with LosesAnAnswer(redis_url, run_id, deadline_s=60.0) as link:
-        link.send(asking_command())
-        assert link.has_lost
-    with Redis.from_url(redis_url) as plain:
-        assert plain.xlen(commands_key(run_id)) == 1
+@pytest.mark.parametrize("carries_out", [False, True])
+def test_a_command_is_sent_once_over_a_connection_that_breaks(
+    carries_out: bool, redis_url: str
+) -> None:
+    weights = {"path": "/weights/x", "sha256": "0" * 64}
+    command = Command(id="1", action=Action.LOAD_ADAPTER, epoch=1, step=1, **weights)
+    with BreaksOnce(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
+        link.carries_out = carries_out
+        link.send(command)
+        assert link.is_whole
+        with Redis.from_url(redis_url, decode_responses=True) as plain:
+            entries = plain.xrange(commands_key(link.run_id))
+    assert [fields["id"] for _, fields in entries] == ["1"]
 
 
-def test_a_redis_that_stays_away_is_named_without_its_password(run_id: str) -> None:
+def test_a_redis_that_stays_away_is_named_without_its_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    told = r"Redis not usable at redis://127\.0\.0\.1"
     with (
-        HandoffLink(url, run_id, deadline_s=0.3) as link,
-        pytest.raises(
-            ServiceUnavailable, match=r"Redis not usable at redis://127\.0\.0\.1"
-        ) as told,
+        HandoffLink(url, "run", deadline_s=0.05) as link,
+        pytest.raises(ServiceUnavailable, match=told) as raised,
     ):
         link.status()
-    assert "secret" not in str(told.value)
-
-
-def asking_command() -> Command:
-    return Command(
-        id=uuid.uuid4().hex,
-        action=Action.LOAD_ADAPTER,
-        epoch=1,
-        step=1,
-        path="/weights/x",
-        sha256="0" * 64,
-    )
+    assert "secret" not in str(raised.value)
