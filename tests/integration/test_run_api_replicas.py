@@ -1,4 +1,4 @@
-"""Four run-api processes on one Redis behave as one, under load."""
+"""Two run-api processes on one Redis behave as one, under load."""
 
 from __future__ import annotations
 
@@ -11,38 +11,28 @@ from itertools import count
 import httpx
 import pytest
 
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import group, register, register_environment, status
+from tests.support.wait import DEADLINE_S
 
-REPLICAS = 4
-ENVIRONMENTS = 8
+ENVIRONMENTS = 6
 GROUP_SIZE = 4
 BATCH_SIZE = 16
-GROUPS_EACH = 60
+GROUPS_EACH = 30
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    redis_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[RunningApi]]:
-    started: list[RunningApi] = []
-    try:
-        for index in range(REPLICAS):
-            directory = tmp_path_factory.mktemp(f"replica-{index}")
-            started.append(start_run_api(redis_url, directory, run_id="replicas"))
-        yield started
-    finally:
-        for replica in started:
-            replica.process.stop()
+def replica(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A second process beside the session's run-api, on the same run."""
+    started = start_run_api(redis_url, tmp_path_factory.mktemp("replica"))
+    with httpx.Client(base_url=started.url, timeout=DEADLINE_S) as client:
+        yield client
+    started.process.stop()
 
 
 @pytest.fixture
-def clients(replicas: list[RunningApi]) -> Iterator[list[httpx.Client]]:
-    opened = [httpx.Client(base_url=replica.url, timeout=60.0) for replica in replicas]
-    opened[0].get("/reset_data").raise_for_status()
-    yield opened
-    for client in opened:
-        client.close()
+def clients(http: httpx.Client, replica: httpx.Client) -> list[httpx.Client]:
+    return [http, replica]
 
 
 class Sender:
@@ -83,7 +73,7 @@ def test_every_group_is_handed_out_once(clients: list[httpx.Client]) -> None:
     trainer = register(clients[0], batch_size=BATCH_SIZE).json()["uuid"]
     clients[1].get("/batch", params={"trainer": trainer})
     env_ids = [
-        register_environment(clients[i % REPLICAS], group_size=GROUP_SIZE)["env_id"]
+        register_environment(clients[i % 2], group_size=GROUP_SIZE)["env_id"]
         for i in range(ENVIRONMENTS)
     ]
     assert env_ids == list(range(ENVIRONMENTS))
@@ -132,11 +122,11 @@ def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool])
 def test_polls_side_by_side_form_one_batch(clients: list[httpx.Client]) -> None:
     trainer = register(clients[0]).json()["uuid"]
     for marker in range(8):
-        clients[marker % REPLICAS].post("/scored_data", json=group(marker)).raise_for_status()
+        clients[marker % 2].post("/scored_data", json=group(marker)).raise_for_status()
     with ThreadPoolExecutor(16) as pool:
         answers = list(
             pool.map(
-                lambda i: clients[i % REPLICAS].get("/batch", params={"trainer": trainer}).content,
+                lambda i: clients[i % 2].get("/batch", params={"trainer": trainer}).content,
                 range(32),
             )
         )
