@@ -5,20 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
 from grpo_api.batching import plan_batch
-from grpo_api.bundles import Bundle, StoredGroup
+from grpo_api.bundles import Bundle
 from grpo_api.limits import Fill, Limits
 from grpo_api.servable import can_be_served, partners
-from grpo_core.wire import EnvironmentRegistration
+from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)
 UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
 """The tightest bound an environment may set: it pauses as soon as it sees one batch."""
+SPEEDS = (0.05, 0.3, 1.0)
 
 
 class SimulatedRun:
@@ -44,8 +46,7 @@ class SimulatedRun:
         return queue_size * size < BATCHES_OFF_POLICY * self.batch_size
 
     def send(self, own: Environment) -> None:
-        group = StoredGroup(self._sent, own.registration.group_size, stored_bytes=1)
-        self.queue.append(Bundle(self._sent, own.env_id, (group,)))
+        self.queue.append(bundle(self._sent, own.env_id, own.registration.group_size))
         self._sent += 1
 
     def take_batch(self) -> list[Bundle] | None:
@@ -55,33 +56,26 @@ class SimulatedRun:
         return batch
 
 
-def environment(env_id: int, group_size: int, minimum: float) -> Environment:
-    registration = EnvironmentRegistration(
-        max_token_length=1,
-        desired_name="e",
-        weight=1.0,
-        group_size=group_size,
-        min_batch_allocation=minimum or None,
-    )
-    return Environment(env_id, f"e_{env_id}", connected=True, registration=registration)
-
-
-def any_run(dice: random.Random) -> SimulatedRun:
+@st.composite
+def runs(draw: st.DrawFn) -> SimulatedRun:
     """Group sizes that can be served beside each other, minimums that may not fit together."""
-    batch_size = dice.choice([8, 12, 16, 24, 40])
-    sizes = [dice.randint(1, batch_size) for _ in range(dice.randint(1, 4))]
+    batch_size = draw(st.sampled_from([8, 12, 16, 24, 40]))
+    sizes = draw(st.lists(st.integers(1, batch_size), min_size=1, max_size=4))
     others = partners(batch_size, sizes, {})
     servable = [size for size in sizes if can_be_served(size, batch_size, others)] or [batch_size]
-    minimums = [dice.choice([0.0, 0.0, 0.2, 0.5, 0.8]) for _ in servable]
-    shares = zip(servable, minimums, strict=True)
-    return SimulatedRun(batch_size, [environment(i, *share) for i, share in enumerate(shares)])
+    minimums = [draw(st.sampled_from([None, 0.2, 0.5, 0.8])) for _ in servable]
+    shares = enumerate(zip(servable, minimums, strict=True))
+    return SimulatedRun(
+        batch_size, [environment(i, size, minimum=minimum) for i, (size, minimum) in shares]
+    )
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_batch_comes_out_however_tightly_environments_pace(seed: int) -> None:
-    dice = random.Random(seed)
-    run = any_run(dice)
-    speeds = [dice.choice([0.05, 0.3, 1.0]) for _ in run.environments]
+@settings(max_examples=60)
+@given(run=runs(), dice=st.randoms(use_true_random=True))
+def test_a_batch_comes_out_however_tightly_environments_pace(
+    run: SimulatedRun, dice: random.Random
+) -> None:
+    speeds = [dice.choice(SPEEDS) for _ in run.environments]
     for _ in range(BATCHES):
         while (batch := run.take_batch()) is None:
             willing = [own for own in run.environments if run.may_send(own)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,9 +16,12 @@ from grpo_api.request_log import RequestLogMiddleware
 TOKEN = "correct-horse"
 
 
-async def ok(_scope: Scope, _receive: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+def answering(status: int) -> ASGIApp:
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
 
 
 async def exchange(app: ASGIApp, *headers: tuple[bytes, bytes], path: str = "/status") -> Message:
@@ -33,14 +34,8 @@ async def exchange(app: ASGIApp, *headers: tuple[bytes, bytes], path: str = "/st
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "GET",
-        "path": path,
-        "raw_path": path.encode(),
-        "headers": list(headers),
-    }
-    await app(scope, receive, send)
+    scope: Scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+    await app(scope | {"headers": list(headers)}, receive, send)
     return sent[0]
 
 
@@ -48,61 +43,58 @@ def values(answer: Message, name: bytes) -> list[bytes]:
     return [value for key, value in answer["headers"] if key == name]
 
 
-@pytest.mark.parametrize("given", [b"a", b"x" * 128, b"a/b=c\"'~!", b"00-4bf92f35-7a"])
+def seen(logs: list[dict[str, object]]) -> list[tuple[object, object]]:
+    return [(line["event"], line["status"]) for line in logs]
+
+
+@pytest.mark.parametrize("given", [b"a", b"x" * 128, b"a/b=c\"'~!"])
 async def test_a_request_id_of_the_caller_is_kept(given: bytes) -> None:
-    answer = await exchange(RequestLogMiddleware(ok, Lifetime()), (b"x-request-id", given))
-    assert values(answer, b"x-request-id") == [given]
+    app = RequestLogMiddleware(answering(200), Lifetime())
+    assert values(await exchange(app, (b"x-request-id", given)), b"x-request-id") == [given]
 
 
-@pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"a\tb", b"\xc3\xa4", b"a\x1bb"])
+@pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"\xc3\xa4", b"a\x1bb"])
 async def test_any_other_is_replaced(given: bytes) -> None:
-    answer = await exchange(RequestLogMiddleware(ok, Lifetime()), (b"x-request-id", given))
-    (chosen,) = values(answer, b"x-request-id")
+    app = RequestLogMiddleware(answering(200), Lifetime())
+    (chosen,) = values(await exchange(app, (b"x-request-id", given)), b"x-request-id")
     assert chosen != given
     assert len(chosen) == 32
 
 
 async def test_connections_are_closed_once_the_server_is() -> None:
     lifetime = Lifetime()
-    app = RequestLogMiddleware(ok, lifetime)
+    app = RequestLogMiddleware(answering(200), lifetime)
     assert values(await exchange(app), b"connection") == []
     lifetime.closing.set()
     assert values(await exchange(app), b"connection") == [b"close"]
 
 
-def clock(*times: float) -> Callable[[], float]:
-    remaining = iter(times)
-    return lambda: next(remaining)
-
-
 @pytest.mark.parametrize(
-    ("seconds", "status", "wait_s", "level", "event"),
+    ("seconds", "status", "is_held", "level", "event"),
     [
-        (0.9, 200, None, "debug", "request"),
-        (1.1, 200, None, "warning", "request slow"),
-        (1.1, 200, 0.0, "debug", "request"),
-        (0.1, 422, None, "debug", "request"),
-        (0.1, 503, None, "warning", "request failed"),
-        (1.1, 503, 0.0, "warning", "request failed"),
+        pytest.param(0.9, 200, False, "debug", "request", id="quick"),
+        pytest.param(1.1, 200, False, "warning", "request slow", id="slow"),
+        pytest.param(1.1, 200, True, "debug", "request", id="held"),
+        pytest.param(0.1, 422, False, "debug", "request", id="refused"),
+        pytest.param(1.1, 503, True, "warning", "request failed", id="held and failed"),
     ],
-    ids=["quick", "slow", "held", "refused", "failed", "held and failed"],
 )
-async def test_what_is_worth_a_warning(
+async def test_slow_and_failed_requests_are_warnings(
     seconds: float,
     status: int,
-    wait_s: float | None,
+    is_held: bool,
     level: str,
     event: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lifetime = Lifetime()
 
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        if wait_s is not None:
-            await lifetime.closes_within(wait_s)
-        await send({"type": "http.response.start", "status": status, "headers": []})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if is_held:
+            await lifetime.closes_within(0.0)
+        await answering(status)(scope, receive, send)
 
-    monkeypatch.setattr(request_log, "monotonic", clock(100.0, 100.0 + seconds))
+    monkeypatch.setattr(request_log, "monotonic", iter([100.0, 100.0 + seconds]).__next__)
     with capture_logs() as logs:
         await exchange(RequestLogMiddleware(app, lifetime))
     (line,) = logs
@@ -115,62 +107,55 @@ async def test_a_defect_is_reported_as_failed_and_passed_on() -> None:
 
     with capture_logs() as logs, pytest.raises(ZeroDivisionError):
         await exchange(RequestLogMiddleware(broken, Lifetime()))
-    assert [(line["event"], line["status"]) for line in logs] == [("request failed", 500)]
+    assert seen(logs) == [("request failed", 500)]
+
+
+async def ended_by_the_server(has_begun: bool) -> Message:
+    """The answer to a request that the server, which stops, cancels."""
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_begun:
+            await answering(200)(scope, receive, send)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(exchange(RequestLogMiddleware(endless, Lifetime())))
+    await asyncio.sleep(0)
+    task.cancel()
+    return await task
 
 
 async def test_a_request_that_outlasts_the_shutdown_is_503() -> None:
-    async def endless(_scope: Scope, _receive: Receive, _send: Send) -> None:
-        await asyncio.Event().wait()
-
     with capture_logs() as logs:
-        task = asyncio.create_task(exchange(RequestLogMiddleware(endless, Lifetime())))
-        await asyncio.sleep(0)
-        task.cancel()
-        answer = await task
+        answer = await ended_by_the_server(has_begun=False)
     assert answer["status"] == 503
     assert values(answer, b"retry-after") == [b"1"]
     assert len(values(answer, b"x-request-id")) == 1
-    assert [(line["event"], line["status"]) for line in logs] == [("request failed", 503)]
+    assert seen(logs) == [("request failed", 503)]
 
 
 async def test_an_answer_that_has_begun_is_cut_off_then() -> None:
-    async def endless(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await asyncio.Event().wait()
-
-    with capture_logs() as logs:
-        task = asyncio.create_task(exchange(RequestLogMiddleware(endless, Lifetime())))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert [(line["event"], line["status"]) for line in logs] == [("request failed", 500)]
+    with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+        await ended_by_the_server(has_begun=True)
+    assert seen(logs) == [("request failed", 500)]
 
 
 @pytest.mark.parametrize("given", ["Bearer correct-horse", "bearer correct-horse"])
 async def test_the_token_opens(given: str) -> None:
-    app = BearerTokenMiddleware(ok, TOKEN)
+    app = BearerTokenMiddleware(answering(200), TOKEN)
     assert (await exchange(app, (b"authorization", given.encode())))["status"] == 200
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        [],
-        ["Bearer"],
-        ["Bearer "],
-        ["Bearer correct-hors"],
-        ["Bearer correct-horse2"],
-        ["Bearer CORRECT-HORSE"],
-        ["Basic correct-horse"],
-        ["correct-horse"],
+        *([], ["Bearer "], ["Bearer correct-hors"], ["Bearer correct-horse2"]),
+        *(["Bearer CORRECT-HORSE"], ["Basic correct-horse"], ["correct-horse"], ["Bearer \xff"]),
         ["Bearer correct-horse", "Bearer correct-horse"],
-        ["Bearer \xff"],
     ],
 )
 async def test_nothing_else_does_and_no_body_is_read(given: list[str]) -> None:
     headers = [(b"authorization", value.encode("latin-1")) for value in given]
-    answer = await exchange(BearerTokenMiddleware(ok, TOKEN), *headers)
+    answer = await exchange(BearerTokenMiddleware(answering(200), TOKEN), *headers)
     assert answer["status"] == 401
     assert values(answer, b"www-authenticate") == [b"Bearer"]
 
@@ -180,4 +165,5 @@ async def test_nothing_else_does_and_no_body_is_read(given: list[str]) -> None:
     [("/healthz", 200), ("/readyz", 200), ("/health", 200), ("/healthz/", 401), ("/metrics", 401)],
 )
 async def test_probes_need_none(path: str, status: int) -> None:
-    assert (await exchange(BearerTokenMiddleware(ok, TOKEN), path=path))["status"] == status
+    app = BearerTokenMiddleware(answering(200), TOKEN)
+    assert (await exchange(app, path=path))["status"] == status

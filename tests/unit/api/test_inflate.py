@@ -1,0 +1,74 @@
+"""Decompression in one go and piece by piece."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_api.errors import Refused
+from grpo_api.inflate import Inflater, TooMuchWork, inflate, inflate_member
+
+CONTENT = b'{"tokens":[[1,2,3]],"masks":[[-100,2,3]]}'
+MEMBER = gzip.compress(CONTENT, mtime=0)
+HEADER = 10
+
+
+def in_pieces(body: bytes, max_bytes: int, piece: int) -> bytes:
+    inflater = Inflater(max_bytes)
+    content = b"".join(inflater.feed(body[i : i + piece]) for i in range(0, len(body), piece))
+    inflater.finish()
+    return content
+
+
+@given(
+    parts=st.lists(st.binary(max_size=50), max_size=4),
+    padding=st.integers(0, 3),
+    piece=st.integers(1, 40),
+)
+def test_members_add_up_however_they_are_cut_and_to_the_byte_of_the_limit(
+    parts: list[bytes], padding: int, piece: int
+) -> None:
+    body = b"".join(gzip.compress(part, mtime=0) + b"\0" * padding for part in parts)
+    content = b"".join(parts)
+    assert in_pieces(body, len(content), piece) == content
+    if content:
+        with pytest.raises(Refused) as refused:
+            in_pieces(body, len(content) - 1, piece)
+        assert refused.value.status == 413
+
+
+def test_one_member_is_inflated_in_one_go_and_more_is_left_to_others() -> None:
+    assert inflate_member(MEMBER, len(CONTENT)) == CONTENT
+    for body, limit in ((MEMBER, len(CONTENT) - 1), (2 * MEMBER, 1000), (MEMBER + b"x", 1000)):
+        with pytest.raises(TooMuchWork):
+            inflate_member(body, limit)
+
+
+def test_too_many_members_are_refused() -> None:
+    assert inflate(gzip.compress(b"") * 1000, 1) == b""
+    with pytest.raises(Refused, match="more than 1000 gzip members"):
+        inflate(gzip.compress(b"") * 1001, 1)
+
+
+@pytest.mark.parametrize("read", [inflate, inflate_member])
+def test_gzip_that_is_cut_or_damaged_anywhere_is_refused(
+    read: Callable[[bytes, int], bytes],
+) -> None:
+    cut = [MEMBER[:end] for end in range(1, len(MEMBER))]
+    damaged = [
+        MEMBER[:at] + bytes([MEMBER[at] ^ 0x55]) + MEMBER[at + 1 :]
+        for at in (0, 1, 2, *range(HEADER, len(MEMBER)))
+    ]
+    for body in (*cut, *damaged, b"{}", b"\0" + MEMBER):
+        with pytest.raises(Refused, match="not valid gzip") as refused:
+            read(body, 1000)
+        assert refused.value.status == 400
+
+
+def test_garbage_behind_a_member_is_refused() -> None:
+    with pytest.raises(Refused, match="not valid gzip"):
+        inflate(MEMBER + b"x", 1000)
