@@ -1,22 +1,126 @@
-"""The fused step computes AdamW: its cases, in a process in which Triton interprets."""
+"""The fused step computes AdamW and rounds as torch does: its kernel, interpreted by Triton.
+
+tests/gpu/test_precision.py runs the compiled kernel.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tests.unit.trainer.interpreted import require_passing
+import pytest
+import torch
+from torch import nn
 
-CASES = Path(__file__).with_name("fused_step_cases.py")
+from grpo_trainer.updates.base import Pace
+from tests.unit.trainer.update_variants import Model
+
+if TYPE_CHECKING:
+    from grpo_trainer.updates.fused_adamw import FusedAdamW
+
+ULP = 2**-23
+MODULES = ("grpo_trainer.updates.fused_kernel", "grpo_trainer.updates.fused_adamw")
 
 
-def test_the_cases_of_the_fused_step() -> None:
-    require_passing(CASES)
+@pytest.fixture(scope="module")
+def build() -> Iterator[Callable[[], FusedAdamW]]:
+    """Triton decides whether to interpret a kernel when that is defined."""
+    from triton import knobs
+
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        from grpo_trainer.updates.fused_adamw import FusedAdamW
+    yield FusedAdamW
+    for name in MODULES:
+        del sys.modules[name]
 
 
-def test_the_kernel_and_bitsandbytes_are_imported_for_their_options_alone() -> None:
+@pytest.mark.parametrize(
+    ("size", "weight_decay", "scale"),
+    [
+        (1025, 0.1, 0.37),
+        *(
+            pytest.param(size, weight_decay, scale, marks=pytest.mark.full)
+            for size in (1, 7, 1023, 1024, 33 * 129)
+            for weight_decay in (0.0, 0.1)
+            for scale in (1.0, 0.37)
+        ),
+    ],
+)
+def test_it_is_torchs_adamw_within_a_few_ulp_and_stages_the_rounded_master(
+    size: int, weight_decay: float, scale: float, build: Callable[[], FusedAdamW]
+) -> None:
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(size))
+    adamw = torch.optim.AdamW([weights], lr=0.01, weight_decay=weight_decay)
+    fused, master = build(), weights.detach().clone()
+    state = fused.initial_state(master)
+    for _ in range(5):
+        gradient = torch.randn(size)
+        weights.grad = gradient * scale
+        adamw.step()
+        low = fused.take(
+            master, gradient, state, Pace(0.01, weight_decay, scale), served=torch.bfloat16
+        )
+        assert low is not None
+        assert torch.equal(low, master.to(torch.bfloat16))
+        theirs = adamw.state[weights]
+        assert state.keys() == theirs.keys()
+        assert torch.equal(state["step"], theirs["step"])
+        torch.testing.assert_close(state["exp_avg_sq"], theirs["exp_avg_sq"], rtol=4 * ULP, atol=0)
+        # Where addends of the first moment cancel, what is left is of the size of their rounding.
+        torch.testing.assert_close(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(master, weights.detach(), rtol=4 * ULP, atol=1e-8)
+
+
+def test_memory_beyond_the_end_stays_as_it_is(build: Callable[[], FusedAdamW]) -> None:
+    fused, rows = build(), torch.ones(3, 1000)
+    state = fused.initial_state(rows[1])
+    fused.take(rows[1], torch.ones_like(rows[1]), state, Pace(0.01, 0.0), torch.float32)
+    assert rows[0].tolist() == rows[2].tolist() == [1.0] * 1000
+    assert rows[1].unique().tolist() == pytest.approx([0.99])
+
+
+def test_the_nearest_bf16_is_right_in_its_hard_cases(build: Callable[[], FusedAdamW]) -> None:
+    """A learning rate of 0 leaves the master as it is."""
+    bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF]  # ties to even; above and below a tie
+    bits += [0x7F7FFFFF, 0x7F800000, -0x800000]  # up to infinity; infinities
+    bits += [0x7FFFFFFF, -1, 0x3F80FFFF]  # NaN that a carry would end; a carry into the exponent
+    bits += [0, -0x80000000]
+    master = torch.tensor(bits).to(torch.int32).view(torch.float32)
+    expected, fused = master.to(torch.bfloat16), build()
+    state, none = fused.initial_state(master), torch.zeros(len(bits))
+    low = fused.take(master, none, state, Pace(0.0, 0.0), served=torch.bfloat16)
+    assert low is not None
+    is_nan = expected.isnan()
+    assert is_nan.sum() == 2
+    assert torch.equal(low.isnan(), is_nan)
+    assert torch.equal(low[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
+
+
+def test_a_whole_optimizer_resumes_with_either_step(build: Callable[[], FusedAdamW]) -> None:
+    """It clips, stages and writes as well: all but rounding is that of the plain step."""
+    alone, first, second = Model(), Model(build()), Model(seed=1)
+    alone.steps(0, 4)
+    first.steps(0, 2)
+    assert first.optimizer.unwritten_parameters() == 0
+    second.optimizer.load_tensors(second.names, first.optimizer.tensors(first.names))
+    first.optimizer.load_tensors(first.names, first.optimizer.tensors(first.names))
+    for resumed in (first, second):
+        resumed.steps(2, 4)
+        held = resumed.optimizer.tensors(resumed.names)
+        for path, tensor in alone.optimizer.tensors(alone.names).items():
+            torch.testing.assert_close(held[path], tensor, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.full
+def test_triton_and_bitsandbytes_are_imported_for_their_options_alone() -> None:
     probe = """
 import sys
 import torch
@@ -55,6 +159,7 @@ for gradient in ("*fp32", "*bf16"):
 """
 
 
+@pytest.mark.full
 def test_the_kernel_compiles_for_a_gpu_and_divides_and_roots_exactly(tmp_path: Path) -> None:
     """The interpreter runs Python, and takes more than the compiler does. Needs no GPU."""
     done = subprocess.run(
