@@ -11,18 +11,24 @@ import pytest
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_local.ports import free_port
-from tests.fixtures.environment import (
-    BATCH_DEADLINE_S,
-    EXIT_DEADLINE_S,
-    environment,
-    register_trainer,
-)
+from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
 
-STEPS = 12
-JOIN_DEADLINE_S = 120.0
+STEPS_BEYOND_THE_QUEUE = 8
+"""More batches than the environment lets wait in the queue."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that an environment needs of the model."""
+    from grpo_trainer.tiny_model import build_tokenizer  # brings torch
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture
@@ -65,64 +71,33 @@ def own_api(redis_url: str, tmp_path: Path) -> Iterator[OwnApi]:
     api.kill()
 
 
-def feeding(api: OwnApi, engine: StubServer, model: Path, directory: Path) -> Any:
-    """An environment that sends every group, whatever its scores."""
-    return environment(
-        "arithmetic",
-        api.url,
-        engine.url,
-        model,
-        directory / "environment.log",
-        *("--env.drop-equal-scores", "false"),
-    )
+def take(trainer: TrainerClient, steps: int) -> set[int | None]:
+    """The env_ids of the groups in the next batches."""
+    batches = [trainer.next_batch(DEADLINE_S) for _ in range(steps)]
+    return {group.env_id for batch in batches for group in batch.groups}
 
 
-def take(trainer: TrainerClient, steps: int) -> list[int | None]:
-    """The env_ids of all groups in the next batches."""
-    batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(steps)]
-    return [group.env_id for batch in batches for group in batch.groups]
-
-
-def test_a_run_goes_on_after_run_api_was_killed(
-    own_api: OwnApi, engine: StubServer, tiny_model: Path, tmp_path: Path
+def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
+    own_api: OwnApi, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
-    own_api.start()
-    with TrainerClient(own_api.url) as trainer:
-        register_trainer(trainer, num_steps=STEPS)
-        with feeding(own_api, engine, tiny_model, tmp_path) as process:
-            seen = take(trainer, 4)
-            own_api.kill()
-            own_api.start()
-            seen += take(trainer, STEPS - 4)
-            assert process.wait(EXIT_DEADLINE_S) == 0
-    # The same environment throughout: nothing that it knew was lost.
-    assert set(seen) == {0}
-
-
-def test_an_environment_that_starts_before_run_api_waits_for_it(
-    own_api: OwnApi, engine: StubServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    with feeding(own_api, engine, tiny_model, tmp_path) as process:
-        process.wait_until(lambda: ("GET /health", {}) in engine.seen, JOIN_DEADLINE_S)
+    log = tmp_path / "environment.log"
+    every_group = ("--env.drop-equal-scores", "false")
+    with environment(
+        "arithmetic", own_api.url, engine.url, tokenizer, log, *every_group
+    ) as process:
+        process.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
         own_api.start()
         with TrainerClient(own_api.url) as trainer:
-            register_trainer(trainer, num_steps=2)
-            take(trainer, 2)
-        assert process.wait(EXIT_DEADLINE_S) == 0
+            register_trainer(trainer, num_steps=1000)
+            taken = take(trainer, 3)
+            own_api.kill()
+            own_api.start()
+            taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
+            assert taken == {0}  # the same environment throughout: nothing that it knew was lost
 
-
-def test_a_run_that_was_reset_is_joined_again(
-    own_api: OwnApi, engine: StubServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    own_api.start()
-    with TrainerClient(own_api.url) as trainer:
-        register_trainer(trainer, num_steps=1000)
-        with feeding(own_api, engine, tiny_model, tmp_path) as process:
-            take(trainer, 3)
             httpx.get(f"{own_api.url}/reset_data").raise_for_status()
-            log = tmp_path / "environment.log"
-            process.wait_until(lambda: "registering again" in log.read_text(), JOIN_DEADLINE_S)
+            process.wait_until(lambda: "registering again" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
-            assert process.wait(EXIT_DEADLINE_S) == 0
+            assert process.wait(DEADLINE_S) == 0
     assert log.read_text().count("[info     ] registered ") == 2
