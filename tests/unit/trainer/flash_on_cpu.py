@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from grpo_trainer import packed_attention
+from grpo_trainer.packed_attention import Flash
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ def flash_on_cpu() -> Iterator[None]:
         library.impl("_flash_attention_forward", _forward, "CPU")
         library.impl("_flash_attention_backward", _backward, "CPU")
         yield
+
+
+def use_flash(policy: Any, fewer_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the policy were on a GPU, and in a 16-bit type."""
+    monkeypatch.setattr(Flash, "on", lambda _: Flash(takes_fewer_heads=fewer_heads))
+    monkeypatch.setattr(Flash, "computes", lambda *_: True)
+    packed_attention.use(policy)
 
 
 def _forward(

@@ -5,18 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.adapter import trained_parameters
+from grpo_trainer.adapter import trained_parameters, with_adapter
 from grpo_trainer.batch import Batch, CollationLimits, MicroBatch, collate
 from grpo_trainer.forward_pass import ForwardPass
 from grpo_trainer.group_checks import usable_group
+from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48
 LENGTHS = (9, 1, 5, 2, 16, 4)
 """In tokens. One token alone predicts nothing: its row is padding from the start."""
+WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+"""Of any architecture's configuration."""
 
 
 def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -37,6 +54,14 @@ def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         | changes
     )
     return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def adapted() -> Any:
+    policy = with_adapter(qwen(), LORA).eval()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:  # 0 would hide the adapter
+            nn.init.normal_(parameter, std=0.1)
+    return policy
 
 
 def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True) -> Batch:

@@ -13,15 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from grpo_trainer import fused_head
-from grpo_trainer.adapter import with_adapter
-from grpo_trainer.forward_pass import FastForward, FusedHead, plain_forward
 from grpo_trainer.fused_head import linear_logprobs
 from grpo_trainer.policy import model_of
-from tests.unit.trainer.forward_rig import outcome, qwen, ragged, require_equal
-from tests.unit.trainer.test_packed_attention import SMALL
-from tests.unit.trainer.tiny_policy import LORA
+from tests.unit.trainer.forward_rig import SMALL, qwen
 
-FUSED = FastForward(head=FusedHead())
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
 
@@ -49,22 +44,18 @@ class Case:
         return -functional.cross_entropy(scaled, self.targets, reduction="none")
 
     def fused(self, rows: int) -> Tensor:
+        limit = rows * VOCABULARY
         return linear_logprobs(
-            self.hidden,
-            self.head,
-            self.targets,
-            self.temperature,
-            chunk_logits=rows * VOCABULARY,
+            self.hidden, self.head, self.targets, self.temperature, chunk_logits=limit
         )
 
     def gradients(self, logp: Tensor) -> list[Tensor]:
-        wanted = [self.hidden, *self.head.parameters()]
+        wanted = [self.hidden, *(p for p in self.head.parameters() if p.requires_grad)]
         return list(torch.autograd.grad((self.weights * logp).sum(), wanted))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 100])
-def test_values_and_gradients_however_it_is_cut(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize(("rows", "bias"), [(1, False), (3, True), (100, True)])
+def test_values_and_gradients_are_those_of_all_logits_at_once(rows: int, bias: bool) -> None:
     case = Case(bias=bias)
     logp, expected = case.fused(rows), case.plain()
     torch.testing.assert_close(logp, expected, rtol=1e-6, atol=1e-6)
@@ -72,23 +63,7 @@ def test_values_and_gradients_however_it_is_cut(rows: int, bias: bool) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_the_derivatives_are_those_of_differences() -> None:
-    case = Case(torch.float64)
-    case.hidden = case.hidden.detach().double().requires_grad_()
-    direction = torch.randn_like(case.hidden)
-    logp = case.fused(2)
-    (gradient,) = torch.autograd.grad(logp[3], case.hidden)
-    start, epsilon = case.hidden.detach(), 1e-2
-    with torch.no_grad():
-        case.hidden = start + epsilon * direction
-        up = case.fused(2)[3]
-        case.hidden = start - epsilon * direction
-        down = case.fused(2)[3]
-    slope = float((up - down) / (2 * epsilon))
-    assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-3)
-
-
-def test_bfloat16_rounds_where_the_plain_way_rounds() -> None:
+def test_bfloat16_rounds_at_the_same_places_as_the_plain_way() -> None:
     """The logits, once; a certain target's gradient is not lost in a difference."""
     case = Case(torch.bfloat16).on_a_grid()
     logp, expected = case.fused(3), case.plain()
@@ -110,19 +85,8 @@ def test_many_rows_add_up_in_float32() -> None:
     assert gradient.float().tolist() == [[1000, 1000], [-1000, -1000]]
 
 
-def test_no_rows_at_all() -> None:
-    """A micro-batch in which nothing is trained on still has a backward pass."""
-    head = nn.Linear(3, 5)
-    hidden = torch.zeros(0, 3, requires_grad=True)
-    logp = linear_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), torch.ones(0))
-    logp.sum().backward()
-    assert logp.shape == (0,)
-    assert head.weight.grad is not None
-    assert not head.weight.grad.any()
-
-
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that anything computed; a view of another one is none."""
+    """Elements of the largest tensor that any operation computed; a view computes none."""
 
     elements = 0
 
@@ -134,7 +98,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-def test_never_more_logits_than_allowed_and_none_kept() -> None:
+def test_no_more_logits_exist_than_allowed_and_a_frozen_head_gets_no_gradient() -> None:
     case = Case()
     with Largest() as largest:
         case.gradients(case.plain())
@@ -142,38 +106,10 @@ def test_never_more_logits_than_allowed_and_none_kept() -> None:
     with Largest() as largest:
         case.gradients(case.fused(1))
     assert largest.elements == WIDTH * VOCABULARY  # the weight's gradient
-
-
-def test_no_gradient_of_a_frozen_head_is_computed() -> None:
-    case = Case()
     case.head.requires_grad_(False)
     with Largest() as largest:
-        torch.autograd.grad(case.fused(1).sum(), case.hidden)
+        case.gradients(case.fused(1))
     assert largest.elements == ROWS * WIDTH < WIDTH * VOCABULARY
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_computes_the_same(tied: bool) -> None:
-    policy, micro = qwen(tie_word_embeddings=tied), ragged()
-    assert fused_head.obstacles(policy) == []
-    require_equal(outcome(policy, FUSED, micro), outcome(policy, plain_forward, micro))
-
-
-def adapted() -> Any:
-    policy = with_adapter(qwen(), LORA).eval()
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:  # 0 would hide the adapter
-            nn.init.normal_(parameter, std=0.1)
-    return policy
-
-
-def test_an_adapter_computes_the_same_and_the_frozen_head_gets_no_gradient() -> None:
-    policy, micro = adapted(), ragged()
-    assert fused_head.obstacles(model_of(policy)) == []
-    expected = outcome(policy, plain_forward, micro)
-    assert len(expected[1]) == 2 * 2 * 2  # layers, modules, A and B
-    require_equal(outcome(policy, FUSED, micro), expected)
-    assert model_of(policy).get_output_embeddings().weight.grad is None
 
 
 REFUSED = {
@@ -184,8 +120,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_what_a_model_does_to_its_logits_is_named(told: str) -> None:
-    model = AutoModelForCausalLM.from_config(REFUSED[told])
+def test_a_change_of_the_logits_by_the_model_is_named(told: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(REFUSED[told])
     assert told in "; ".join(fused_head.obstacles(model))
 
 
