@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -35,3 +37,13 @@ def _content(connection: redis.Redis, key: bytes) -> Any:
         return connection.zrange(key, 0, -1, withscores=True)
     assert kind == b"string", kind
     return connection.get(key)
+
+
+@contextmanager
+def nothing_stored_changes(redis_url: str, run_id: str) -> Iterator[None]:
+    """Of a run with data; answers kept for repeats and ids that were reserved aside."""
+    aside = ("receipt:", "last_group_id")
+    before = stored_keys(redis_url, run_id, aside)
+    assert len(before) > 10
+    yield
+    assert stored_keys(redis_url, run_id, aside) == before

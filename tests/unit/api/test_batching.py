@@ -61,7 +61,7 @@ def test_a_plan_is_the_oldest_of_all_valid_batches(
     assert plan(queue, batch_size, least) == oldest_valid(queue, batch_size, least)
 
 
-@given(queue=queues(30, 60, largest=4), batch_size=st.integers(8, 24), least=LEAST)
+@given(queue=queues(20, 40, largest=4), batch_size=st.integers(8, 24), least=LEAST)
 def test_bundles_behind_a_batch_of_each_kind_do_not_matter(
     queue: list[Bundle], batch_size: int, least: Least
 ) -> None:

@@ -74,7 +74,7 @@ def test_a_usual_group_is_recognised(left_out: tuple[str, ...]) -> None:
 
 REFUSED: dict[str, Json] = {
     "array in a row": {"tokens": [[5, 6, 90, [91]], [5, 6, 91, 91]]},
-    "arrays for numbers": {"tokens": [[[5], [6], [90], [91]], [5, 6, 91, 91]]},
+    "object in a row": {"tokens": [[5, 6, 90, {}], [5, 6, 91, 91]]},
     "arrays that make up for others": {"tokens": [[[5, 6], [], [90], [91]], [5, 6, 91, 91]]},
     "object of rows": {"tokens": {"aaaa": [5, 6, 90, 91], "bbbb": [5, 6, 91, 91]}},
     "object of scores": {"scores": {"a": 1.0, "b": 2.0}},
@@ -86,7 +86,8 @@ REFUSED: dict[str, Json] = {
     "no sequence": {"tokens": [], "masks": [], "scores": [], "inference_logprobs": None},
     "missing score": {"scores": [1.0]},
     "nested score": {"scores": [[1.0], [2.0]]},
-    "missing logprobs": {"inference_logprobs": [[1.0, 1.0, -0.25, -1.5]]},
+    "missing logprobs": {"ref_logprobs": [[0.5]]},
+    "object in a row of logprobs": {"ref_logprobs": [[0.5, {}], [0.5]]},
     "misaligned logprobs": {"inference_logprobs": [[1.0, 1.0, -0.25], [1.0, 1.0, -0.2, -0.1]]},
     "nested logprobs": {"inference_logprobs": [[[1.0], 1.5, -0.2, -0.1]] * 2},
     "object of logprobs": {"ref_logprobs": {"a": [0.5], "b": [0.5]}},
@@ -95,6 +96,7 @@ REFUSED: dict[str, Json] = {
     "message without a role": {"messages": [[{"content": "x"}]] * 2},
     "override too few": {"overrides": [{}]},
     "overrides as text": {"overrides": "x"},
+    "distillation as an object": {"distill_token_ids": {}},
     "half of a distillation": {"distill_token_ids": [[[1]] * 4] * 2},
 }
 COERCED: dict[str, Json] = {
