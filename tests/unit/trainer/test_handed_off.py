@@ -1,12 +1,13 @@
 """A trainer that hands its weights over, against a stand-in server and a real Redis: what it
-publishes when, under which name, and what it leaves on the disk."""
+publishes when, under which version, and which files it keeps."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_core.handoff import Action, Command, OutcomeState
 from grpo_core.inference_client import BridgeInfo, Completion
 from grpo_core.weight_files import WeightKind, check_weights
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.trained_weights import Adapter, WholeModel
@@ -28,41 +30,43 @@ from grpo_trainer.weight_sync.handoff import Handoff
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.served_files import ServedFiles
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
-from tests.unit.trainer.hand_off_stand_in import StandIn as StandInSupervisor
-from tests.unit.trainer.test_served_proof import StandIn as StandInModel
+from tests.support.directories import names
+from tests.unit.trainer.hand_off_stand_in import StandIn
+from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
 
-ACTIONS = {"lora_only": Action.LOAD_ADAPTER, "none": Action.RESTART_WITH_CHECKPOINT}
+LOAD = Action.LOAD_ADAPTER
+ACTIONS = {"lora_only": LOAD, "none": Action.RESTART_WITH_CHECKPOINT}
+
+IGNORED = "ignored"
+"""The id of a command that the server never answers."""
 
 
 class StandInServer:
-    """Supervisor and engine: takes weights as the real one does, and computes with them."""
+    """Supervisor and engine: takes weights as the real ones do, and computes with them."""
 
     base_url = "http://server"
 
-    def __init__(self, supervisor: StandInSupervisor, model: Path, root: Path, lora: bool) -> None:
-        self._supervisor, self._model, self._root = supervisor, str(model), root
-        self._lora = lora
-        self._engine = StandInModel(self._base())
-        self.load = True
+    def __init__(self, url: str, model: Path, root: Path, takes_adapters: bool) -> None:
+        self._model, self._root, self._takes_adapters = str(model), root, takes_adapters
+        self._engine = ServedModel(_loaded(model))
+        self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
+        self.loads = True
         self.version = PolicyVersion(0, 0)
 
-    def _base(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
-
-    def take(self, supervisor: StandInSupervisor, command: Command) -> None:
-        directory = check_weights(command.action.kind, command.path, command.sha256, self._root)
-        if self.load:
-            self._engine.swap(self._loaded(command.action.kind, directory), command.version)
+    def _take(self, supervisor: StandIn, command: Command) -> None:
+        if command.id == IGNORED:
+            return
+        kind = command.action.kind
+        directory = check_weights(kind, command.path, command.sha256, self._root)
+        if self.loads:
+            adapted = kind is WeightKind.ADAPTER
+            model = _loaded(self._model, directory) if adapted else _loaded(directory)
+            self._engine.swap(model, command.version)
         self._engine.version = self.version = command.version
         supervisor.serve(command)
-        supervisor.says = supervisor.says.model_copy(update={"kind": command.action.kind.value})
+        supervisor.says = supervisor.says.model_copy(update={"kind": kind.value})
         supervisor.answer(command, OutcomeState.DONE, in_use=json.dumps([]))
-
-    def _loaded(self, kind: WeightKind, directory: Path) -> Any:
-        if kind is WeightKind.ADAPTER:
-            return PeftModel.from_pretrained(self._base(), str(directory)).eval()
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def info(self) -> BridgeInfo:
         return BridgeInfo(
@@ -73,7 +77,7 @@ class StandInServer:
             dtype="float32",
             max_model_len=256,
             kv_block_size=16,
-            lora_enabled=self._lora,
+            lora_enabled=self._takes_adapters,
         )
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -86,23 +90,24 @@ class StandInServer:
         """Nothing is held."""
 
 
+def _loaded(model: Path | str, adapter: Path | None = None) -> Any:
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return (whole if adapter is None else PeftModel.from_pretrained(whole, str(adapter))).eval()
+
+
 @dataclass
 class Bench:
     """One server, and as many trainers one after the other as a test wants."""
 
     url: str
-    run_id: str
     mode: str
     model: Path
     root: Path
     server: StandInServer
-    supervisor: StandInSupervisor
 
     @contextmanager
-    def trainer(
-        self, every_steps: int = 1, last_step: int = 100, link_s: float = 60.0
-    ) -> Iterator[HandedOff]:
-        link = HandoffLink(self.url, self.run_id, link_s)
+    def trainer(self, every_steps: int = 1, last_step: int = 100) -> Iterator[HandedOff]:
+        link = HandoffLink(self.url, self.server.supervisor.run_id, deadline_s=60.0)
         watch = SupervisorWatch(link, return_deadline_s=60.0)
         action = ACTIONS[self.mode]
         adapter = action.kind is WeightKind.ADAPTER
@@ -123,11 +128,7 @@ class Bench:
 
     @property
     def asked_for(self) -> list[PolicyVersion]:
-        return [command.version for command in self.supervisor.seen]
-
-    @property
-    def on_disk(self) -> list[str]:
-        return sorted(path.name for path in self.root.iterdir())
+        return [command.version for command in self.server.supervisor.seen]
 
 
 @pytest.fixture(scope="module")
@@ -135,19 +136,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_directory(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@contextmanager
-def bench(mode: str, redis_url: str, model: Path, root: Path, **changes: Any) -> Iterator[Bench]:
-    run_id, replies = uuid.uuid4().hex[:8], iter(lambda: lambda s, c: server.take(s, c), None)
-    with StandInSupervisor(redis_url, run_id, replies) as supervisor:  # type: ignore[arg-type]
-        lora = changes.get("lora", mode != "none")
-        server = StandInServer(supervisor, model, root, lora)
-        yield Bench(redis_url, run_id, mode, model, root, server, supervisor)
+@pytest.fixture
+def bench(redis_url: str, model: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    with ExitStack() as servers:
+
+        def made(mode: str, takes_adapters: bool | None = None) -> Bench:
+            takes = mode == "lora_only" if takes_adapters is None else takes_adapters
+            server = StandInServer(redis_url, model, tmp_path / "served", takes)
+            servers.enter_context(server.supervisor)
+            return Bench(redis_url, mode, model, tmp_path / "served", server)
+
+        yield made
 
 
-def begun(sync: HandedOff, step: int = 0, epoch: int = 0) -> MasterOptimizer:
-    optimizer = optimizer_of(sync.load_policy())
-    sync.start(optimizer, step, epoch)
+def begun(sync: HandedOff, step: int = 0, state: Any = None) -> MasterOptimizer:
+    """Started at `step`, from the tensors of a saved state if there are any."""
+    policy = sync.load_policy(restoring=state is not None)
+    optimizer = optimizer_of(policy)
+    if state is not None:
+        optimizer.load_tensors(list(trained_parameters(policy)), state)
+    sync.start(optimizer, step, last_epoch=0 if state is None else 1)
     return optimizer
+
+
+def saved(sync: HandedOff, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
+    tensors = optimizer.tensors(list(trained_parameters(sync._policy)))
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def take_steps(sync: HandedOff, optimizer: MasterOptimizer, steps: range) -> list[bool]:
@@ -162,99 +176,91 @@ def take_steps(sync: HandedOff, optimizer: MasterOptimizer, steps: range) -> lis
     return published
 
 
-def test_adapters_go_out_at_the_start_and_at_every_step(
-    redis_url: str, model: Path, tmp_path: Path
-) -> None:
-    with bench("lora_only", redis_url, model, tmp_path / "served") as rig:
-        with rig.trainer() as sync:
-            optimizer = begun(sync)
-            assert take_steps(sync, optimizer, range(3)) == [True] * 3
-            assert sync.begun_as is None
-        assert rig.asked_for == [(1, 0), (1, 1), (1, 2), (1, 3)]
-        assert rig.on_disk == ["epoch_1_step_2", "epoch_1_step_3"]
+NewBench = Callable[..., Bench]
 
 
-def test_a_restart_is_saved_where_the_server_has_the_weights(
-    redis_url: str, model: Path, tmp_path: Path
-) -> None:
-    with bench("none", redis_url, model, tmp_path / "served") as rig:
-        with rig.trainer(every_steps=2, last_step=5) as sync:
-            optimizer = begun(sync)
-            assert sync.begun_as == (0, 0)
-            assert take_steps(sync, optimizer, range(4)) == [False, True, False, True]
-            saved = {n: t.clone() for n, t in optimizer.tensors(names(sync)).items()}
-            assert take_steps(sync, optimizer, range(4, 5)) == [True]
-        assert rig.asked_for == [(1, 2), (1, 4), (1, 5)]
-
-        with rig.trainer(every_steps=2) as sync:  # from step 4, and 5 is served
-            again = resumed(sync, saved, step=4)
-            assert sync.begun_as is None
-            take_steps(sync, again, range(4, 6))
-        assert rig.asked_for[3:] == [(2, 4), (2, 6)]
-
-        with rig.trainer(every_steps=2) as sync:  # from step 6, which is served as (2, 6)
-            resumed(sync, {n: t.clone() for n, t in again.tensors(names(sync)).items()}, step=6)
-            assert sync.begun_as == (2, 6)
-        assert rig.asked_for[5:] == []
+def test_adapters_are_published_at_the_start_and_at_every_step(bench: NewBench) -> None:
+    rig = bench("lora_only")
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        assert take_steps(sync, optimizer, range(3)) == [True] * 3
+        assert sync.begun_as is None
+    assert rig.asked_for == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert names(rig.root) == ["epoch_1_step_2", "epoch_1_step_3"]
 
 
-def resumed(sync: HandedOff, tensors: dict[str, torch.Tensor], step: int) -> MasterOptimizer:
-    optimizer = optimizer_of(sync.load_policy(restoring=True))
-    optimizer.load_tensors(names(sync), tensors)
-    sync.start(optimizer, step, last_epoch=1)
-    return optimizer
+def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> None:
+    rig = bench("none")
+    with rig.trainer(every_steps=2, last_step=5) as sync:
+        optimizer = begun(sync)
+        assert sync.begun_as == (0, 0)
+        assert take_steps(sync, optimizer, range(4)) == [False, True, False, True]
+        state = saved(sync, optimizer)
+        assert take_steps(sync, optimizer, range(4, 5)) == [True]
+    assert rig.asked_for == [(1, 2), (1, 4), (1, 5)]
+
+    with rig.trainer(every_steps=2) as sync:  # from step 4, and 5 is served
+        optimizer = begun(sync, 4, state)
+        assert sync.begun_as is None
+        take_steps(sync, optimizer, range(4, 6))
+        state = saved(sync, optimizer)
+    assert rig.asked_for[3:] == [(2, 4), (2, 6)]
+
+    with rig.trainer(every_steps=2) as sync:  # from step 6, which is served as (2, 6)
+        begun(sync, 6, state)
+        assert sync.begun_as == (2, 6)
+    assert rig.asked_for[5:] == []
 
 
-def names(sync: HandedOff) -> list[str]:
-    policy = sync._policy if sync._policy is not None else sync.load_policy()
-    return [name for name, p in policy.named_parameters() if p.requires_grad]
+def test_a_new_run_restarts_a_server_of_an_old_one(bench: NewBench) -> None:
+    rig = bench("none")
+    with rig.trainer() as sync:
+        take_steps(sync, begun(sync), range(1))
+    with rig.trainer() as sync:
+        begun(sync)
+        assert sync.begun_as is None
+    assert rig.asked_for == [(1, 1), (2, 0)]
 
 
-def test_a_new_run_on_a_server_that_serves_an_old_one_restarts_it(
-    redis_url: str, model: Path, tmp_path: Path
-) -> None:
-    with bench("none", redis_url, model, tmp_path / "served") as rig:
-        with rig.trainer(every_steps=1) as sync:
-            take_steps(sync, begun(sync), range(1))
-        with rig.trainer(every_steps=1) as sync:
-            begun(sync)
-            assert sync.begun_as is None
-        assert rig.asked_for == [(1, 1), (2, 0)]
-
-
-def test_an_epoch_is_opened_beyond_all_that_were_ever_asked_for(
-    redis_url: str, model: Path, tmp_path: Path
-) -> None:
-    """A trainer that was killed may have written or asked for what nobody serves yet."""
-    root = tmp_path / "served"
-    (root / "epoch_6_step_2").mkdir(parents=True)
-    with bench("none", redis_url, model, root) as rig, rig.trainer() as sync:
+@pytest.mark.parametrize("known_from", ["a directory", "a saved state", "a command"])
+def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: NewBench) -> None:
+    """A killed trainer may have written or requested weights that nobody serves yet."""
+    rig = bench("none")
+    with rig.trainer() as sync:
+        if known_from == "a directory":
+            (rig.root / "epoch_8_step_2").mkdir(parents=True)
+        elif known_from == "a command":
+            unread = {"path": "/x", "sha256": "0" * 64}
+            sync._link.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
+        last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
-        assert sync.start(optimizer, step=0, last_epoch=4) == (7, 0)
+        assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
 
 
-def test_weights_that_are_announced_and_not_loaded_do_not_count(
-    redis_url: str, model: Path, tmp_path: Path
-) -> None:
-    with bench("none", redis_url, model, tmp_path / "served") as rig:
-        with rig.trainer() as sync:
-            optimizer = begun(sync)
-            rig.server.load = False
-            with pytest.raises(ServedWeightsDiffer, match="that it was started with"):
-                take_steps(sync, optimizer, range(1))
-        assert rig.on_disk == ["epoch_1_step_1"]
+def test_weights_that_are_announced_but_not_loaded_are_refused(bench: NewBench) -> None:
+    rig = bench("none")
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        rig.server.loads = False
+        with pytest.raises(ServedWeightsDiffer, match="that it was started with"):
+            take_steps(sync, optimizer, range(1))
+    assert names(rig.root) == ["epoch_1_step_1"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "takes_adapters", "version", "told"),
+    [
+        ("lora_only", False, (0, 0), "it takes no adapters: start vllm-api-server with"),
+        ("none", True, (0, 0), "it takes adapters, not checkpoints"),
+        ("none", False, (3, 1), r"\(3, 1\).*\(0, 0\): they are two"),
+    ],
+)
 def test_a_server_of_another_mode_or_run_is_refused(
-    redis_url: str, model: Path, tmp_path: Path
+    mode: str, takes_adapters: bool, version: tuple[int, int], told: str, bench: NewBench
 ) -> None:
-    with (
-        bench("lora_only", redis_url, model, tmp_path / "a", lora=False) as rig,
-        rig.trainer() as sync,
-        pytest.raises(PolicyMismatch, match="it takes no adapters: start vllm-api-server with"),
-    ):
-        sync.load_policy()
-    with bench("none", redis_url, model, tmp_path / "b") as rig, rig.trainer(link_s=2.0) as sync:
-        rig.server.version = PolicyVersion(3, 1)  # Redis has the link's deadline to agree
-        with pytest.raises(PolicyMismatch, match=r"\(3, 1\).*\(0, 0\): they are two"):
+    rig = bench(mode, takes_adapters)
+    rig.server.version = PolicyVersion(*version)
+    with rig.trainer() as sync:
+        sync._link.deadline_s = 0.0  # Redis has so long to agree
+        with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()

@@ -1,0 +1,54 @@
+"""A server that computes with real weights and errs on request.
+
+Its prefix cache holds keys and values, as vLLM's: whole blocks, which a faulty swap keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from grpo_core.inference_client import Completion
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.alignment import logprobs_of
+
+BLOCK = 16
+UNTRAINED = PolicyVersion(0, 0)
+
+
+@dataclass
+class ServedModel:
+    """Serves `model` under `version`."""
+
+    model: Any
+    version: PolicyVersion = UNTRAINED
+    blocks: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def swap(self, model: Any, version: PolicyVersion, keep_cache: bool = False) -> None:
+        self.model, self.version = copy.deepcopy(model), version
+        if not keep_cache:
+            self.blocks.clear()
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Without the cache, as vLLM computes log-probabilities of prompts."""
+        return logprobs_of(self.model, token_ids).tolist()
+
+    @torch.no_grad()
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        known = tuple(prompt_token_ids[: (len(prompt_token_ids) - 1) // BLOCK * BLOCK])
+        if known and known not in self.blocks:
+            self.blocks[known] = self.model(torch.tensor([known]), use_cache=True).past_key_values
+        past = copy.deepcopy(self.blocks.get(known))
+        tokens, logprobs = [], []
+        new = prompt_token_ids[len(known) :]
+        for _ in range(max_tokens):
+            out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
+            past, logp = out.past_key_values, out.logits[0, -1].float().log_softmax(-1)
+            token = int(torch.multinomial(logp.exp(), 1))
+            tokens.append(token)
+            logprobs.append(float(logp[token]))
+            new = [token]
+        return Completion("", "length", tokens, logprobs, self.version, self.version)
