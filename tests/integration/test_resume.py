@@ -93,14 +93,7 @@ def test_a_new_run_is_refused_and_learns_nothing(
         assert way_out in str(told.value)
     assert http.get("/info").json()["batch_size"] == -1
     assert status(http)[0] == 0
-
-
-def test_a_run_that_counts_from_a_later_step_is_not_taken_for_ours(
-    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
-) -> None:
-    register(http, starting_step=10)
-    config = settings(http, tmp_path)
-    save(config)
+    register(http, starting_step=10)  # steps that it counts are no batches of the state
     with pytest.raises(StateOfAnotherRun, match="has not handed out such a batch"):
         rejoin(trainer, config, found(config))
 

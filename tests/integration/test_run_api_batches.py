@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import httpx
-import pytest
 
 from tests.integration.run_api_calls import (
     disconnect,
@@ -30,15 +29,6 @@ def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
     assert status(http) == (3, 1)
 
 
-def test_a_group_that_fits_no_batch_yet_does_not_hold_up_the_others(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, size=2)
-    submit(http, 2, size=4)
-    assert next_batch(http) == [2]
-    submit(http, 3, 4, size=1)
-    assert next_batch(http) == [1, 3, 4]
-
-
 def test_sizes_that_fill_a_batch_only_together_are_served_together(http: httpx.Client) -> None:
     start(http, batch_size=40)
     register_environment(http, group_size=12)
@@ -61,62 +51,20 @@ def environments(http: httpx.Client, *minimums: float | None) -> None:
         register_environment(http, min_batch_allocation=minimum)
 
 
-@pytest.mark.parametrize(
-    ("minimum", "batch"),
-    [
-        pytest.param(0.1, [1, 2, 3, 4], id="int(8 * 0.1) = 0"),
-        pytest.param(0.4, [1, 2, 11, 12], id="three sequences take two groups"),
-        pytest.param(1.0, [11, 12, 13, 14], id="all"),
-    ],
-)
-def test_a_batch_holds_the_minimum_and_is_the_oldest_that_does(
-    http: httpx.Client, minimum: float, batch: list[int]
-) -> None:
-    environments(http, None, minimum)
-    submit(http, 1, 2, 3, 4, env_id=0)
-    submit(http, 11, 12, 13, 14, env_id=1)
-    assert next_batch(http) == batch
-
-
-def test_an_environment_with_a_minimum_is_waited_for_until_it_sends(http: httpx.Client) -> None:
+def test_a_batch_is_the_oldest_that_holds_every_minimum(http: httpx.Client) -> None:
     environments(http, 0.25, 0.5, None)
     submit(http, 21, 22, 23, 24, env_id=2)
-    submit(http, 11, 12, env_id=1)
+    submit(http, 11, 12, 13, env_id=1)
     assert next_batch(http) is None
-    submit(http, 1, env_id=0)
-    assert next_batch(http) == [21, 11, 12, 1]
+    send(http, 1, size=1, env_id=0)
+    assert next_batch(http) is None
+    send(http, 2, size=1, env_id=0)  # its parts are a group now
+    assert next_batch(http) == [21, 11, 12, 1, 2]
 
 
-def test_it_is_waited_for_no_longer_once_it_disconnects(http: httpx.Client) -> None:
+def test_a_minimum_holds_batches_back_until_its_environment_disconnects(http: httpx.Client) -> None:
     environments(http, None, 0.25)
     submit(http, 1, 2, 3, 4, env_id=0)
     assert next_batch(http) is None
     disconnect(http, 1)
     assert next_batch(http) == [1, 2, 3, 4]
-
-
-def test_data_of_nobody_counts_towards_the_rest(http: httpx.Client) -> None:
-    environments(http, 0.5)
-    submit(http, 1, 2, 3, 4)
-    submit(http, 5, env_id=9)
-    assert next_batch(http) is None
-    submit(http, 11, 12, env_id=0)
-    assert next_batch(http) == [1, 2, 11, 12]
-
-
-def test_parts_count_towards_the_minimum_once_they_are_a_group(http: httpx.Client) -> None:
-    environments(http, None, 0.25)
-    submit(http, 1, 2, 3, 4, env_id=0)
-    send(http, 11, size=1, env_id=1)
-    assert next_batch(http) is None
-    send(http, 12, size=1, env_id=1)
-    assert next_batch(http) == [1, 2, 3, 11, 12]
-
-
-def test_minimums_that_no_batch_holds_together_do_not_stop_the_run(http: httpx.Client) -> None:
-    start(http, batch_size=12)
-    register_environment(http, group_size=4, min_batch_allocation=0.3)
-    register_environment(http, group_size=6, min_batch_allocation=0.5)
-    submit(http, 1, 2, 3, size=4, env_id=0)
-    submit(http, 11, 12, size=6, env_id=1)
-    assert [next_batch(http), next_batch(http)] == [[1, 2, 3], [11, 12]]

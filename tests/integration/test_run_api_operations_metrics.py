@@ -14,7 +14,6 @@ from tests.integration.run_api_calls import (
     disconnect,
     group,
     lease,
-    next_batch,
     register_environment,
     scrape,
     send,
@@ -128,12 +127,3 @@ def test_leases_until_they_are_acknowledged(http: httpx.Client) -> None:
     acknowledge(http, trainer, 2).raise_for_status()
     assert_facts(http, leased_bytes=0, oldest_lease_age_seconds=0)
     assert_facts(http, batches_delivered_total=2, batches_redelivered_total=1)
-
-
-def test_a_trainer_that_only_polls_acknowledges_so(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, 2)
-    assert next_batch(http) == [1, 2]
-    assert_facts(http, leased_batches=1)
-    assert next_batch(http) is None
-    assert_facts(http, leased_batches=0, batches_acknowledged_total=1)

@@ -117,18 +117,3 @@ def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool])
         if rng.random() < 0.3:
             acked = rng.choice(clients).post(f"/batch/{after}/ack", params={"trainer": trainer})
             acked.raise_for_status()
-
-
-def test_polls_side_by_side_form_one_batch(clients: list[httpx.Client]) -> None:
-    trainer = register(clients[0]).json()["uuid"]
-    for marker in range(8):
-        clients[marker % 2].post("/scored_data", json=group(marker)).raise_for_status()
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(
-            pool.map(
-                lambda i: clients[i % 2].get("/batch", params={"trainer": trainer}).content,
-                range(32),
-            )
-        )
-    assert len(set(answers)) == 1
-    assert status(clients[0]) == (1, 6)

@@ -12,7 +12,6 @@ from tests.integration.run_api_calls import (
     register_environment,
     send,
     start,
-    status,
     submit,
 )
 
@@ -46,19 +45,6 @@ def assert_unregistered(http: httpx.Client) -> None:
 
 def test_before_a_trainer_registers(http: httpx.Client) -> None:
     assert_unregistered(http)
-
-
-def test_status_counts_groups_neither_parts_nor_the_batch_handed_out(http: httpx.Client) -> None:
-    start(http, starting_step=3)
-    register_environment(http)
-    submit(http, 1, 2, 3)
-    assert status(http) == (3, 3)
-    send(http, 4, size=1, env_id=0)
-    assert status(http) == (3, 3)
-    assert next_batch(http) == [1, 2]
-    assert status(http) == (4, 1)
-    send(http, 5, size=1, env_id=0)
-    assert status(http) == (4, 3)  # the parts are two groups now
 
 
 def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) -> None:

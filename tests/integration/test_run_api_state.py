@@ -16,18 +16,6 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-async def test_an_environment_that_polls_again_gets_its_minimum_back(run: Run) -> None:
-    silent = await run.start_environment(min_batch_allocation=0.5)
-    await run.stay_silent(silent, TIMEOUT_S + 5)
-    assert [e.connected for e in (await run.store.environments.view()).environments] == [False]
-    run_as_it_sees = await run.store.environments.poll(silent)
-    assert [e.connected for e in run_as_it_sees.environments] == [True]
-    await run.submit(1, 2)
-    assert await run.poll() is None
-    await run.submit(3, env_id=silent)
-    assert await run.poll() == [1, 3]
-
-
 async def test_one_that_left_stays_away_however_often_it_polls(run: Run) -> None:
     env_id = await run.start_environment(min_batch_allocation=0.5)
     assert await run.store.environments.disconnect(env_id) == 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.integration.run_api_calls import (
-    disconnect,
     next_batch,
     register_environment,
     send,
@@ -18,15 +16,6 @@ from tests.integration.run_api_calls import (
     submit,
     told,
 )
-
-
-@pytest.fixture
-def two(http: httpx.Client) -> httpx.Client:
-    """Two environments, each entitled to 4 of 16 sequences; the second has thrice the weight."""
-    start(http, batch_size=16)
-    register_environment(http, min_batch_allocation=0.25)
-    register_environment(http, weight=3.0, group_size=4, min_batch_allocation=0.25)
-    return http
 
 
 def test_it_is_a_get_whose_json_body_names_a_known_environment(http: httpx.Client) -> None:
@@ -42,9 +31,13 @@ def test_it_is_a_get_whose_json_body_names_a_known_environment(http: httpx.Clien
     assert "env_id 1" in unknown.json()["detail"]
 
 
-def test_own_and_shared_sequences(two: httpx.Client) -> None:
+def test_own_and_shared_sequences(http: httpx.Client) -> None:
+    """Two environments, each entitled to 4 of 16 sequences; the second has thrice the weight."""
+    start(http, batch_size=16, starting_step=5)
+    register_environment(http, min_batch_allocation=0.25)
+    register_environment(http, weight=3.0, group_size=4, min_batch_allocation=0.25)
     empty = {
-        "current_step": 0,
+        "current_step": 5,
         "queue_size": 0,
         "unallocated_fraction": 0.5,
         "self_queue_size": 0,
@@ -53,68 +46,25 @@ def test_own_and_shared_sequences(two: httpx.Client) -> None:
         "pressure": 0.0,
         "num_steps": None,
     }
-    assert told(two, 0) == empty
-    submit(two, 1, 2, env_id=0)
-    submit(two, 3, 4, 5, size=4, env_id=1)
-    assert told(two, 0) == empty | {
+    assert told(http, 0) == empty
+    submit(http, 1, 2, env_id=0)
+    send(http, 3, size=3, env_id=1)
+    assert told(http, 1)["self_queue_size"] == 0  # parts count once they are a group
+    send(http, 3, size=1, env_id=1)
+    submit(http, 4, 5, size=4, env_id=1)
+    assert told(http, 0) == empty | {
         "queue_size": (4 + (12 - 4)) // 2,  # its own, and what the other holds beyond its minimum
         "self_queue_size": 4 // 2,
         "max_group_size": 4,
     }
-    assert told(two, 1) == empty | {
+    assert told(http, 1) == empty | {
         "queue_size": (12 + max(0, 4 - 4)) // 4,
         "self_queue_size": 3,
         "max_group_size": 4,
         "env_weight": 0.75,
     }
-
-
-def test_what_others_hold_is_rounded_up_to_the_largest_group(two: httpx.Client) -> None:
-    submit(two, 1, size=8)
-    submit(two, 2, env_id=0)
-    assert told(two, 1)["max_group_size"] == 8
-    # nobody's 8, and 2 of the first environment: a whole pack of 8, less its minimum of 4
-    assert told(two, 1)["queue_size"] == (8 + (8 - 4)) // 4
-
-
-def test_parts_count_once_they_are_queued(two: httpx.Client) -> None:
-    for size, expected in ((3, (0, 1)), (1, (1, 3))):
-        send(two, 1, size=size, env_id=1)
-        seen = told(two, 1)
-        assert (seen["self_queue_size"], seen["max_group_size"]) == expected
-
-
-def test_batches_handed_out_do_not_count(http: httpx.Client) -> None:
-    start(http, starting_step=5)
-    register_environment(http)
-    submit(http, 1, 2, 3, env_id=0)
-    assert (told(http, 0)["current_step"], told(http, 0)["queue_size"]) == (5, 3)
-    assert next_batch(http) == [1, 2]
-    assert (told(http, 0)["current_step"], told(http, 0)["queue_size"]) == (6, 1)
-
-
-def test_a_disconnected_environment_has_neither_weight_nor_minimum(two: httpx.Client) -> None:
-    submit(two, 1, 2, size=4, env_id=1)
-    disconnect(two, 1)
-    seen = told(two, 0)
-    assert (seen["env_weight"], seen["unallocated_fraction"]) == (1.0, 0.75)
-    assert seen["queue_size"] == 8 // 2
-
-
-def test_a_queue_of_which_no_batch_can_be_formed_stops_nobody(http: httpx.Client) -> None:
-    start(http, batch_size=12)
-    register_environment(http, group_size=4)
-    register_environment(http, group_size=6)
-    submit(http, 1, 2, size=4, env_id=0)
-    submit(http, 3, size=6, env_id=1)
-    assert next_batch(http) is None
-    assert [told(http, env_id)["queue_size"] for env_id in (0, 1)] == [2, 1]
-    submit(http, 4, size=6, env_id=1)
-    assert [told(http, env_id)["queue_size"] for env_id in (0, 1)] == [
-        (8 + 12) // 4,
-        (12 + 12) // 6,
-    ]
-    assert next_batch(http) == [3, 4]
+    assert next_batch(http) == [1, 2, 3, 3, 4, 5]
+    assert told(http, 0) == empty | {"current_step": 6}
 
 
 def test_an_archived_environment_paces_itself_until_the_run_is_done(http: httpx.Client) -> None:
