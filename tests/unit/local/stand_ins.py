@@ -1,7 +1,8 @@
 """Small programs in place of the services, so that the runner's own behaviour can be tested fast.
 
 They are found under the services' own module names, because their folder is first in PYTHONPATH.
-`STAND_IN_*` variables make one of them misbehave.
+Each writes its process id to a file in STAND_IN_PIDS. With STAND_IN_TRAINER_LINGERS the trainer
+stays after its last step.
 """
 
 from __future__ import annotations
@@ -70,22 +71,16 @@ if "--share-weights" in sys.argv:
 elif not pathlib.Path(option("--weights-dir")).is_dir():
     raise SystemExit("no directory to take weights from")
 print("loading", option("--model"), *sys.argv[1:], flush=True)
-if "STAND_IN_SERVER_FAILS" in os.environ:
-    raise SystemExit("no such device")
 subprocess.Popen(
     [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(120)"],
     start_new_session=True,
 )
-engine, give_up_at = pathlib.Path(os.environ["STAND_IN_PIDS"], "engine"), time.monotonic() + 100
-while not engine.exists() and time.monotonic() < give_up_at:
+while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
     time.sleep(0.01)
 
 import redis
 from grpo_core.handoff import ServerStatus, status_key
-status = ServerStatus(
-    state="serving", epoch=1, step=1, restarts=int(os.environ.get("STAND_IN_RESTARTS", 0)),
-    dropped_requests=int(os.environ.get("STAND_IN_DROPPED", 0)), generation_tokens=5000,
-)
+status = ServerStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000)
 with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
     client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
 
@@ -101,45 +96,22 @@ TRAINER = f"""
 from stand_in_common import *
 note_pid("trainer")
 print(*sys.argv[1:], flush=True)
-print("CUDA_VISIBLE_DEVICES=" + os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
-def end(number, _):
-    print("ending after", signal.Signals(number).name, flush=True)
-    sys.exit(128 + number)
-signal.signal(signal.SIGTERM, end)
-signal.signal(signal.SIGINT, end)
-if os.environ.get("STAND_IN_FAILING_MODE") == option("--weight-bridge-mode"):
-    raise SystemExit("no such module: lm_tail")
+api, steps = option("--atropos-url"), int(option("--training-steps"))
+post(api + "/trainer")
+while json.loads(fetch(api + "/environments")) == []:
+    time.sleep(0.05)
 template = {metrics_object(1)!r}
-steps = int(option("--training-steps"))
-
-def train():
-    with open(option("--metrics-file"), "a") as file:
-        for step in range(1, int(os.environ.get("STAND_IN_LAST_STEP", steps)) + 1):
-            time.sleep(0.02)
-            line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
-            line["time_s"] = 1.5 * step
-            file.write(json.dumps(line) + "\\n")
-            file.flush()
-
-def register():
-    api = option("--atropos-url")
-    post(api + "/trainer")
-    while json.loads(fetch(api + "/environments")) == []:
-        time.sleep(0.05)
-    time.sleep(0.3)  # the first batch takes longer than the runner's health check
-
-if "STAND_IN_TRAINS_FIRST" in os.environ:  # every step is there before anybody waits for one
-    train()
-    register()
-else:
-    register()
-    train()
+with open(option("--metrics-file"), "a") as file:
+    for step in range(1, steps + 1):
+        line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
+        file.write(json.dumps(line) + "\\n")
+        file.flush()
 save_path = pathlib.Path(option("--save-path"))
 save_path.mkdir(exist_ok=True, parents=True)
-if "--benchmark" in sys.argv:
-    facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--weight-bridge-mode")}}
-    (save_path / "benchmark.json").write_text(json.dumps(facts))
-time.sleep(float(os.environ.get("STAND_IN_TRAINER_LINGERS_S", 0)))
+facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--weight-bridge-mode")}}
+(save_path / "benchmark.json").write_text(json.dumps(facts))
+if "STAND_IN_TRAINER_LINGERS" in os.environ:
+    time.sleep(600)
 """
 
 ENVIRONMENT = """

@@ -1,187 +1,199 @@
-"""`grpo-compare` as a user runs it: real demos with stand-ins for all services but Redis."""
+"""`grpo-compare` over processes that stand in for the runs. A real comparison is in tests/e2e."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.process_table import eventually, is_alive
-from tests.unit.local.stand_ins import write_stand_ins
+from grpo_core.handoff import ServerStatus
+from grpo_core.settings import load_settings
+from grpo_local.compare import compare
+from grpo_local.compare_settings import CompareSettings
+from grpo_local.memory import MIB
+from grpo_local.run_facts import Benchmark, RunFacts
+from grpo_local.summary import summarise
+from tests.unit.local.records import metrics_line, record
+from tests.unit.local.shown import Shown
 
-MODES = ["shared_vllm", "lora_restart"]
+STEPS = 20
+RUN = """
+import json, os, pathlib, signal, sys, time
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+def note(event):
+    with open(here / "events", "a") as file:
+        file.write(f"{event} {mode}\\n")
+
+here, run = pathlib.Path(os.environ["STAND_IN"]), pathlib.Path(option("--run-dir"))
+mode = option("--mode")
+does = os.environ.get("STAND_IN_DOES", "").removeprefix(f"{mode}:")
+print(*sys.argv[1:], "on GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+note("begins")
+run.mkdir()
+(run / "metrics.jsonl").write_text((here / "metrics.jsonl").read_text())
+while does == "waits for others" and (here / "events").read_text().count("begins") < 2:
+    time.sleep(0.01)
+if does == "fails":
+    sys.exit("failed (ProcessFailed): trainer ended with status 1")
+if does == "stops all":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+facts = json.loads((here / "facts.json").read_text()) | {"mode": mode}
+if does == "drops":
+    facts["server"]["dropped_requests"] = 2
+(run / "summary.json").write_text(json.dumps(facts))
+note("ends")
+"""
+
+
+def facts() -> RunFacts:
+    """20 steps of 1.5 s, of which 0.05 s publish and 0.3 s wait; 5000 tokens in 40 s."""
+    records = [record(step, **{"reward/mean": step / STEPS}) for step in range(1, STEPS + 1)]
+    return RunFacts(
+        mode="none",
+        seed=5,
+        summary=summarise(records, total_s=60.0, training_s=40.0),
+        benchmark=Benchmark(publishes=20),
+        server=ServerStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000),
+        peak_bytes={"vllm-server": 100 * MIB},
+    )
 
 
 @dataclass
 class Comparing:
     folder: Path
-    environment: dict[str, str] = field(default_factory=dict)
+    shown: Shown
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "grpo_local.compare_command", "--directory", "compared"]
-        return subprocess.Popen(
-            [*command, *arguments],
-            cwd=self.folder,
-            env={**os.environ, **self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
-        """Exit status, stdout, stderr."""
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=300)
-        return process.returncode, out, err
+    def run(self, *arguments: str) -> int:
+        """The exit status. Options behind a `--` go to every run."""
+        own, _, passed_on = " ".join(arguments).partition(" -- ")
+        given = ["--directory", str(self.directory), "--steps", str(STEPS), *own.split()]
+        return compare(load_settings(CompareSettings, given), passed_on.split(), self.shown)
 
     @property
     def directory(self) -> Path:
         return self.folder / "compared"
 
-    def record(self) -> Any:
-        return json.loads((self.directory / "comparison.json").read_text())
+    @property
+    def table(self) -> str:
+        return (self.directory / "comparison.md").read_text()
+
+    @property
+    def events(self) -> list[str]:
+        return (self.folder / "events").read_text().splitlines()
+
+    def said(self, mode: str) -> str:
+        return (self.directory / "logs" / f"{mode}.log").read_text()
 
     def row(self, title: str) -> list[str]:
         """The cells of one line of the table, without its title."""
-        lines = (self.directory / "comparison.md").read_text().splitlines()
-        (line,) = [line for line in lines if line.startswith(f"| {title} |")]
+        (line,) = [line for line in self.table.splitlines() if line.startswith(f"| {title} |")]
         return [cell.strip() for cell in line.strip("|").split("|")[1:]]
 
 
 @pytest.fixture
-def comparing(tmp_path: Path) -> Comparing:
-    write_stand_ins(tmp_path / "stand-ins")
-    (tmp_path / "pids").mkdir()
-    return Comparing(
-        tmp_path,
-        {"PYTHONPATH": str(tmp_path / "stand-ins"), "STAND_IN_PIDS": str(tmp_path / "pids")},
-    )
+def comparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparing:
+    module = tmp_path / "stand-in" / "grpo_local"
+    module.mkdir(parents=True)
+    (module / "__init__.py").touch()
+    (module / "__main__.py").write_text(RUN)
+    (tmp_path / "facts.json").write_text(facts().model_dump_json())
+    (tmp_path / "metrics.jsonl").write_text(metrics_line(1) + metrics_line(2))
+    monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    return Comparing(tmp_path, Shown())
 
 
-def test_modes_are_run_one_after_another_and_measured(comparing: Comparing) -> None:
-    status, out, err = comparing.run(
-        *("--modes", "shared_vllm,lora_restart", "--steps", "20", "--seed", "5"),
-        *("--", "--lr", "0.125"),
-        STAND_IN_RESTARTS="2",
-    )
-    assert (status, err) == (0, "")
-    assert "20 steps in each of shared_vllm, lora_restart" in out
-    assert comparing.row("") == [f"`{mode}`" for mode in MODES]
-    assert comparing.row("result") == ["ok"] * 2
-    assert comparing.row("steps") == ["20"] * 2
-    # rewards 1/20, 2/20, ... 1; a tenth of 20 steps is 2
-    assert comparing.row("reward, first tenth of the steps") == ["0.075"] * 2
-    assert comparing.row("reward, last tenth of the steps") == ["0.975"] * 2
-    # 20 steps of 1.5 s, of which 0.05 s publish and 0.3 s wait
-    assert comparing.row("all steps (s)") == ["30.0"] * 2
-    assert comparing.row("all weight sync (s)") == ["1.0"] * 2
-    assert comparing.row("wait for data per step, mean (s)") == ["0.30"] * 2
-    assert comparing.row("publications") == ["20"] * 2
-    assert comparing.row("engine restarts") == ["2"] * 2
-    assert comparing.row("dropped requests") == ["0"] * 2
-    # an interpreter with redis-py and a child of its own
-    assert all(5 < float(cell) < 500 for cell in comparing.row("peak memory, server (MiB)"))
-    for line in (comparing.directory / "comparison.md").read_text().splitlines():
-        assert not line.startswith("|") or line in out
-    for result in comparing.record()["results"]:
-        facts = result["facts"]
-        # the stand-in's server says that it sampled 5000 tokens
-        speed = 5000 / facts["summary"]["training_s"]
-        column = MODES.index(result["mode"])
-        assert comparing.row("generated tokens per second")[column] == f"{speed:.0f}"
+def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: Comparing) -> None:
+    assert comparing.run("--modes none,lora_only --seed 5 -- --lr 0.125") == 0
+    assert comparing.shown.err == ""
+    assert "20 steps in each of none, lora_only" in comparing.shown.out
+    assert comparing.events == ["begins none", "ends none", "begins lora_only", "ends lora_only"]
+    for mode in ("none", "lora_only"):
+        run = comparing.directory / mode
+        expected = f"--mode {mode} --steps 20 --seed 5 --run-dir {run} --lr 0.125 on GPU"
+        assert comparing.said(mode).startswith(expected)
 
-    assert_that_runs_differ_in_their_mode_alone(comparing)
+
+def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing) -> None:
+    assert comparing.run("--modes none,lora_only") == 0
+    expected = {
+        "": ["`none`", "`lora_only`"],
+        "result": ["ok"] * 2,
+        "steps": ["20"] * 2,
+        # rewards 1/20, 2/20, ... 1; a tenth of 20 steps is 2
+        "reward, first tenth of the steps": ["0.075"] * 2,
+        "reward, last tenth of the steps": ["0.975"] * 2,
+        "all steps (s)": ["30.0"] * 2,
+        "all weight sync (s)": ["1.0"] * 2,
+        "wait for data per step, mean (s)": ["0.30"] * 2,
+        "generated tokens per second": ["125"] * 2,
+        "publications": ["20"] * 2,
+        "engine restarts": ["2"] * 2,
+        "dropped requests": ["0"] * 2,
+        "peak memory, server (MiB)": ["100"] * 2,
+        "peak memory, trainer (MiB)": ["-"] * 2,
+    }
+    assert {title: comparing.row(title) for title in expected} == expected
+    for line in comparing.table.splitlines():
+        assert not line.startswith("|") or line in comparing.shown.out
+    recorded: Any = json.loads((comparing.directory / "comparison.json").read_text())
+    assert recorded["results"][1]["facts"]["server"]["generation_tokens"] == 5000
     width_and_height = (comparing.directory / "comparison.png").read_bytes()[16:24]
     assert struct.unpack(">II", width_and_height) == (1800, 720)
 
 
-def assert_that_runs_differ_in_their_mode_alone(comparing: Comparing) -> None:
-    for mode in MODES:
-        words = (comparing.directory / mode / "logs" / "trainer.log").read_text().split()
-        assert words[words.index("--weight-bridge-mode") + 1] == mode
-        assert words[words.index("--seed") + 1] == "5"
-        assert words[words.index("--lr") + 1] == "0.125"
-        log = (comparing.directory / "logs" / f"{mode}.log").read_text()
-        assert f"run {mode}: 20 steps on arithmetic" in log
-
-
-def test_a_mode_that_fails_or_drops_requests_is_told_and_the_others_still_run(
-    comparing: Comparing,
+def test_a_mode_that_fails_is_told_and_the_others_still_run(
+    comparing: Comparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, _, err = comparing.run(
-        *("--steps", "3", "--modes", "lora_only,none"),
-        STAND_IN_FAILING_MODE="lora_only",
-        STAND_IN_DROPPED="2",
-    )
-    assert status == 1
+    monkeypatch.setenv("STAND_IN_DOES", "none:fails")
+    assert comparing.run("--modes none,lora_only") == 1
     assert comparing.row("result") == ["failed", "ok"]
-    assert comparing.row("steps") == ["-", "3"]
-    assert comparing.row("dropped requests") == ["-", "2"]
-    failed, dropped = err.splitlines()
-    assert failed.startswith(
-        "lora_only failed: failed (ProcessFailed): trainer ended with status 1"
-    )
-    assert dropped == "none: 2 dropped requests, must be 0"
-    table = (comparing.directory / "comparison.md").read_text()
-    assert f"- {failed}" in table
-    assert f"- {dropped}" in table
+    assert comparing.row("steps") == ["-", "20"]
+    failed = "none failed: failed (ProcessFailed): trainer ended with status 1; see "
+    assert comparing.shown.err.startswith(failed)
+    assert f"- {failed}" in comparing.table
 
 
-def test_side_by_side_each_run_sees_its_own_gpu(comparing: Comparing) -> None:
-    status, out, _ = comparing.run(
-        *("--steps", "3", "--modes", "none,lora_only", "--side-by-side", "--gpu-ids", "2,5"),
-    )
-    assert status == 0
-    assert "running none, lora_only" in out
-    for mode, gpu in (("none", "2"), ("lora_only", "5")):
-        log = (comparing.directory / mode / "logs" / "trainer.log").read_text()
-        assert f"CUDA_VISIBLE_DEVICES={gpu}\n" in log
-    assert "all at once" in (comparing.directory / "comparison.md").read_text()
-
-
-def test_a_stop_signal_ends_every_run(comparing: Comparing) -> None:
-    process = comparing.start("--steps", "3", STAND_IN_TRAINER_LINGERS_S="100")
-    trainer = comparing.folder / "pids" / "trainer"
-    metrics = comparing.directory / "shared_vllm" / "metrics.jsonl"
-    assert eventually(lambda: metrics.exists() and trainer.exists())
-    pids = [int(path.read_text()) for path in (comparing.folder / "pids").iterdir()]
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 143
-    assert err == "stopped by SIGTERM; every process of this comparison has ended\n"
-    assert not any(is_alive(pid) for pid in pids)
-    assert not (comparing.directory / "lora_only").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("--modes", "none,some"), "--modes.1: Input should be 'shared_vllm'"),
-        (("--gpu-ids", "0"), "--gpu-ids is for --side-by-side"),
-        (("--side-by-side", "--gpu-ids", "0,1"), "2 --gpu-ids for 4 --modes"),
-        (("--", "--mode", "none"), "grpo-compare: --mode: the same for all, or set here"),
-    ],
-)
-def test_mistakes_are_named_before_anything_starts(
-    comparing: Comparing, arguments: tuple[str, ...], problem: str
+def test_dropped_requests_are_no_success(
+    comparing: Comparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, err = comparing.run(*arguments)
-    assert (status, out) == (2, "")
-    assert problem in err
-    assert not comparing.directory.exists()
+    monkeypatch.setenv("STAND_IN_DOES", "drops")
+    assert comparing.run("--modes none") == 1
+    assert comparing.row("dropped requests") == ["2"]
+    assert comparing.shown.err == "none: 2 dropped requests, must be 0\n"
+
+
+def test_side_by_side_each_run_sees_its_own_gpu(
+    comparing: Comparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_DOES", "waits for others")
+    assert comparing.run("--modes none,lora_only --side-by-side --gpu-ids 2,5") == 0
+    for mode, gpu in (("none", 2), ("lora_only", 5)):
+        assert comparing.said(mode).endswith(f"on GPU {gpu}\n")
+    assert "all at once" in comparing.table
+
+
+def test_a_stop_signal_ends_the_run_and_starts_no_other(
+    comparing: Comparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_DOES", "stops all")
+    assert comparing.run("--modes none,lora_only") == 143
+    said = "stopped by SIGTERM; every process of this comparison has ended\n"
+    assert comparing.shown.err == said
+    assert comparing.events == ["begins none"]
 
 
 def test_a_used_directory_is_refused(comparing: Comparing) -> None:
     comparing.directory.mkdir()
     (comparing.directory / "comparison.md").write_text("precious")
-    status, _, err = comparing.run()
-    assert status == 1
-    assert err.startswith("failed (RunDirectoryUnusable): compared holds files")
+    assert comparing.run() == 1
+    assert comparing.shown.err.startswith("failed (RunDirectoryUnusable): ")
+    assert comparing.table == "precious"

@@ -114,19 +114,3 @@ def test_sizes_of_each_mode() -> None:
 def test_what_the_user_reads_about_a_mode(mode: ModeName, said: str) -> None:
     every = MODES[mode].publish_every_steps(restart_every_steps=5, load_every_steps=2)
     assert MODES[mode].publication(every).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--mode", "lora"], "should be 'shared_vllm', 'lora_only', 'lora_restart' or 'none'"),
-        (["--lora-r", "513"], "--lora-r: Input should be less than or equal to 512"),
-        (["--lora-target-modules", ""], "--lora-target-modules: List should have at least 1 item"),
-    ],
-)
-def test_mistakes_name_the_option(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        settings(*arguments)
-    assert problem in capsys.readouterr().err

@@ -68,25 +68,6 @@ def test_a_model_of_the_user_reasons_slowly_and_is_changed_gently(tmp_path: Path
     assert own.server_deadline_s > tiny.server_deadline_s
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--task", "gsm8k"], "--data: Value error, gsm8k needs data: pass --data"),
-        (["--task", "gsm8k", "--data", "/none"], "--data: Value error, no such directory"),
-        (["--task", "chess"], "--task.0: Input should be 'arithmetic' or 'gsm8k'"),
-        (["--seq-len", "100", "--max-model-len", "50"], "less than --seq-len 100"),
-        (["--dtype", "int8"], "--dtype: Input should be 'float32'"),
-    ],
-)
-def test_a_mistake_ends_with_status_2_and_says_what_to_pass(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        settings(*arguments)
-    assert caught.value.code == 2
-    assert problem in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("data", "offline"), [("here", True), ("openai/gsm8k", False)])
 def test_the_hub_is_left_alone_unless_the_data_lies_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, offline: bool
