@@ -3,10 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from grpo_env import worker
 from tests.unit.env.hub_data import write_hub_layout
 
 CHAT_TEMPLATE = (
@@ -17,15 +14,12 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def long_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run-api that is merely slow hears it too."""
-    monkeypatch.setattr(worker, "_GOODBYE_S", 60.0)
-
-
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: one token per byte, then <|im_start|> = 256 and <|im_end|> = 257."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

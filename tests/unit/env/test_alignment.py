@@ -1,39 +1,34 @@
+"""What cannot be trained on is refused. `test_rollout.py` shows the layout of what can."""
+
 from __future__ import annotations
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.inference_client import Completion
 from grpo_core.wire import PolicyVersion
 from grpo_env.alignment import MisalignedCompletion, align_group
 
 VERSION = PolicyVersion(0, 0)
+IMPOSSIBLE = st.just(math.nan) | st.just(-math.inf) | st.floats(min_value=1e-5)
 
 
 def completion(token_ids: list[int], logprobs: list[float]) -> Completion:
     return Completion("", "stop", token_ids, logprobs, VERSION, VERSION)
 
 
-def test_prompt_is_masked_and_completion_carries_its_own_tokens_and_logprobs() -> None:
-    rows = align_group([5, 6, 7], [completion([90, 91], [-0.4, -1.2]), completion([92], [-3.0])])
-
-    assert rows[0].tokens == [5, 6, 7, 90, 91]
-    assert rows[0].masks == [-100, -100, -100, 90, 91]
-    assert rows[0].inference_logprobs == [1.0, 1.0, 1.0, -0.4, -1.2]
-    assert rows[1].tokens == [5, 6, 7, 92]
-    assert rows[1].masks == [-100, -100, -100, 92]
-    assert rows[1].inference_logprobs == [1.0, 1.0, 1.0, -3.0]
-
-
-def test_rounding_above_zero_is_accepted() -> None:
-    assert align_group([1], [completion([2], [5e-7])])[0].inference_logprobs == [1.0, 5e-7]
-
-
-@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 1e-5, 1.0])
-def test_an_impossible_logprob_is_named_with_its_place(logprob: float) -> None:
-    with pytest.raises(MisalignedCompletion, match=f"completion 1: logprob {logprob} at token 1"):
-        align_group([1], [completion([2], [-0.1]), completion([3, 4], [-0.1, logprob])])
+@given(good=st.lists(st.floats(max_value=1e-6, allow_infinity=False)), bad=IMPOSSIBLE)
+def test_an_impossible_logprob_is_named_with_its_place(good: list[float], bad: float) -> None:
+    """Rounding may lift a log-probability to 1e-6 above 0."""
+    broken = completion([3] * (len(good) + 1), [*good, bad])
+    with pytest.raises(MisalignedCompletion) as caught:
+        align_group([1], [completion([2], [-0.1]), broken])
+    assert str(caught.value).endswith(
+        f"be trained on: completion 1: logprob {bad} at token {len(good)}"
+    )
 
 
 def test_every_problem_is_listed_at_once() -> None:

@@ -13,84 +13,72 @@ from typing import Any
 
 import pytest
 
+from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.http_stub import Answer, stub_server
 from tests.unit.env.scripted_run_api import RunApi
 
-_REPORT_IMPORTS = """
+_RUN_EACH = """
 import json, sys
 from grpo_env.__main__ import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    heavy = [name for name in ("torch", "transformers") if sys.modules.get(name)]
-    print(json.dumps({"status": end.code, "heavy": heavy}))
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        heavy = [name for name in ("torch", "transformers") if sys.modules.get(name)]
+        print(json.dumps([end.code, heavy]))
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["--help"], 0),
-        (["arithmetic", "serve"], 2),
-        (["arithmetic", "serve", "--openai.model-name", "m", "--env.group_size", "x"], 2),
-        (["arithmetic", "serve", "--openai.model-name", "m", "--no-such-option"], 2),
-    ],
-)
-def test_help_and_mistakes_import_nothing_heavy(arguments: list[str], status: int) -> None:
+def run_each(*command_lines: list[str], **environment: str) -> tuple[list[Any], str]:
+    """One process: of each command line, the status and what was imported by then; and stderr."""
     ended = subprocess.run(
-        [sys.executable, "-c", _REPORT_IMPORTS, *arguments],
+        [sys.executable, "-c", _RUN_EACH, json.dumps(command_lines)],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=True,
     )
+    return [json.loads(line) for line in ended.stdout.splitlines() if line[0] == "["], ended.stderr
 
-    assert json.loads(ended.stdout.splitlines()[-1]) == {"status": status, "heavy": []}
+
+def test_mistakes_import_nothing_heavy_and_a_missing_tokenizer_is_one_named_line() -> None:
+    serve = ["arithmetic", "serve", "--openai.model-name", "/none"]
+    ends, errors = run_each(
+        ["arithmetic", "serve"],
+        [*serve, "--env.group_size", "x"],
+        [*serve, "--no-such-option"],
+        serve,
+    )
+    assert ends == [[2, []], [2, []], [2, []], [1, ["transformers"]]]
+    assert "Traceback" not in errors
+    assert "env-server: TokenizerUnusable: " in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
 def test_no_environment_imports_torch(
-    task: str, tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
+    tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
 ) -> None:
     """The tokenizer has been loaded, the data been read (with datasets, which asks for torch by
     itself) and the server been asked once run-api is looked for."""
-    data = ["--env.data", str(hub_layout)] if task == "gsm8k" else []
     with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
-        ended = subprocess.run(
+        ends, errors = run_each(
             [
-                *(sys.executable, "-c", _REPORT_IMPORTS, task, "serve", *data),
-                f"--openai.base-url={inference.url}",
-                f"--openai.model-name={tokenizer_dir}",
+                *("gsm8k", "serve", f"--env.data={hub_layout}"),
+                *(f"--openai.base-url={inference.url}", f"--openai.model-name={tokenizer_dir}"),
                 *("--env.rollout-server-url=http://127.0.0.1:9", "--env.run-api-deadline-s=0.1"),
             ],
-            env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            HF_HOME=str(tmp_path),
+            HF_HUB_OFFLINE="1",
         )
 
-    assert json.loads(ended.stdout.splitlines()[-1]) == {"status": 1, "heavy": ["transformers"]}
-    assert "not reachable" in ended.stderr
-    assert "PyTorch was not found" not in ended.stderr
+    assert ends == [[1, ["transformers"]]]
+    assert "not reachable" in errors
+    assert "PyTorch was not found" not in errors
 
 
-def test_a_missing_tokenizer_is_one_named_line_and_status_1() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--openai.model-name", "/none"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert "env-server: TokenizerUnusable: " in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_signal_during_generation_ends_politely(
     number: signal.Signals, tokenizer_dir: Path
 ) -> None:
@@ -98,7 +86,7 @@ def test_a_signal_during_generation_ends_politely(
 
     def generate(_body: dict[str, Any]) -> Answer:
         generating.set()
-        release.wait(600)
+        release.wait()
         return 500, {}
 
     with (
@@ -107,8 +95,7 @@ def test_a_signal_during_generation_ends_politely(
     ):
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "grpo_env", "arithmetic", "serve"),
-                "--env.group-size=2",
+                *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--env.group-size=2"),
                 f"--env.rollout-server-url={run_api.url}",
                 f"--openai.base-url={inference.url}",
                 f"--openai.model-name={tokenizer_dir}",
@@ -117,9 +104,9 @@ def test_a_signal_during_generation_ends_politely(
             text=True,
         )
         try:
-            assert generating.wait(300)
+            assert generating.wait(DEADLINE_S)
             process.send_signal(number)
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=DEADLINE_S)
         finally:
             release.set()
             process.kill()

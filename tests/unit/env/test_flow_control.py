@@ -1,117 +1,117 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
 from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
 
 PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, total_steps=50)
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
+STATUS = EnvironmentStatus(
+    current_step=0,
+    queue_size=0,
+    unallocated_fraction=1.0,
+    self_queue_size=0,
+    max_group_size=8,
+    env_weight=1.0,
+    pressure=0.0,
+)
 
 
-def status(
-    step: int = 0,
-    queue: int = 0,
-    weight: float = 1.0,
-    own: int | None = None,
-    pressure: float = 0.0,
-) -> EnvironmentStatus:
-    return EnvironmentStatus(
-        current_step=step,
-        queue_size=queue,
-        unallocated_fraction=1.0,
-        self_queue_size=queue if own is None else own,
-        max_group_size=8,
-        env_weight=weight,
-        pressure=pressure,
-    )
+def decide(load: Load, *, pace: Pace = PACE, trainer: TrainerInfo = TRAINER, **status: Any) -> Plan:
+    return plan_groups(STATUS.model_copy(update=status), trainer, pace, load)
 
 
-START, PAUSE, STOP = Action.START, Action.PAUSE, Action.STOP
+def start(groups: int) -> Plan:
+    return Plan(Action.START, groups)
+
+
+PAUSE, STOP = Plan(Action.PAUSE), Plan(Action.STOP)
 
 
 @pytest.mark.parametrize(
-    ("step", "queue", "in_flight", "sent", "expected"),
+    ("step", "queue", "load", "expected"),
     [
         # Three batches of 64 are 24 groups of 8.
-        (0, 0, 0, 0, Plan(START, 24)),
-        (0, 10, 0, 0, Plan(START, 14)),
-        (0, 10, 10, 0, Plan(START, 4)),
-        (0, 10, 10, 4, Plan(PAUSE)),
-        (0, 24, 0, 0, Plan(PAUSE)),
-        (0, 40, 0, 0, Plan(PAUSE)),
+        (0, 0, Load(0), start(24)),
+        (0, 10, Load(10), start(4)),
+        (0, 10, Load(10, sent_since_status=4), PAUSE),
+        (0, 40, Load(0), PAUSE),
         # Near the end: one batch left and one of margin are 16 groups.
-        (49, 0, 0, 0, Plan(START, 16)),
-        (49, 16, 0, 0, Plan(PAUSE)),
+        (49, 0, Load(0), start(16)),
         # A full queue is no reason to stop while a batch is still to be delivered.
-        (49, 100, 0, 0, Plan(PAUSE)),
-        (50, 0, 0, 0, Plan(STOP)),
-        (51, 0, 5, 0, Plan(STOP)),
+        (49, 100, Load(0), PAUSE),
+        (50, 0, Load(0), STOP),
+        (51, 0, Load(5), STOP),
     ],
 )
-def test_plan(step: int, queue: int, in_flight: int, sent: int, expected: Plan) -> None:
-    assert plan_groups(status(step, queue), TRAINER, PACE, Load(in_flight, sent)) == expected
+def test_the_queue_is_filled_until_the_last_batch_is_delivered(
+    step: int, queue: int, load: Load, expected: Plan
+) -> None:
+    assert decide(load, current_step=step, queue_size=queue) == expected
 
 
-def test_concurrency_is_bounded_and_counts_what_is_in_flight() -> None:
-    pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
+@given(
+    queue=st.integers(0, 30),
+    in_flight=st.integers(0, 10),
+    sent=st.integers(0, 10),
+    weight=st.floats(0.0, 1.0),
+    slots=st.integers(1, 30),
+)
+def test_neither_concurrency_nor_staleness_passes_its_bound(
+    queue: int, in_flight: int, sent: int, weight: float, slots: int
+) -> None:
+    pace = replace(PACE, max_concurrent_groups=slots)
+    plan = decide(Load(in_flight, sent), pace=pace, queue_size=queue, env_weight=weight)
 
-    assert plan_groups(status(), TRAINER, pace, Load(0)) == Plan(START, 6)
-    assert plan_groups(status(), TRAINER, pace, Load(4)) == Plan(START, 2)
-    assert plan_groups(status(), TRAINER, pace, Load(6)) == Plan(PAUSE)
+    assert (plan.groups > 0) is (plan.action is Action.START)
+    if plan.groups:
+        assert in_flight + plan.groups <= max(1, slots * weight)
+        assert (queue + in_flight + sent + plan.groups) * 8 <= 3 * 64
 
 
-@pytest.mark.parametrize(("weight", "groups"), [(0.5, 3), (0.01, 1)])
-def test_slots_are_shared_by_weight_and_never_none(weight: float, groups: int) -> None:
-    pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
-
-    assert plan_groups(status(weight=weight), TRAINER, pace, Load(0)) == Plan(START, groups)
-
-
-@pytest.mark.parametrize(("pressure", "expected"), [(0.99, Plan(START, 1)), (1.0, Plan(PAUSE))])
-def test_nothing_is_sampled_for_a_full_queue(pressure: float, expected: Plan) -> None:
-    """Whatever this environment's own share says; its weight carries the pressure before that."""
-    full = status(weight=0.01, pressure=pressure)
-    pace = Pace(8, 3, max_concurrent_groups=6, total_steps=50)
-
-    assert plan_groups(full, TRAINER, pace, Load(0)) == expected
+@pytest.mark.parametrize(
+    ("weight", "pressure", "expected"),
+    [(0.5, 0.0, start(3)), (0.01, 0.99, start(1)), (0.01, 1.0, PAUSE)],
+)
+def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
+    weight: float, pressure: float, expected: Plan
+) -> None:
+    six = replace(PACE, max_concurrent_groups=6)
+    assert decide(Load(0), pace=six, env_weight=weight, pressure=pressure) == expected
 
 
 @pytest.mark.parametrize(
     ("share", "queue", "own", "in_flight", "expected"),
     [
         # A quarter of the 24 groups that three batches hold are 6.
-        (0.25, 24, 0, 0, Plan(START, 6)),
-        (0.25, 24, 4, 0, Plan(START, 2)),
-        (0.25, 24, 4, 2, Plan(PAUSE)),
-        (0.25, 24, 6, 0, Plan(PAUSE)),
-        # Where the queue as a whole is short, there is more to do than that.
-        (0.25, 10, 6, 0, Plan(START, 14)),
-        (0.0, 24, 0, 0, Plan(PAUSE)),
+        (0.25, 24, 4, 0, start(2)),
+        (0.25, 24, 4, 2, PAUSE),
+        # If the queue as a whole is short, there is more to do than that.
+        (0.25, 10, 6, 0, start(14)),
         # Rounded up: a share that is no whole group is not met by less than one.
-        (0.01, 24, 0, 0, Plan(START, 1)),
+        (0.01, 24, 0, 0, start(1)),
     ],
 )
 def test_an_own_share_is_filled_however_much_the_others_have_queued(
     share: float, queue: int, own: int, in_flight: int, expected: Plan
 ) -> None:
-    pace = Pace(8, 3, 100, 50, min_batch_allocation=share)
-
-    assert plan_groups(status(queue=queue, own=own), TRAINER, pace, Load(in_flight)) == expected
+    pace = replace(PACE, min_batch_allocation=share)
+    plan = decide(Load(in_flight), pace=pace, queue_size=queue, self_queue_size=own)
+    assert plan == expected
 
 
 def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:
     # 1 x 12 sequences is one whole group of 8, which can never fill a batch.
     trainer = TrainerInfo(batch_size=12, max_token_len=10)
-
-    assert plan_groups(status(), trainer, Pace(8, 1, 100, 50), Load(0)) == Plan(START, 2)
+    pace = replace(PACE, max_batches_offpolicy=1)
+    assert decide(Load(0), trainer=trainer, pace=pace) == start(2)
 
 
 def test_nothing_is_started_while_no_trainer_is_registered() -> None:
-    unregistered = TrainerInfo(batch_size=-1, max_token_len=-1)
-
-    assert plan_groups(status(), unregistered, PACE, Load(0)) == Plan(PAUSE)
-
-
-def test_a_run_of_no_steps_is_complete() -> None:
-    assert plan_groups(status(), TRAINER, Pace(8, 3, 6, total_steps=0), Load(0)) == Plan(STOP)
+    assert decide(Load(0), trainer=TrainerInfo(batch_size=-1, max_token_len=-1)) == PAUSE

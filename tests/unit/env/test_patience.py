@@ -4,51 +4,23 @@ import pytest
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.patience import EveryGroupRefused, Patience, RefusalLimit
+from tests.unit.env.clock import Clock
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_failures_are_borne_until_the_deadline_after_the_first() -> None:
-    clock = Clock()
-    patience = Patience("vllm-server", 10.0, clock)
-
-    patience.failed(ServiceUnavailable("one"))
-    clock.now += 9.9
-    patience.failed(ServiceUnavailable("two"))
-    clock.now += 0.1
-    with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for 10 s in a row.*three"):
-        patience.failed(ServiceUnavailable("three"))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.3, "0.3 s"), (0.6, "0.6 s"), (10.0, "10 s"), (3600.25, "3600.2 s")]
-)
-def test_how_long_it_failed_is_said_as_people_write_it(seconds: float, said: str) -> None:
-    clock = Clock()
-    patience = Patience("vllm-server", seconds / 2, clock)
-    patience.failed(ServiceUnavailable("one"))
-    clock.now += seconds
-    with pytest.raises(ServiceUnavailable, match=f"failed for {said} in a row"):
-        patience.failed(ServiceUnavailable("two"))
-
-
-def test_a_success_starts_the_count_again() -> None:
+def test_failures_in_a_row_are_borne_until_the_deadline_after_the_first() -> None:
     clock = Clock()
     patience = Patience("vllm-server", 10.0, clock)
 
     patience.failed(ServiceUnavailable("one"))
     clock.now += 9.0
     patience.succeeded()
-    assert patience.delay_s == 0.0
     clock.now += 9.0
     patience.failed(ServiceUnavailable("two"))
-    clock.now += 9.0
+    clock.now += 9.9
     patience.failed(ServiceUnavailable("three"))
+    clock.now += 0.1
+    with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for 10 s in a row.*four"):
+        patience.failed(ServiceUnavailable("four"))
 
 
 def test_the_delay_grows_with_the_outage_and_runs_out() -> None:
@@ -64,6 +36,8 @@ def test_the_delay_grows_with_the_outage_and_runs_out() -> None:
     clock.now += 60.0
     patience.failed(ServiceUnavailable("three"))
     assert patience.delay_s == pytest.approx(5.0)
+    patience.succeeded()
+    assert patience.delay_s == 0.0
 
 
 def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from grpo_env.progress import Progress, RewardSample
 from grpo_env.rollout import FailureReason, RolloutFailure
-from tests.unit.env.test_patience import Clock
+from tests.unit.env.clock import Clock
 
 
 def test_a_reward_sample_is_handed_over_once_and_can_come_back() -> None:

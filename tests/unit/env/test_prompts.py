@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from grpo_env.prompts import ChatPrompts, TokenizerUnusable
 from grpo_env.tasks.arithmetic import Sum
@@ -13,13 +12,14 @@ from grpo_env.tasks.arithmetic import Sum
 def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
     tokenizer_dir: Path,
 ) -> None:
+    from transformers import AutoTokenizer
+
     token_ids = ChatPrompts(str(tokenizer_dir)).encode(Sum(3, 4).messages)
 
     text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
     # Two starts and one end are one token each, every other character is a byte.
     assert len(token_ids) == 3 + len("user\n3+4=" + "\n" + "assistant\n")
-    assert [token for token in token_ids if token >= 256] == [256, 257, 256]
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(

@@ -9,6 +9,20 @@ from grpo_env.settings import EnvServerSettings, load_env_settings
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
 
 
+def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
+    file = tmp_path / "env.yaml"
+    file.write_text(content)
+    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command line that ends with status 2 writes."""
+    with pytest.raises(SystemExit) as caught:
+        load_env_settings(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
 def test_dashes_underscores_and_negative_numbers() -> None:
     settings = load_env_settings(
         [*BASE, "--env.group_size", "4", "--env.max-token-length=64", "--env.total_steps", "-1"]
@@ -18,25 +32,16 @@ def test_dashes_underscores_and_negative_numbers() -> None:
     assert settings.env.max_token_length == 64
     assert settings.env.total_steps == -1
     assert settings.tokenizer_name == "m"
+    assert settings.wandb_name == "arithmetic"
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "env.yaml"
-    file.write_text("env: {group_size: 4, seed: 5}\nopenai: {model_name: from-file}\n")
-
-    settings = load_env_settings(
-        ["arithmetic", "serve", "--config", str(file), "--env.group_size", "6"]
-    )
+    content = "env: {group_size: 4, seed: 5}\nopenai: {model_name: from-file}\n"
+    settings = from_file(tmp_path, content, "--env.group_size", "6")
 
     assert settings.env.group_size == 6
     assert settings.env.seed == 5
     assert settings.openai.model_name == "from-file"
-
-
-def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
-    file = tmp_path / "env.yaml"
-    file.write_text(content)
-    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
 
 
 TWO_EQUAL_SERVERS = """
@@ -60,24 +65,25 @@ def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("servers", "problem"),
+    ("content", "problem"),
     [
-        ("[{model_name: m}, {model_name: n}]", "differ in model_name"),
-        ("[{model_name: m}, {model_name: m, api_key: y}]", "differ in api_key"),
-        ('[{model_name: m, base_url: "http://a"}, {model_name: m}]', "no base_url"),
-        ("[]", "at least one server"),
-        ("[one]", "each a mapping"),
-        ('[{model_name: m, base_url: "http://a", servertype: vllm}]', "servertype"),
+        ("openai: [{model_name: m}, {model_name: n}]", "differ in model_name"),
+        ("openai: [{model_name: m}, {model_name: m, api_key: y}]", "differ in api_key"),
+        ('openai: [{model_name: m, base_url: "http://a"}, {model_name: m}]', "no base_url"),
+        ("openai: []", "at least one server"),
+        ("openai: [one]", "each a mapping"),
+        ('openai: [{model_name: m, base_url: "http://a", servertype: vllm}]', "servertype"),
+        ("env: [", "cannot read"),
+        ("- a list", "expected a mapping"),
+        ("env: {grp: 3}\nopenai: {model_name: m}", "grp"),
     ],
 )
-def test_a_list_that_is_no_one_policy_is_refused(
-    tmp_path: Path, servers: str, problem: str, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_broken_or_names_several_policies_is_refused(
+    tmp_path: Path, content: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        from_file(tmp_path, f"openai: {servers}")
-
-    assert caught.value.code == 2
-    assert problem in capsys.readouterr().err
+    file = tmp_path / "env.yaml"
+    file.write_text(content)
+    assert problem in refused(["gsm8k", "serve", f"--config={file}"], capsys)
 
 
 def test_the_words_of_atropos_are_understood_and_what_has_no_effect_is_named(
@@ -113,60 +119,37 @@ slurm: false
     )
 
 
-def test_the_task_s_name_stands_in_for_a_missing_wandb_name() -> None:
-    assert load_env_settings(BASE).wandb_name == "arithmetic"
-    assert load_env_settings(["gsm8k", *BASE[1:]]).wandb_name == "gsm8k"
-
-
-def test_variables_that_happen_to_carry_a_section_s_name_are_ignored(
+def test_only_the_token_of_run_api_is_read_from_the_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ENV", "production")
     monkeypatch.setenv("TASK", "other")
-
-    assert load_env_settings(BASE).env.group_size == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["arithmetic", "serve"], "--openai.model-name: Field required"),
-        ([*BASE, "--env.group_size", "1"], "pass --env.group-size 2 or more"),
-        ([*BASE, "--env.temperature", "0"], "--env.temperature"),
-        ([*BASE, "--env.max_batches_offpolicy", "0"], "--env.max-batches-offpolicy"),
-        ([*BASE, "--env.rollout_server_url", "localhost:8000"], "with its scheme"),
-        ([*BASE, "--openai.server_type", "openai"], "log-probability of every sampled token"),
-        ([*BASE, "--env.grp", "3"], "unrecognized arguments"),
-        ([*BASE, "--env.format-reward", "1"], "--env.format-reward"),
-        ([*BASE, "--env.min-batch-allocation", "1.5"], "--env.min-batch-allocation"),
-        ([*BASE, "--openai.base-url", "http://a,b"], "with its scheme"),
-        (["chess", "serve"], "--task"),
-        ([*BASE, "--config", "/nonexistent.yaml"], "cannot read /nonexistent.yaml"),
-    ],
-)
-def test_a_mistake_ends_with_status_2_and_names_the_option(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        load_env_settings(arguments)
-
-    assert caught.value.code == 2
-    assert problem in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["env: [", "- a list", "env: {grp: 3}"])
-def test_a_broken_file_ends_with_status_2(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "env.yaml"
-    file.write_text(content)
-
-    with pytest.raises(SystemExit) as caught:
-        load_env_settings([*BASE, f"--config={file}"])
-    assert caught.value.code == 2
-
-
-def test_the_token_of_run_api_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_env_settings(BASE).run_api_token is None
+
     monkeypatch.setenv("RUN_API_TOKEN", "a-secret")
     token = load_env_settings(BASE).run_api_token
     assert token is not None
     assert token.get_secret_value() == "a-secret"
+
+
+MISTAKES = {
+    "--env.group_size=1": "pass --env.group-size 2 or more",
+    "--env.temperature=0": "--env.temperature",
+    "--env.max_batches_offpolicy=0": "--env.max-batches-offpolicy",
+    "--env.rollout_server_url=localhost:8000": "with its scheme",
+    "--openai.server_type=openai": "log-probability of every sampled token",
+    "--openai.base-url=http://a,b": "with its scheme",
+    "--env.grp=3": "unrecognized arguments",
+    "--env.format-reward=1": "--env.format-reward",
+    "--env.min-batch-allocation=1.5": "--env.min-batch-allocation",
+    "--config=/nonexistent.yaml": "cannot read /nonexistent.yaml",
+}
+
+
+def test_a_mistake_ends_with_status_2_and_names_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, problem in MISTAKES.items():
+        assert problem in refused([*BASE, option], capsys)
+    assert "--openai.model-name: Field required" in refused(["arithmetic", "serve"], capsys)
+    assert "--task" in refused(["chess", *BASE[1:]], capsys)

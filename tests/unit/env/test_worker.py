@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from grpo_env.patience import EveryGroupRefused
-from grpo_env.registration import NoTrainer
+from grpo_env.producer import NoPromptFits
+from grpo_env.tasks import Item, KeptItems, Message
+from grpo_env.tasks.arithmetic import Sum
+from grpo_env.tasks.shuffled import Shuffled
 from grpo_env.worker import GroupLargerThanBatch
+from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import generate_answer, inference_routes
-from tests.unit.env.feeding import feed, right_and_wrong, run
+from tests.unit.env.feeding import Sevens, feed, right_and_wrong, run
 from tests.unit.env.http_stub import Answer
 from tests.unit.env.scripted_run_api import RunApi
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     api = RunApi(num_steps=3, polls_before_trainer=1)
+    registration = {
+        "max_token_length": 2048,
+        "desired_name": "x",
+        "weight": 2.0,
+        "group_size": 2,
+        "min_batch_allocation": 0.25,
+    }
+    options = ("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x")
 
-    await run(api, right_and_wrong)
+    seen = await feed(api.routes(), inference_routes(right_and_wrong), *options)
 
+    assert seen.run_api.bodies("POST /register-env") == [registration] * 2
     assert len(api.groups) >= 6
     assert {group["env_id"] for group in api.groups} == {0}
     assert api.groups[0]["scores"] == [1.0, 0.0]
@@ -34,15 +47,6 @@ async def test_total_steps_ends_the_run_earlier_than_the_trainer() -> None:
     await run(api, right_and_wrong, "--env.total-steps=1")
 
     assert 2 <= len(api.groups) < 20
-
-
-async def test_a_trainer_that_comes_back_for_more_steps_is_fed_to_the_new_end() -> None:
-    api = RunApi(num_steps=2)
-    api.prolonged_to = 5
-
-    await run(api, right_and_wrong)
-
-    assert len(api.groups) >= 10
 
 
 async def test_a_run_that_was_complete_before_is_left_unless_told_to_wait() -> None:
@@ -58,10 +62,8 @@ async def test_a_run_that_was_complete_before_is_left_unless_told_to_wait() -> N
 async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
     api = RunApi(num_steps=3)
     api.steps_before = 3
-    work = asyncio.create_task(run(api, right_and_wrong, "--env.next-run-deadline-s=60"))
-    async with asyncio.timeout(90):
-        while api.status_polls < 4:
-            await asyncio.sleep(0.01)
+    work = asyncio.create_task(run(api, right_and_wrong, f"--env.next-run-deadline-s={DEADLINE_S}"))
+    await wait_for_async(lambda: api.status_polls >= 4)
     assert api.groups == []
     api.prolonged_to = 5
 
@@ -84,62 +86,97 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped() -> None:
     assert samples[:2] == [{"sum": 5.0, "count": 6}, {"sum": 3.0, "count": 4}]
 
 
-async def test_a_registration_says_what_the_settings_say() -> None:
-    seen = await feed(
-        RunApi(num_steps=1).routes(),
-        inference_routes(right_and_wrong),
-        *("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x"),
-    )
-
-    assert seen.run_api.bodies("POST /register-env") == [
-        {
-            "max_token_length": 2048,
-            "desired_name": "x",
-            "weight": 2.0,
-            "group_size": 2,
-            "min_batch_allocation": 0.25,
-        }
-    ]
-
-
-async def test_refusing_every_group_ends_the_work_and_says_why() -> None:
-    with pytest.raises(EveryGroupRefused, match="unknown parameter"):
-        await run(RunApi(), lambda _body: (422, {"detail": "unknown parameter"}))
-
-    api = RunApi()
-    api.submit_status = 422
-    with pytest.raises(EveryGroupRefused, match="submission"):
-        await run(api, right_and_wrong)
-
-
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:
     with pytest.raises(GroupLargerThanBatch, match="batch of 4 sequences"):
         await run(RunApi(), right_and_wrong, "--env.group-size=8")
 
 
-async def test_waiting_for_a_trainer_has_an_end() -> None:
-    with pytest.raises(NoTrainer, match=r"within 0.3 s"):
-        await run(RunApi(polls_before_trainer=100), right_and_wrong, "--env.trainer-deadline-s=0.3")
+class Concurrency:
+    """Answers while the wanted number of requests is under way; remembers the highest."""
+
+    def __init__(self, wanted: int) -> None:
+        self._barrier = threading.Barrier(wanted)
+        self._lock = threading.Lock()
+        self._now = 0
+        self.highest = 0
+
+    def generate(self, body: dict[str, Any]) -> Answer:
+        with self._lock:
+            self._now += 1
+            self.highest = max(self.highest, self._now)
+        self._barrier.wait(DEADLINE_S)
+        with self._lock:
+            self._now -= 1
+        return right_and_wrong(body)
 
 
-async def test_concurrency_is_bounded_and_cancelling_says_goodbye() -> None:
-    api = RunApi(num_steps=1000)
-    release = threading.Event()
-    started = threading.Semaphore(0)
+async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> None:
+    concurrency = Concurrency(wanted=3)
+    api = RunApi(num_steps=6)
+    limits = ("--env.max-concurrent-groups=3", "--env.max-batches-offpolicy=8")
 
-    def generate(_body: dict[str, Any]) -> Answer:
-        started.release()
-        release.wait(100)
-        return 200, generate_answer(["7", "8"])
+    await run(api, concurrency.generate, *limits)
 
-    work = asyncio.create_task(run(api, generate, "--env.max-concurrent-groups=3"))
-    for _ in range(3):
-        assert await asyncio.to_thread(started.acquire, timeout=60)
-    assert not await asyncio.to_thread(started.acquire, timeout=0.5)
-    work.cancel()
-    # Lets the scripted server end: the environment has dropped its connections by then or waits.
-    asyncio.get_running_loop().call_later(0.3, release.set)
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    assert api.disconnected == [0]
-    assert api.groups == []
+    assert len(api.groups) >= 12
+    assert concurrency.highest == 3
+
+
+class LongAndShort(Sevens):
+    """A data set of prompts with 1 to 100 tokens."""
+
+    def __init__(self) -> None:
+        self._stream = Shuffled([Sum(0, n) for n in range(1, 101)], seed=0)
+        self.kept: list[KeptItems] = []
+
+    def next_item(self) -> Sum:
+        return self._stream.next()
+
+    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
+        self.kept.append(self._stream.keep(fits))
+        return self.kept[-1]
+
+
+class PromptsOfLengthB:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return [5] * int(messages[0]["content"].strip("=").partition("+")[2])
+
+
+@pytest.mark.parametrize(
+    ("max_token_length", "kept"),
+    [
+        # 4 tokens of completion below 40 leave 35 for the prompt.
+        (40, [KeptItems(kept=35, skipped=65)]),
+        # The trainer's 50 tokens leave 45.
+        (2048, [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]),
+    ],
+)
+async def test_prompts_without_room_for_a_completion_are_never_asked(
+    max_token_length: int, kept: list[KeptItems]
+) -> None:
+    task, lengths = LongAndShort(), []
+
+    def generate(body: dict[str, Any]) -> Answer:
+        ids = body["prompt"]["prompt_token_ids"]
+        lengths.append(len(ids))
+        return 200, generate_answer(["7", "8"], prompt_token_ids=ids)
+
+    await feed(
+        RunApi(num_steps=3).routes(),
+        inference_routes(generate),
+        f"--env.max-token-length={max_token_length}",
+        task=task,
+        prompts=PromptsOfLengthB(),
+    )
+    assert task.kept == kept
+    assert 0 < max(lengths) <= kept[-1].kept
+
+
+async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
+    with pytest.raises(NoPromptFits, match="none of 100 prompts leaves room for 4 tokens of compl"):
+        await feed(
+            RunApi().routes(),
+            inference_routes(right_and_wrong),
+            "--env.max-token-length=5",
+            task=LongAndShort(),
+            prompts=PromptsOfLengthB(),
+        )

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.inference_pool import NoGenerateRoute
-from grpo_env.patience import MAX_REFUSED_IN_A_ROW
+from grpo_env.patience import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
 from grpo_env.registration import NoTrainer
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import feed, right_and_wrong, run
@@ -41,48 +41,6 @@ async def test_a_forgotten_environment_registers_again_and_goes_on() -> None:
     assert api.disconnected == [1]
 
 
-async def test_an_outage_of_the_inference_server_is_survived() -> None:
-    api = RunApi(num_steps=2)
-    answers = iter([(500, {"detail": "engine died"}), (503, {"detail": "restarting"})])
-
-    def generate(body: dict[str, Any]) -> Answer:
-        return next(answers, None) or right_and_wrong(body)
-
-    await run(api, generate)
-
-    assert len(api.groups) >= 4
-
-
-async def test_an_inference_server_that_stays_broken_ends_the_work() -> None:
-    api = RunApi()
-
-    with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for [\d.]+ s in a row"):
-        await run(api, lambda _body: (500, {"detail": "broken"}), "--openai.request-deadline-s=0.6")
-    assert api.disconnected == [0]
-
-
-async def test_a_trainer_that_takes_no_batch_any_more_ends_the_work() -> None:
-    api = RunApi()
-    api.takes_batches = False
-
-    with pytest.raises(NoTrainer, match=r"no batch was taken for 0\.5 s"):
-        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.5")
-    assert api.disconnected == [0]
-
-
-async def test_a_server_without_generate_ends_the_work_at_once() -> None:
-    with pytest.raises(NoGenerateRoute, match="404 Not Found on /generate"):
-        await run(RunApi(), lambda _body: (404, {"detail": "Not Found"}))
-
-
-async def test_an_inference_server_that_never_gets_healthy_ends_the_start() -> None:
-    loading: dict[str, Route] = {"GET /health": lambda _body: (503, {"detail": "loading"})}
-
-    # Nothing is asked of run-api, which has no routes here.
-    with pytest.raises(ServiceUnavailable, match=r"not healthy after 2 s.*loading"):
-        await feed({}, loading, "--openai.start-deadline-s=2")
-
-
 def failing_twice(route: Route) -> Route:
     """500, which no client repeats by itself, then a broken connection, then the route."""
     left = iter([500, None])
@@ -111,6 +69,28 @@ async def test_a_run_api_that_fails_for_a_while_is_survived_wherever_it_fails(ro
     assert api.disconnected == [0]
 
 
+async def test_an_outage_of_the_inference_server_is_survived() -> None:
+    api = RunApi(num_steps=2)
+
+    await run(api, failing_twice(right_and_wrong))
+
+    assert len(api.groups) >= 4
+
+
+async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
+    """run-api holds a submission, then asks for it again: no group is sampled anew for that."""
+    api = RunApi(num_steps=2)
+    routes = api.routes()
+    full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
+    routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
+
+    seen = await feed(routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1")
+
+    assert len(api.groups) >= 4
+    # What is being sampled when the last batch is delivered is dropped.
+    assert len(seen.inference.bodies("POST /generate")) <= len(api.groups) + 2
+
+
 async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> None:
     api = RunApi(num_steps=10)
     routes = api.routes()
@@ -127,23 +107,60 @@ async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> N
     assert len(api.groups) >= 20
 
 
-async def test_a_run_api_that_went_away_ends_the_work() -> None:
+def answering(status: int, detail: str) -> Route:
+    return lambda _body: (status, {"detail": detail})
+
+
+IN_VAIN = {
+    "an inference server that stays broken": (
+        *("POST /generate", answering(500, "broken"), ["--openai.request-deadline-s=0.6"]),
+        *(ServiceUnavailable, r"vllm-server failed for [\d.]+ s in a row"),
+    ),
+    "a server without generate": (
+        *("POST /generate", answering(404, "Not Found"), []),
+        *(NoGenerateRoute, r"404 Not Found on /generate at http.*\(stock vLLM has no /generate\)"),
+    ),
+    "an inference server that refuses every request": (
+        *("POST /generate", answering(422, "unknown parameter"), []),
+        *(EveryGroupRefused, "generation.*unknown parameter"),
+    ),
+    "a run-api that refuses every group": (
+        *("POST /scored_data", answering(422, "no"), []),
+        *(EveryGroupRefused, "submission.*no"),
+    ),
+    "a run-api that went away": (
+        *("GET /status-env", answering(503, "no Redis"), ["--env.run-api-deadline-s=0.5"]),
+        *(ServiceUnavailable, "no Redis"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "options", "error", "says"), IN_VAIN.values(), ids=IN_VAIN.keys()
+)
+async def test_a_service_that_never_works_ends_the_work_with_a_name_and_a_goodbye(
+    route: str, answer: Route, options: list[str], error: type[Exception], says: str
+) -> None:
     api = RunApi(num_steps=1000)
-    routes = api.routes() | {"GET /status-env": lambda _body: (503, {"detail": "no Redis"})}
+    api_routes, engine_routes = api.routes(), inference_routes(right_and_wrong)
+    (api_routes if route in api_routes else engine_routes)[route] = answer
 
-    with pytest.raises(ServiceUnavailable, match="no Redis"):
-        await feed(routes, inference_routes(right_and_wrong), "--env.run-api-deadline-s=0.5")
+    with pytest.raises(error, match=says):
+        await feed(api_routes, engine_routes, *options)
+    assert api.disconnected == [0]
 
 
-async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
-    """run-api holds a submission, then asks for it again: no group is sampled anew for that."""
-    api = RunApi(num_steps=2)
-    routes = api.routes()
-    full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
-    routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
+async def test_a_trainer_that_never_comes_ends_the_work() -> None:
+    api = RunApi(polls_before_trainer=100)
 
-    seen = await feed(routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1")
+    with pytest.raises(NoTrainer, match=r"within 0\.3 s"):
+        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.3")
 
-    assert len(api.groups) >= 4
-    # What is being sampled when the last batch is delivered is dropped.
-    assert len(seen.inference.bodies("POST /generate")) <= len(api.groups) + 2
+
+async def test_a_trainer_that_takes_no_batch_any_more_ends_the_work() -> None:
+    api = RunApi()
+    api.takes_batches = False
+
+    with pytest.raises(NoTrainer, match=r"no batch was taken for 0\.5 s"):
+        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.5")
+    assert api.disconnected == [0]
