@@ -1,28 +1,36 @@
+"""One step on the masters and its staged write into the served parameters."""
+
 from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.updates.adamw import AdamW32
+from grpo_trainer.updates.base import Pace, State
+from grpo_trainer.updates.masters import Float32Masters
+from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
 def optimizer(parameter: nn.Parameter, lr: float, warmup_steps: int = 0) -> MasterOptimizer:
     return MasterOptimizer([parameter], lr, warmup_steps, weight_decay=0.0, max_grad_norm=1.0)
 
 
-def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> float:
-    parameter.float().sum().backward()
-    norm = masters.step(step)
+def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> None:
+    parameter.float().sum().backward()  # type: ignore[no-untyped-call]
+    masters.step(step)
     masters.write_into_parameters()
-    return norm
 
 
 def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
     """At lr 1e-4 one step moves a weight of 1 by 1e-4; bf16 resolves 4e-3 there."""
     parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    address = parameter.data_ptr()
     masters = optimizer(parameter, lr=1e-4)
     take_step(parameter, masters)
     assert parameter.tolist() == [1.0] * 8  # not yet visible: nothing was lost, only rounded
@@ -31,28 +39,14 @@ def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
     assert masters.masters[0].tolist() == pytest.approx([1 - 60e-4] * 8, rel=1e-4)
     assert parameter.tolist() == pytest.approx([1 - 60e-4] * 8, abs=4e-3)
     assert parameter.tolist() != [1.0] * 8
-    assert parameter.data_ptr() == address
 
     plain = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     adamw = torch.optim.AdamW([plain], lr=1e-4, weight_decay=0.0)
     for _ in range(60):
-        plain.float().sum().backward()
+        plain.float().sum().backward()  # type: ignore[no-untyped-call]
         adamw.step()
         adamw.zero_grad()
     assert plain.tolist() == [1.0] * 8
-
-
-def test_gradients_of_several_backwards_add_up_in_fp32_and_are_clipped_once() -> None:
-    parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    masters = optimizer(parameter, lr=0.1)
-    for _ in range(3):
-        (parameter.float() * 1.0).sum().backward()
-    assert parameter.grad is None
-    (gathered,) = masters.gradients.tensors
-    assert gathered is not None
-    assert gathered.dtype == torch.float32
-    assert gathered.tolist() == [3.0] * 4
-    assert masters.step(0) == pytest.approx(6.0)  # sqrt(4 * 3^2), before clipping
 
 
 def test_warm_up_by_hand() -> None:
@@ -70,3 +64,134 @@ def test_a_non_finite_gradient_stops_before_any_weight_moves(bad: float) -> None
         masters.step(7)
     assert masters.masters[0].tolist() == [1.0, 1.0]
     assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_the_first_gradient_is_kept_as_it_came_and_the_sum_is_that_in_fp32() -> None:
+    """In bf16 the second addend would vanish: 256 + 1 is 256 there."""
+    model = Model()
+    parameter = model.parameters[0]
+    (parameter * 256.0).sum().backward()  # type: ignore[no-untyped-call]
+    (first,) = (g for g in model.optimizer.gradients.tensors if g is not None)
+    assert first.dtype == torch.bfloat16
+    (parameter * 1.0).sum().backward()  # type: ignore[no-untyped-call]
+    (both,) = (g for g in model.optimizer.gradients.tensors if g is not None)
+    assert both.dtype == torch.float32
+    assert both.unique().tolist() == [257.0]
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [*((variant, torch.bfloat16) for variant in VARIANTS), ("adamw", torch.float16)],
+)
+def test_a_write_puts_the_rounded_masters_into_the_same_memory_each_time(
+    variant: str, dtype: torch.dtype
+) -> None:
+    """Again if it is repeated: a server that restarts has lost the first one."""
+    model = Model(VARIANTS[variant](), dtype=dtype)
+    addresses = [p.data_ptr() for p in model.parameters]
+    for step in range(3):
+        model.step(step)
+        expected = [master.to(dtype) for master in model.optimizer.masters]
+        assert not torch.equal(model.parameters[0], expected[0])
+        model.optimizer.write_into_parameters()
+        assert differing(named(model.parameters), named(expected)) == []
+    with torch.no_grad():
+        for parameter in model.parameters:
+            parameter.zero_()
+    assert model.optimizer.unwritten_parameters() == 3
+    model.optimizer.write_into_parameters()
+    assert differing(named(model.parameters), named(expected)) == []
+    assert model.optimizer.unwritten_parameters() == 0
+    assert [p.data_ptr() for p in model.parameters] == addresses
+
+
+def named(tensors: list[Tensor] | list[nn.Parameter]) -> dict[str, Tensor]:
+    return {name: t.detach() for name, t in zip(Model.names, tensors, strict=True)}
+
+
+def test_a_write_copies_the_staged_result_and_does_not_round_again() -> None:
+    """Otherwise the pause would read the fp32 masters after all."""
+    model = Model()
+    model.step(0)
+    with torch.no_grad():
+        model.optimizer.masters[0].add_(1.0)
+    model.optimizer.write_into_parameters()
+    assert model.optimizer.unwritten_parameters() == 1
+
+
+def test_a_loaded_state_replaces_the_staged_result() -> None:
+    saved, model = Model(), Model(seed=1)
+    saved.steps(0, 2)
+    model.step(0)
+    model.optimizer.load_tensors(model.names, saved.optimizer.tensors(saved.names))
+    model.optimizer.write_into_parameters()
+    assert differing(model.tensors(), saved.tensors()) == []
+
+
+@pytest.fixture
+def garbage_stays() -> Iterator[None]:
+    """Of other tests, so that none of it goes between two counts."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive(dtype: torch.dtype) -> int:
+    """Tensors of this type in the shape of a parameter that has gradients."""
+    return sum(
+        type(found) is Tensor and found.dtype == dtype and tuple(found.shape) in Model.shapes[:2]
+        for found in gc.get_objects()
+    )
+
+
+@pytest.mark.usefixtures("garbage_stays")
+@pytest.mark.parametrize(
+    ("variant", "dtype", "staged"),
+    [
+        ("adamw", torch.bfloat16, 2),
+        ("adamw", torch.float32, 0),
+        ("adamw, bf16 stochastic", torch.bfloat16, 0),
+    ],
+)
+def test_a_step_stages_only_masters_of_another_type_and_the_write_frees_them(
+    variant: str, dtype: torch.dtype, staged: int
+) -> None:
+    model = Model(VARIANTS[variant](), dtype)
+    model.steps(0, 1)  # its moments are made
+    before = alive(dtype)
+    model.step(1)
+    assert alive(dtype) == before + staged
+    model.optimizer.write_into_parameters()
+    assert alive(dtype) == before
+
+
+class Watched(Float32Masters):
+    """Holds weak references to the gradients that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(AdamW32())
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def take(
+        self, master: Tensor, gradient: Tensor, state: State, pace: Pace, served: torch.dtype
+    ) -> None:
+        self.given.append(weakref.ref(gradient))
+        super().take(master, gradient, state, pace, served)
+
+
+def test_a_gradient_is_freed_before_its_staging_copy_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    update = Watched()
+    model = Model(update)
+    freed, to = [], Tensor.to
+
+    def staging_copy(master: Tensor, dtype: torch.dtype) -> Tensor:
+        freed.append([gradient() is None for gradient in update.given])
+        return to(master, dtype)
+
+    model.gather(0)
+    monkeypatch.setattr(Tensor, "to", staging_copy)
+    model.optimizer.step(0)
+    assert freed == [[True], [True, True]]

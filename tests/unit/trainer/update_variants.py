@@ -1,12 +1,7 @@
-"""Optimizers of every kind on one small model, and steps on gradients that a seed decides.
-
-`OPTIMIZER_TEST_DEVICE=cuda` has `test_updates.py` and `test_staged_write.py` step on a GPU, and the
-cases of the fused step (`fused_step_cases.py`, named to pytest, without TRITON_INTERPRET).
-"""
+"""Optimizers of every kind on one small model, and steps on gradients that a seed decides."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -19,21 +14,20 @@ from grpo_trainer.updates.base import MasterUpdate
 from grpo_trainer.updates.masters import Bfloat16Masters, Float32Masters
 from grpo_trainer.updates.rounding import Nearest, Stochastic
 
-DEVICE = torch.device(os.environ.get("OPTIMIZER_TEST_DEVICE", "cpu"))
-SEED = 7
+CPU = torch.device("cpu")
 
 
 def stochastic() -> Stochastic:
-    return Stochastic(SEED, DEVICE)
+    return Stochastic(seed=7, device=CPU)
 
 
 VARIANTS: dict[str, Callable[[], MasterUpdate]] = {
     "adamw": lambda: Float32Masters(AdamW32()),
     "adamw, torch's fused": lambda: Float32Masters(AdamW32(fused=True)),
-    "adamw_8bit": lambda: Float32Masters(AdamW8bit(DEVICE)),
+    "adamw_8bit": lambda: Float32Masters(AdamW8bit(CPU)),
     "adamw, bf16 stochastic": lambda: Bfloat16Masters(AdamW32(), stochastic()),
     "adamw, bf16 nearest": lambda: Bfloat16Masters(AdamW32(), Nearest()),
-    "adamw_8bit, bf16 stochastic": lambda: Bfloat16Masters(AdamW8bit(DEVICE), stochastic()),
+    "adamw_8bit, bf16 stochastic": lambda: Bfloat16Masters(AdamW8bit(CPU), stochastic()),
 }
 
 
@@ -53,8 +47,7 @@ class Model:
     ) -> None:
         drawn = torch.Generator().manual_seed(seed)
         self.parameters = [
-            nn.Parameter(torch.randn(shape, generator=drawn).to(DEVICE, dtype))
-            for shape in self.shapes
+            nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
             self.parameters, lr, 0, weight_decay=0.1, max_grad_norm=1.0, update=update
