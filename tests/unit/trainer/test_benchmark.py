@@ -23,17 +23,15 @@ SERVER = ServerStatus(
 )
 
 
-def record(time_s: float, sync_s: float, reward: float | None) -> dict[str, float]:
+def record(time_s: float, sync_s: float, **others: float) -> dict[str, float]:
     times = {"step_time": 2.0, "sync_time": sync_s, "data_fetch_time": 0.5, "compute_time": 1.0}
-    found = {f"train/{name}": value for name, value in times.items()} | {"time_s": time_s}
-    return found if reward is None else found | {"reward/mean": reward}
+    return {f"train/{name}": value for name, value in times.items()} | {"time_s": time_s} | others
 
 
 def stopped() -> Stopwatch:
     watch = Stopwatch()
-    watch.add(record(2.0, 0.0, reward=0.25), is_served=False)
-    watch.add(record(5.0, 0.0, reward=0.5), is_served=False)
-    watch.add(record(63.0, 24.0, reward=0.75), is_served=True)
+    watch.add(record(2.0, 0.0, **{"reward/mean": 0.25}), is_served=False)
+    watch.add(record(63.0, 24.0, **{"reward/mean": 0.75}), is_served=True)
     return watch
 
 
@@ -42,39 +40,40 @@ def test_every_number_by_hand(tmp_path: Path) -> None:
     written = json.loads((tmp_path / FILE_NAME).read_text())
     assert written.pop("peak_rss_bytes") > 10_000_000
     assert written == {
-        **{"mode": "none", "steps": 3, "total_s": 63.0, "step_s_mean": 2.0},
+        **{"mode": "none", "steps": 2, "total_s": 63.0, "step_s_mean": 2.0},
         **{"sync_s_total": 24.0, "sync_s_mean": 24.0, "publishes": 1},
-        **{"fetch_s_total": 1.5, "compute_s_total": 3.0, "peak_cuda_bytes": None},
+        **{"fetch_s_total": 1.0, "compute_s_total": 2.0, "peak_cuda_bytes": None},
         **{"restarts": 2, "dropped_requests": 0, "generation_tokens": 99},
         **{"reward_first": 0.25, "reward_last": 0.75},
     }
 
 
 def test_the_layout_that_users_know() -> None:
-    text = str(stopped().summary("lora_restart", SERVER))
-    for line in (
+    lines = str(stopped().summary("lora_restart", SERVER)).splitlines()
+    expected = [
         "BENCHMARK SUMMARY (lora_restart)",
         "  Total training time:     63.00s (1.05 min)",
-        "  Total steps:             3",
-        "  TIMING BREAKDOWN:",
+        "  Total steps:             2",
         "    Avg step time:         2.00s",
         "    Avg sync time:         24.00s (x1 syncs)",
         "    Avg data fetch time:   0.50s",
         "    Restarts:              2",
-    ):
-        assert line in text.splitlines()
+    ]
+    assert [line for line in lines if line in expected] == expected
 
 
-def test_what_is_not_known_is_not_made_up() -> None:
+def test_unknown_numbers_stay_empty() -> None:
     watch = Stopwatch()
-    watch.add(record(2.0, 0.0, reward=None), is_served=False)
+    watch.add(record(2.0, 0.0), is_served=False)
     summary = watch.summary("shared_vllm", None)
     assert (summary.sync_s_mean, summary.restarts, summary.reward_first) == (None, None, None)
     assert "INFERENCE SERVER" not in str(summary)
     assert Stopwatch().summary("none", None).steps == 0
 
 
-def test_the_server_is_asked_through_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_status_is_read_from_redis(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 60.0)
     run_id = uuid.uuid4().hex[:8]
     fields = {"model_name": "m", "weight_bridge_mode": "shared_vllm", "run_id": run_id}
@@ -86,9 +85,8 @@ def test_the_server_is_asked_through_redis(redis_url: str, monkeypatch: pytest.M
     assert server_status(with_redis) == SERVER
 
 
-def test_a_redis_that_is_away_does_not_spoil_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_redis_does_not_spoil_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 0.2)
-    away = TrainerSettings(
-        model_name="m", weight_bridge_mode="shared_vllm", redis_url="redis://127.0.0.1:1/0"
-    )
+    nobody = "redis://127.0.0.1:1/0"
+    away = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm", redis_url=nobody)
     assert server_status(away) is None

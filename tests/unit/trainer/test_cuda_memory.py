@@ -1,8 +1,9 @@
-"""What stands between a trainer and weights on a GPU is said before CUDA is asked."""
+"""Obstacles between a trainer and weights on a GPU are named before CUDA is called."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,28 +22,25 @@ SERVER = CudaPlace(
 OWN = OwnPlace(
     devices={"GPU-b": 0, "GPU-a": 1}, torch="2.11 with CUDA 13", pid_namespace=7, shm_filesystem=9
 )
+OBSTACLES: list[tuple[dict[str, Any], str]] = [
+    ({"devices": {"GPU-b": 0}}, "H200 GPU-a; this process sees GPU-b"),
+    ({"devices": {}}, "this process sees none"),
+    ({"torch": "2.13 with CUDA 13"}, "torch 2.11 with CUDA 13, this process 2.13"),
+    ({"pid_namespace": 8}, "pid: service"),
+    ({"shm_filesystem": 8}, "ipc: service"),
+]
 
 
-def test_nothing_stands_in_the_way_of_a_neighbour() -> None:
+@pytest.mark.parametrize(("difference", "named"), OBSTACLES)
+def test_each_difference_from_the_server_is_an_obstacle(
+    difference: dict[str, Any], named: str
+) -> None:
     assert OWN.obstacles(SERVER) == []
+    (problem,) = replace(OWN, **difference).obstacles(SERVER)
+    assert named in problem
 
 
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        (replace(OWN, devices={"GPU-b": 0}), "H200 GPU-a; this process sees GPU-b"),
-        (replace(OWN, devices={}), "this process sees none"),
-        (replace(OWN, torch="2.13 with CUDA 13"), "torch 2.11 with CUDA 13, this process 2.13"),
-        (replace(OWN, pid_namespace=8), "pid: service"),
-        (replace(OWN, shm_filesystem=8), "ipc: service"),
-    ],
-)
-def test_each_obstacle_is_named(own: OwnPlace, said: str) -> None:
-    (problem,) = own.obstacles(SERVER)
-    assert said in problem
-
-
-def test_all_of_them_are_named_at_once() -> None:
+def test_all_obstacles_are_named_at_once() -> None:
     elsewhere = OwnPlace(devices={}, torch="2.13", pid_namespace=1, shm_filesystem=1)
     with pytest.raises(UnreachableWeights) as refused:
         OpenedCuda.open(CudaMemory(place=SERVER, segments=()), elsewhere)
