@@ -11,7 +11,6 @@ import torch
 from grpo_core.weight_manifest import TensorRegion
 from grpo_vllm.arena import Arena
 from grpo_vllm.checkpoint_map import CheckpointMap
-from grpo_vllm.parameter_memory import ALIGNMENT_BYTES, aligned
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
@@ -68,29 +67,29 @@ def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: Arena) -> No
     assert (regions["gate_up"].offset, regions["gate_up"].shape) == (2 * ROW_BYTES, (6, WIDTH))
 
 
-@pytest.mark.parametrize("order", [(5, 2), (0, 4)])
-def test_scattered_pieces_are_named_and_not_shared(arena: Arena, order: tuple[int, int]) -> None:
-    first, second = order
-    seen = load(arena, {"torn": [rows(arena, first, 3), rows(arena, second, 3)]})
+@pytest.mark.parametrize(
+    ("places", "permute"),
+    [
+        pytest.param([(5, 3), (2, 3)], torch.clone, id="in reverse"),
+        pytest.param([(0, 3), (4, 3)], torch.clone, id="with a gap"),
+        pytest.param([(0, 4)], lambda tensor: tensor.flip(0), id="permuted"),
+        pytest.param([(0, 4)], torch.t, id="transposed"),
+    ],
+)
+def test_a_tensor_that_a_view_would_get_wrong_is_named_and_not_shared(
+    arena: Arena,
+    places: list[tuple[int, int]],
+    permute: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A trainer would write other rows than are served."""
+    seen = load(arena, {"torn": [rows(arena, *place) for place in places]}, permute)
     assert seen.regions() == {}
-    assert "torn" in seen.unshareable()
-
-
-def test_a_transposed_copy_is_not_shareable(arena: Arena) -> None:
-    seen = load(arena, {"turned": [rows(arena, 0, WIDTH).t()]})
-    assert list(seen.unshareable()) == ["turned"]
-    assert seen.regions() == {}
-
-
-def test_a_loader_that_permutes_what_it_copies_is_noticed(arena: Arena) -> None:
-    """Place and shape fit, the meaning does not: a view would train other rows than are served."""
-    seen = load(arena, {"mixed": [rows(arena, 0, 4)]}, permute=lambda tensor: tensor.flip(0))
-    assert list(seen.unshareable()) == ["mixed"]
-    assert seen.regions() == {}
+    assert list(seen.unshareable()) == ["torn"]
 
 
 def test_copies_elsewhere_are_ignored(arena: Arena) -> None:
-    assert load(arena, {"scratch": [torch.empty(2, WIDTH)]}).regions() == {}
+    seen = load(arena, {"scratch": [torch.empty(2, WIDTH)]})
+    assert (seen.regions(), list(seen.unshareable())) == ({}, [])
 
 
 def test_the_arena_cannot_be_resized_and_two_mappings_see_each_other(arena: Arena) -> None:
@@ -100,8 +99,3 @@ def test_the_arena_cannot_be_resized_and_two_mappings_see_each_other(arena: Aren
     other = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
     assert os.pread(other, 4, 0) == torch.tensor([7.0]).numpy().tobytes()
     os.close(other)
-
-
-def test_alignment() -> None:
-    assert [aligned(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
-    assert ALIGNMENT_BYTES % 64 == 0

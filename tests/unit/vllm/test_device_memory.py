@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo_core.weight_manifest import TensorRegion
 from grpo_vllm.checkpoint_map import CheckpointMap
+from grpo_vllm.cuda_export import in_expandable_segments
 from grpo_vllm.device_memory import DeviceMemory
 from grpo_vllm.parameter_memory import ALIGNMENT_BYTES
 from grpo_vllm.served_parameters import ServedParameters
@@ -33,36 +34,27 @@ def model() -> Fused:
 
 @pytest.fixture
 def memory(model: Fused) -> DeviceMemory:
-    return DeviceMemory(model.parameters())
+    """Tied and overlapping parameters have one place."""
+    return DeviceMemory([*model.parameters(), model.qkv, model.embedding.data[3:]])
 
 
-def test_each_parameter_has_a_segment_of_its_own(model: Fused, memory: DeviceMemory) -> None:
+def test_each_allocation_has_an_aligned_segment_of_its_own(
+    model: Fused, memory: DeviceMemory
+) -> None:
     assert [s.start for s in memory.segments] == [0, ALIGNMENT_BYTES, 2 * ALIGNMENT_BYTES]
     assert memory.total_bytes == 3 * ALIGNMENT_BYTES
-    for parameter, segment in zip(model.parameters(), memory.segments, strict=True):
-        assert memory.offset_of(parameter) == segment.start
-        assert segment.address == parameter.data_ptr()
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    assert [s.address for s in memory.segments] == addresses
 
 
-def test_tied_parameters_share_a_segment(model: Fused) -> None:
-    model.head = model.embedding
-    tied = DeviceMemory([*model.parameters(), model.embedding.data[3:]])
-    assert len(tied.segments) == 3
-
-
-def test_rows_inside_a_parameter_are_found(model: Fused, memory: DeviceMemory) -> None:
+def test_rows_are_found_at_their_offset_and_nothing_elsewhere(
+    model: Fused, memory: DeviceMemory
+) -> None:
     assert memory.offset_of(model.qkv[4:5]) == 4 * 4 * 4
     assert memory.offset_of(model.embedding[64:]) == ALIGNMENT_BYTES + 64 * 2
-
-
-def test_what_lies_elsewhere_is_not_found(model: Fused, memory: DeviceMemory) -> None:
     assert memory.offset_of(model.qkv.clone()) is None
     assert memory.offset_of(torch.empty(0)) is None
-
-
-def test_a_parameter_that_is_replaced_is_noticed(model: Fused, memory: DeviceMemory) -> None:
-    """The old allocation is kept alive, so that nothing new can come to lie at its address."""
-    model.qkv.data = model.qkv.data.clone()
+    model.qkv.data = model.qkv.data.clone()  # replaced; the old allocation is kept alive
     assert memory.offset_of(model.qkv) is None
 
 
@@ -93,13 +85,20 @@ def test_the_checkpoint_is_mapped_as_in_an_arena(model: Fused, memory: DeviceMem
         assert torch.equal(memory.view(mapping), weights[name])
 
 
-def test_what_no_parameter_lies_in_any_more_is_let_go_of(
-    model: Fused, memory: DeviceMemory
-) -> None:
+def test_allocations_without_a_parameter_are_let_go(model: Fused, memory: DeviceMemory) -> None:
     model.embedding.data = model.embedding.data.clone()
     memory.forget_all_but(model.parameters())
     assert [s.start for s in memory.segments] == [0, 2 * ALIGNMENT_BYTES]
-    assert memory.offset_of(model.scale) == 2 * ALIGNMENT_BYTES
-    region = TensorRegion(offset=512, nbytes=4, shape=(), dtype="float32")
+    region = TensorRegion(offset=2 * ALIGNMENT_BYTES, nbytes=4, shape=(), dtype="float32")
     memory.view(region).fill_(3.0)
     assert model.scale.item() == 3.0
+
+
+def test_parameters_in_expandable_segments_are_counted() -> None:
+    """CUDA cannot export those. With a GPU: tests/gpu."""
+    snapshot = [
+        {"address": 1000, "total_size": 500, "is_expandable": True},
+        {"address": 2000, "total_size": 500, "is_expandable": False},
+        {"address": 3000, "total_size": 500},
+    ]
+    assert in_expandable_segments([1000, 1499, 1500, 2000, 3499], snapshot) == 2

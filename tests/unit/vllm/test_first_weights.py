@@ -15,12 +15,15 @@ from grpo_core.weight_files import (
     directory_digest,
 )
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.beginning import Beginning, begin_after
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.served_record import ServedWeights
-from grpo_vllm.settings import ServerSettings, load_server_settings
+from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.first_weights import first_weights, found_serving, recorded
 
 MODEL = "some-model"
+V27, V30 = PolicyVersion(2, 7), PolicyVersion(3, 0)
+UNTRAINED = ServedWeights(V30, intact=True, trained=False)
 
 
 @dataclass
@@ -35,10 +38,6 @@ class Record:
         self.noted.append(served)
 
 
-def server(directory: Path, *flags: str) -> ServerSettings:
-    return load_server_settings(["--model", MODEL, "--weights-dir", str(directory), *flags])
-
-
 @pytest.fixture
 def adapter(tmp_path: Path) -> ServedWeights:
     path = tmp_path / "adapter"
@@ -46,7 +45,7 @@ def adapter(tmp_path: Path) -> ServedWeights:
     (path / ADAPTER_CONFIG).write_text('{"r": 8}')
     (path / ADAPTER_WEIGHTS).write_text("weights")
     return ServedWeights(
-        version=PolicyVersion(2, 7),
+        version=V27,
         intact=True,
         trained=True,
         kind="adapter",
@@ -56,63 +55,81 @@ def adapter(tmp_path: Path) -> ServedWeights:
     )
 
 
-async def test_what_was_served_last_is_served_again(tmp_path: Path, adapter: ServedWeights) -> None:
+async def begins_with(record: Record, *flags: str) -> PlannedWeights:
+    directory = record.served.path if record.served and record.served.path else "/weights"
+    given = ["--model", MODEL, "--weights-dir", str(Path(directory).parent), *flags]
+    return await first_weights(load_server_settings(given), record)
+
+
+async def test_the_last_served_weights_are_served_again(adapter: ServedWeights) -> None:
     record = Record(adapter)
-    weights = await first_weights(server(tmp_path, "--enable-lora"), record)
-    assert weights.adapter == tmp_path / "adapter"
-    assert (weights.version, weights.trained) == (PolicyVersion(2, 7), True)
+    weights = await begins_with(record, "--enable-lora")
+    assert weights.adapter == Path(adapter.path)
     assert recorded(weights, MODEL) == adapter
     assert record.noted == []
-
-
-async def test_a_run_that_was_served_nothing(tmp_path: Path) -> None:
-    assert await first_weights(server(tmp_path), Record(None)) == PlannedWeights()
 
 
 @pytest.mark.parametrize(
     ("flags", "change"),
     [
-        ((), {}),  # an adapter, and this server takes none
+        pytest.param((), {}, id="an adapter, and this server takes none"),
         (("--enable-lora",), {"kind": "checkpoint"}),
-        (("--enable-lora",), {"kind": "", "path": ""}),  # written in place
+        pytest.param(("--enable-lora",), {"kind": "", "path": ""}, id="written in place"),
         (("--enable-lora",), {"model": "another-model"}),
         (("--enable-lora", "--no-await-weights"), {}),
     ],
 )
 async def test_weights_of_another_mode_or_model_give_way_to_the_model_under_a_new_epoch(
-    tmp_path: Path, adapter: ServedWeights, flags: tuple[str, ...], change: dict[str, str]
+    adapter: ServedWeights, flags: tuple[str, ...], change: dict[str, str]
 ) -> None:
     record = Record(replace(adapter, **change))  # type: ignore[arg-type]
-    weights = await first_weights(server(tmp_path, *flags), record)
-    assert weights == PlannedWeights(version=PolicyVersion(3, 0))
-    assert [(noted.version, noted.trained) for noted in record.noted] == [
-        (PolicyVersion(3, 0), False)
-    ]
+    assert await begins_with(record, *flags) == PlannedWeights(version=V30)
+    assert [(noted.version, noted.trained) for noted in record.noted] == [(V30, False)]
 
 
-async def test_a_name_that_no_trainer_made_is_kept(tmp_path: Path, adapter: ServedWeights) -> None:
-    untrained = replace(adapter, trained=False, kind="", path="", sha256="")
-    weights = await first_weights(server(tmp_path), Record(untrained))
-    assert weights == PlannedWeights(version=PolicyVersion(2, 7))
-
-
-async def test_damaged_files_stop_the_start(tmp_path: Path, adapter: ServedWeights) -> None:
-    (tmp_path / "adapter" / ADAPTER_WEIGHTS).write_text("other weights")
-    with pytest.raises(UnusableWeights, match=r"policy version \(2, 7\) last.*--no-await-weights"):
-        await first_weights(server(tmp_path, "--enable-lora"), Record(adapter))
-
-
-async def test_where_a_trainer_writes_in_place_the_engine_process_finds_out(
-    tmp_path: Path, adapter: ServedWeights
+@pytest.mark.parametrize(
+    ("served", "flags", "expected"),
+    [
+        pytest.param(None, (), PlannedWeights(), id="a new run"),
+        pytest.param(UNTRAINED, (), PlannedWeights(version=V30), id="a name no trainer made"),
+        pytest.param(
+            ServedWeights(V27, intact=True, trained=True),
+            ("--share-weights",),
+            PlannedWeights(),
+            id="a trainer writes in place, and the engine process finds out",
+        ),
+    ],
+)
+async def test_a_run_without_weights_on_disk_begins_with_the_model(
+    served: ServedWeights | None, flags: tuple[str, ...], expected: PlannedWeights
 ) -> None:
-    assert await first_weights(server(tmp_path, "--share-weights"), Record(adapter)) == (
-        PlannedWeights()
-    )
+    assert await begins_with(Record(served), *flags) == expected
 
 
-def test_what_an_engine_serves_unasked(adapter: ServedWeights) -> None:
-    version = PolicyVersion(4, 2)
-    assert found_serving(version, None, in_memory=True).kind_name == "memory"
-    assert found_serving(version, None, in_memory=False) == PlannedWeights(version=version)
-    by_hand = found_serving(version, {"adapter_path": adapter.path}, in_memory=False)
+async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
+    (Path(adapter.path) / ADAPTER_WEIGHTS).write_text("other weights")
+    with pytest.raises(UnusableWeights, match=r"policy version \(2, 7\) last.*--no-await-weights"):
+        await begins_with(Record(adapter), "--enable-lora")
+
+
+def test_weights_that_an_engine_serves_without_a_command_are_described(
+    adapter: ServedWeights,
+) -> None:
+    assert found_serving(V30, None, in_memory=True).kind_name == "memory"
+    assert found_serving(V30, None, in_memory=False) == PlannedWeights(version=V30)
+    by_hand = found_serving(V30, {"adapter_path": adapter.path}, in_memory=False)
     assert (by_hand.kind, by_hand.sha256) == (WeightKind.ADAPTER, adapter.sha256)
+
+
+@pytest.mark.parametrize("await_weights", [True, False])
+@pytest.mark.parametrize("intact", [True, False])
+def test_an_engine_that_shares_weights_waits_for_the_trained_ones_unless_told_not_to(
+    await_weights: bool, intact: bool
+) -> None:
+    served = ServedWeights(V27, intact=intact, trained=True)
+    # A trainer names steps within its epoch, and a torn write bumps the epoch by one at most.
+    fresh = Beginning(V30, new_name=True)
+    expected = Beginning(V27, missing=True) if await_weights else fresh
+    assert begin_after(served, await_weights) == expected
+    assert begin_after(UNTRAINED, await_weights) == Beginning(V30)
+    assert begin_after(None, await_weights) == Beginning(PolicyVersion(0, 0))

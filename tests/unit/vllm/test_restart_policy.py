@@ -12,34 +12,26 @@ class Clock:
         return self.now
 
 
-def test_delays_double_and_end() -> None:
+def test_delays_double_up_to_half_a_minute_until_a_command_starts_over() -> None:
     policy = RestartPolicy(limit=8, clock=Clock())
     delays = [policy.delay_after_failure() for _ in range(8)]
     assert delays == [1, 2, 4, 8, 16, 30, 30, None]
+    policy.forget()
+    assert policy.delay_after_failure() == 1
 
 
 @pytest.mark.parametrize(
-    ("served_s", "expected"), [(STABLE_AFTER_S - 1, None), (STABLE_AFTER_S, 1.0)]
+    ("serves", "for_s", "delay"),
+    [(True, STABLE_AFTER_S - 1, None), (True, STABLE_AFTER_S, 1), (False, 1e6, None)],
 )
 def test_only_an_engine_that_served_for_a_while_ends_a_series(
-    served_s: float, expected: float | None
+    serves: bool, for_s: float, delay: float | None
 ) -> None:
     clock = Clock()
     policy = RestartPolicy(limit=2, clock=clock)
+    policy.serving()
     policy.delay_after_failure()
-    policy.serving()
-    clock.now += served_s
-    assert policy.delay_after_failure() == expected
-
-
-def test_an_engine_that_never_came_up_again_ends_no_series() -> None:
-    clock = Clock()
-    policy = RestartPolicy(limit=3, clock=clock)
-    policy.serving()
-    clock.now += 10 * STABLE_AFTER_S
-    assert policy.delay_after_failure() == 1.0
-    clock.now += 10 * STABLE_AFTER_S
-    assert policy.delay_after_failure() == 2.0
-    assert policy.delay_after_failure() is None
-    policy.forget()
-    assert policy.delay_after_failure() == 1.0
+    if serves:
+        policy.serving()
+    clock.now += for_s
+    assert policy.delay_after_failure() == delay

@@ -7,105 +7,88 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from grpo_core.weight_manifest import ParameterMapping, TensorRegion
+from grpo_core.weight_manifest import TensorRegion
 from grpo_vllm.arena import Arena
 from grpo_vllm.served_parameters import ServedParameters, followed
 
-WIDTH = 4
+ROWS, WIDTH = 6, 4
 ROW_BYTES = WIDTH * 4
+FUSED_AT, SCALAR_AT, HEAD_AT = 256, 512, 768
 
 
-class Fused(nn.Module):
-    """Two parameters in an arena: 6 fused rows, then a scalar, 256 bytes apart."""
-
-    def __init__(self, arena: Arena) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(arena.view(region(0, 6)))
-        self.scale = nn.Parameter(arena.view(TensorRegion(**SCALAR)))
+def region(offset: int, *shape: int) -> TensorRegion:
+    nbytes = 4 * torch.Size(shape).numel()
+    return TensorRegion(offset=offset, nbytes=nbytes, shape=shape, dtype="float32")
 
 
-SCALAR = {"offset": 256, "nbytes": 4, "shape": (), "dtype": "float32"}
+def rows(start: int, stop: int, offset: int = FUSED_AT) -> TensorRegion:
+    return region(offset + start * ROW_BYTES, stop - start, WIDTH)
 
 
-def region(row: int, count: int, shape: tuple[int, ...] | None = None) -> TensorRegion:
-    return TensorRegion(
-        offset=row * ROW_BYTES,
-        nbytes=count * ROW_BYTES,
-        shape=shape or (count, WIDTH),
-        dtype="float32",
-    )
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def arena() -> Iterator[Arena]:
-    arena = Arena.create(512)
+    arena = Arena.create(1024)
     yield arena
     os.close(arena.fd)
 
 
-def mapping(arena: Arena, of: TensorRegion) -> ParameterMapping | None:
-    return ServedParameters(Fused(arena), arena).mapping(of)
+def fused(arena: Arena) -> nn.Module:
+    """Six fused rows, a scalar and a head of six rows."""
+    model = nn.Module()
+    model.qkv = nn.Parameter(arena.view(rows(0, ROWS)).copy_(torch.arange(24.0).view(6, WIDTH)))
+    model.scale = nn.Parameter(arena.view(region(SCALAR_AT)))
+    model.head = nn.Parameter(arena.view(rows(0, ROWS, HEAD_AT)))
+    return model
 
 
-@pytest.mark.parametrize(("row", "count"), [(0, 4), (4, 1), (5, 1)])
-def test_rows_of_a_fused_parameter(arena: Arena, row: int, count: int) -> None:
-    arena.view(region(0, 6)).copy_(torch.arange(24.0).view(6, WIDTH))
-    found = mapping(arena, region(row, count))
+@given(start=st.integers(0, ROWS - 1), count=st.integers(1, ROWS))
+def test_rows_of_a_parameter_are_cut_where_the_mapping_says(
+    arena: Arena, start: int, count: int
+) -> None:
+    stop, model = min(start + count, ROWS), fused(arena)
+    found = ServedParameters(model, arena).mapping(rows(start, stop))
     assert found is not None
-    assert (found.vllm_name, found.slice) == ("qkv", (row, row + count))
-    start, stop = found.slice or (0, 0)
-    assert torch.equal(Fused(arena).qkv[start:stop], arena.view(region(row, count)))
+    assert found.vllm_name == "qkv"
+    assert found.slice == (None if stop - start == ROWS else (start, stop))
+    cut = model.qkv if found.slice is None else model.qkv[slice(*found.slice)]
+    assert torch.equal(cut, arena.view(rows(start, stop)))
 
 
-def test_a_whole_parameter_has_no_slice(arena: Arena) -> None:
-    for whole, name in [(region(0, 6), "qkv"), (TensorRegion(**SCALAR), "scale")]:
-        found = mapping(arena, whole)
-        assert found is not None
-        assert (found.vllm_name, found.slice) == (name, None)
-        assert found.model_dump(exclude={"vllm_name", "slice"}) == whole.model_dump()
+def test_a_scalar_is_a_whole_parameter(arena: Arena) -> None:
+    found = ServedParameters(fused(arena), arena).mapping(region(SCALAR_AT))
+    assert found is not None
+    assert (found.vllm_name, found.slice, found.shape) == ("scale", None, ())
 
 
 @pytest.mark.parametrize(
     "elsewhere",
     [
-        TensorRegion(offset=8, nbytes=16, shape=(4,), dtype="float32"),  # from within a row
-        TensorRegion(offset=0, nbytes=8, shape=(2,), dtype="float32"),  # to within a row
-        TensorRegion(offset=0, nbytes=260, shape=(65,), dtype="float32"),  # over the end
-        TensorRegion(offset=300, nbytes=4, shape=(1,), dtype="float32"),  # behind the last
+        pytest.param(region(FUSED_AT + 8, 4), id="from within a row"),
+        pytest.param(region(FUSED_AT, 2), id="to within a row"),
+        pytest.param(region(FUSED_AT, 65), id="over the end"),
+        pytest.param(region(SCALAR_AT + 44, 1), id="between two parameters"),
+        pytest.param(region(0, 1, WIDTH), id="before the first"),
     ],
 )
-def test_what_is_not_whole_rows_of_one_parameter_has_no_mapping(
+def test_regions_that_are_not_whole_rows_of_one_parameter_have_no_mapping(
     arena: Arena, elsewhere: TensorRegion
 ) -> None:
-    assert mapping(arena, elsewhere) is None
-
-
-def test_regions_before_the_first_parameter(arena: Arena) -> None:
-    model = nn.Module()
-    model.scale = nn.Parameter(arena.view(TensorRegion(**SCALAR)))
-    assert ServedParameters(model, arena).mapping(region(0, 1)) is None
-
-
-class Headed(nn.Module):
-    """An embedding and a head of 3 rows each, with places of their own."""
-
-    def __init__(self, arena: Arena) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(arena.view(region(0, 3)))
-        self.head = nn.Parameter(arena.view(region(16, 3)))
+    assert ServedParameters(fused(arena), arena).mapping(elsewhere) is None
 
 
 def test_a_parameter_that_is_tied_after_loading_is_followed(arena: Arena) -> None:
     """Written at its old place, an update would be served by nobody."""
-    model = Headed(arena)
+    model = fused(arena)
     served = ServedParameters(model, arena)
-    loaded = {"e": region(0, 3), "h": region(16, 3), "part": region(17, 2)}
+    loaded = {"e": rows(0, ROWS), "h": rows(0, ROWS, HEAD_AT), "part": rows(1, 3, HEAD_AT)}
     found = {name: served.mapping(where) for name, where in loaded.items()}
     mappings = {name: mapping for name, mapping in found.items() if mapping is not None}
     assert followed(mappings, model, arena) == mappings
-    model.head = model.embedding
+    model.head = model.qkv
     tied = followed(mappings, model, arena)
-    assert {name: m.offset for name, m in tied.items()} == {"e": 0, "h": 0, "part": ROW_BYTES}
-    assert torch.equal(arena.view(tied["part"]), model.head[1:])
+    assert [tied[name].offset - FUSED_AT for name in ("e", "h", "part")] == [0, 0, ROW_BYTES]
+    assert torch.equal(arena.view(tied["part"]), model.head[1:3])

@@ -17,17 +17,14 @@ from grpo_vllm.supervisor.shared_memory import (
 @pytest.mark.parametrize(
     ("arguments", "workers"),
     [
-        ([], 1),
-        (["--dtype", "float32"], 1),
-        (["--tensor-parallel-size", "2"], 2),
-        (["--tensor_parallel_size=4"], 4),
-        (["-tp", "2", "-pp", "3"], 6),
-        (["--tensor-parallel-size", "two"], 1),
-        (["--seed"], 1),
+        ("--dtype float32 --seed", 1),
+        ("--tensor_parallel_size=4", 4),
+        ("-tp 2 --pipeline-parallel-size 3", 6),
+        ("--tensor-parallel-size two", 1),
     ],
 )
-def test_workers_are_counted(arguments: list[str], workers: int) -> None:
-    assert worker_count(arguments) == workers
+def test_workers_are_counted(arguments: str, workers: int) -> None:
+    assert worker_count(arguments.split()) == workers
 
 
 def test_several_workers_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
