@@ -149,3 +149,14 @@ def scrape(http: httpx.Client) -> dict[Series, float]:
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
+
+
+def run_facts(http: httpx.Client) -> dict[str, float]:
+    """The facts about the run, without the prefix.
+
+    A scrape gives Redis a second, too little on a busy machine, and then says nothing of the run.
+    """
+    return wait_for(
+        lambda: {name.removeprefix("run_api_"): v for (name, _), v in scrape(http).items()},
+        lambda facts: facts["redis_up"] == 1,
+    )

@@ -22,14 +22,11 @@ from tests.integration.run_api_calls import (
     ENVIRONMENT,
     REGISTRATION,
     group,
-    register,
     start,
     status,
     submit,
 )
 from tests.support.wait import DEADLINE_S
-
-CUTS = [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY]
 
 
 @pytest.fixture
@@ -54,42 +51,34 @@ def markers(batch: LeasedBatch) -> tuple[int, list[int]]:
     return batch.id, [group.tokens[0][0] for group in batch.groups]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_batch_whose_answer_is_lost_comes_again(
-    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
-) -> None:
-    submit(http, 1, 2, 3, 4, 5, 6)
-    proxy.next_cut = cut
-    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
-    proxy.next_cut = cut
-    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
-    assert status(http) == (2, 2)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_an_acknowledgement_whose_answer_is_lost_is_said_again(
-    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
-) -> None:
-    submit(http, 1, 2, 3, 4, 5, 6)
-    for _ in range(2):
-        trainer.next_batch(DEADLINE_S)
-    proxy.next_cut = cut
-    trainer.acknowledge(2)
-    trainer.acknowledge(1)  # says less than is known, and takes nothing back
-    with registered(str(http.base_url)) as other:
-        assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_registration_whose_answer_is_lost(
+@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY])
+async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactly_once(
     http: httpx.Client, proxy: CuttingProxy, cut: Cut
 ) -> None:
-    """The trainer is known by the last answer, which alone reached it."""
-    register(http)
-    submit(http, 1, 2)
+    start(http)
+    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
+        proxy.next_cut = cut
+        answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
+        # a second one would hold batches back by a minimum that nobody fills
+        assert [known["env_id"] for known in http.get("/environments").json()] == [0]
+        assert answer is not None
+        assert answer["env_id"] == 0
+        for marker in range(1, 7):
+            proxy.next_cut = cut
+            sent = await environment.submit(ScoredGroup.model_validate(group(marker)))
+            assert sent == {"status": "received"}
+    assert status(http) == (0, 6)
     proxy.next_cut = cut
     with registered(proxy.url) as trainer:
-        assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+        for batch in ((1, [1, 2]), (2, [3, 4])):
+            proxy.next_cut = cut
+            assert markers(trainer.next_batch(DEADLINE_S)) == batch
+        proxy.next_cut = cut
+        trainer.acknowledge(2)
+        trainer.acknowledge(1)  # says less than is known, and takes nothing back
+    with registered(str(http.base_url)) as other:
+        assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
+    assert status(http) == (3, 0)
 
 
 def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx.Client) -> None:
@@ -130,35 +119,6 @@ def test_batches_that_the_run_does_not_know_are_named(
     trainer.resume_after(7)
     with pytest.raises(UnknownBatch, match="no batch 7 was ever handed out"):
         trainer.next_batch(DEADLINE_S)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-async def test_a_group_whose_answer_is_lost_is_queued_once(
-    http: httpx.Client, proxy: CuttingProxy, cut: Cut
-) -> None:
-    register(http)
-    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
-        for marker in (1, 2, 3, 4):
-            proxy.next_cut = cut
-            answer = await environment.submit(ScoredGroup.model_validate(group(marker)))
-            assert answer == {"status": "received"}
-    with registered(str(http.base_url)) as trainer:
-        assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
-        assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
-    assert status(http) == (2, 0)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-async def test_an_environment_whose_registration_is_lost_is_registered_once(
-    http: httpx.Client, proxy: CuttingProxy, cut: Cut
-) -> None:
-    """A second one would hold batches back by a minimum that nobody fills."""
-    start(http)
-    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
-        proxy.next_cut = cut
-        answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
-    assert answer is not None
-    assert [known["env_id"] for known in http.get("/environments").json()] == [answer["env_id"]]
 
 
 async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerClient) -> None:

@@ -15,6 +15,7 @@ from tests.integration.run_api_calls import (
     group,
     lease,
     register_environment,
+    run_facts,
     scrape,
     send,
     start,
@@ -25,19 +26,8 @@ from tests.support.wait import wait_for
 __all__ = ["scrape"]
 
 
-def run(http: httpx.Client) -> dict[str, float]:
-    """The facts about the run, without the prefix.
-
-    A scrape gives Redis a second, too little on a busy machine, and then says nothing of the run.
-    """
-    return wait_for(
-        lambda: {name.removeprefix("run_api_"): v for (name, _), v in scrape(http).items()},
-        lambda facts: facts["redis_up"] == 1,
-    )
-
-
 def assert_facts(http: httpx.Client, **expected: float) -> None:
-    facts = run(http)
+    facts = run_facts(http)
     assert {name: facts[name] for name in expected} == expected
 
 
@@ -92,14 +82,14 @@ def test_the_queue_and_what_waits_beside_it(http: httpx.Client) -> None:
     env_id = register_environment(http)["env_id"]
     register_environment(http)
     submit(http, 1)
-    one = run(http)
+    one = run_facts(http)
     submit(http, 2, size=4)
     send(http, 3, size=1, env_id=env_id)
-    two = run(http)
+    two = run_facts(http)
     assert 50 < one["queued_bytes"] < two["queued_bytes"]
     assert two["buffered_bytes"] > 30
     age = ages[0]
-    wait_for(lambda: run(http)[age], lambda older: older > one[age])
+    wait_for(lambda: run_facts(http)[age], lambda older: older > one[age])
     assert_facts(http, queued_groups=2, queued_sequences=6, buffered_parts=1)
     assert_facts(http, step=5, batches_delivered_total=0)
     assert_facts(http, environments_registered=2, environments_alive=2)
@@ -111,19 +101,19 @@ def test_the_queue_and_what_waits_beside_it(http: httpx.Client) -> None:
 def test_leases_until_they_are_acknowledged(http: httpx.Client) -> None:
     start(http)
     submit(http, 1, 2, 3, 4)
-    queued_bytes = run(http)["queued_bytes"]
+    queued_bytes = run_facts(http)["queued_bytes"]
     trainer = http.post("/register", json=REGISTRATION).json()["uuid"]
     assert [lease(http, trainer, after).json()["batch_id"] for after in (0, 1)] == [1, 2]
     assert_facts(http, step=2, batches_delivered_total=2, leased_batches=2)
     assert_facts(http, queued_groups=0, queued_bytes=0, leased_bytes=queued_bytes)
     assert_facts(http, batches_redelivered_total=0)
-    wait_for(lambda: run(http)["oldest_lease_age_seconds"])
+    wait_for(lambda: run_facts(http)["oldest_lease_age_seconds"])
 
     assert lease(http, trainer).json()["batch_id"] == 1
     assert_facts(http, batches_redelivered_total=1)
     acknowledge(http, trainer, 1).raise_for_status()
     assert_facts(http, batches_acknowledged_total=1, leased_batches=1)
-    assert 0 < run(http)["leased_bytes"] < queued_bytes
+    assert 0 < run_facts(http)["leased_bytes"] < queued_bytes
     acknowledge(http, trainer, 2).raise_for_status()
     assert_facts(http, leased_bytes=0, oldest_lease_age_seconds=0)
     assert_facts(http, batches_delivered_total=2, batches_redelivered_total=1)

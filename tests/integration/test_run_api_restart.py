@@ -20,8 +20,10 @@ from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     next_batch,
+    probe,
     register,
     register_environment,
+    run_facts,
     send,
     start,
     status,
@@ -32,6 +34,8 @@ from tests.support.wait import DEADLINE_S, wait_for
 
 SHORT_S = 0.5
 """How long a request waits for a Redis that does not come back while it waits."""
+PROBE_S = 1.0
+"""The same for a probe, whatever a request waits."""
 
 
 def client(api: RunningApi) -> httpx.Client:
@@ -124,19 +128,26 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
     step, _ = status(patient)
     submit(patient, 1, 2)
     own_redis.process.signal(signal.SIGSTOP)
-    assert_given_up(await impatient.get("/batch"))
+    assert_given_up(await impatient.get("/batch"), SHORT_S)
+    assert_given_up(patient.get("/readyz"), PROBE_S)
+    assert patient.get("/healthz").json() == {"status": "ok"}
+    scraped = patient.get("/metrics").raise_for_status().text
+    assert "run_api_redis_up 0.0" in scraped
+    assert "run_api_step" not in scraped
     own_redis.process.signal(signal.SIGCONT)
     assert next_batch(patient) == [1, 2]
     assert status(patient) == (step + 1, 0)
 
     own_redis.process.stop()
     for path in ("/status", "/health"):
-        assert_given_up(await impatient.get(path))
+        assert_given_up(await impatient.get(path), SHORT_S)
     own_redis.start()
     assert status(patient) == (step + 1, 0)
+    assert probe(patient, "/readyz").json() == {"status": "ok"}
+    assert run_facts(patient)["step"] == step + 1
 
 
-def assert_given_up(answer: httpx.Response) -> None:
+def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis did not answer within {SHORT_S:g} s")
+    assert answer.json()["detail"].startswith(f"Redis did not answer within {deadline_s:g} s")
