@@ -3,145 +3,140 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, redis_command
 from tests.fixtures.inference import SMALL
+from tests.support.preloaded import MODULE as PRELOADED
+from tests.support.preloaded import VARIABLE as FORK_SOCKET
+from tests.support.preloaded import fork_socket
 
-REDIS, RUN_API, SERVER, ENVIRONMENT, TRAINER = (
-    *("redis", "run-api", "vllm-server", "environment", "trainer"),
-)
+REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
+TRAINER, ENVIRONMENT = "trainer", "environment"
+START_ORDER = ((REDIS,), (RUN_API, SERVER), (TRAINER,), (ENVIRONMENT,))
+"""Those of a row start side by side."""
 SHARED = "shared_vllm"
+LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
+OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
 RESTART_EVERY_STEPS = 3
-LORA_MODES = ("lora_only", "lora_restart")
-GROUP_SIZE, BATCH_SIZE = 4, 16
-RUN_ID = "faults"
-STEPS = 100_000
-"""More than any test waits for."""
+BATCH_SIZE = 16
 STATE_INTERVAL = 3
 PAUSE_LEASE_S = 120
 """The longest that the server grants: a pause that ends earlier did not wait for its lease."""
 
 
 @dataclass(frozen=True)
-class Ports:
-    redis: int
-    run_api: int
-    server: int
-    health: int
-
-
-@dataclass(frozen=True)
 class Commands:
-    """Args: mode: how weights reach the server."""
+    """Args:
+    directory: logs, metrics, checkpoints, the files of Redis
+    socket: of the weights
+    mode: how weights reach the server
+    """
 
     directory: Path
     socket: Path
     model: str
     mode: str
-    ports: Ports
-
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
+    ports: dict[str, int] = field(
+        default_factory=lambda: {
+            name: free_port() for name in (REDIS, RUN_API, SERVER, "health-of-server")
+        }
+    )
 
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
-    @property
-    def run_api_url(self) -> str:
-        return f"http://127.0.0.1:{self.ports.run_api}"
-
-    @property
-    def server_url(self) -> str:
-        return f"http://127.0.0.1:{self.ports.server}"
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
 
     def of(self, name: str) -> list[str]:
-        commands = {
+        """The command line of one process."""
+        python = [sys.executable, "-m"]
+        return {
             REDIS: self._redis,
-            RUN_API: self._run_api,
-            SERVER: self._server,
-            ENVIRONMENT: self._environment,
-            TRAINER: self._trainer,
-        }
-        return commands[name]()
+            RUN_API: lambda: [*python, "grpo_api", *self._run_api()],
+            SERVER: lambda: [*python, *self._server_module(), *self._server()],
+            TRAINER: lambda: [*python, "tests.faults.staged_trainer", *self._trainer()],
+            ENVIRONMENT: lambda: [*python, "grpo_env", "arithmetic", "serve", *self._environment()],
+        }[name]()
 
     def _redis(self) -> list[str]:
+        directory = self.directory / REDIS
+        directory.mkdir(exist_ok=True)
+        # appendfsync: else a kill may take what was acknowledged
         return [
-            *redis_command(self.ports.redis, self.directory / REDIS, bundled_redis()),
-            *("--appendfsync", "always"),  # else a kill may take what was acknowledged
+            *redis_command(self.ports[REDIS], directory, bundled_redis()),
+            *("--appendfsync", "always"),
         ]
 
     def _run_api(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_api"),
-            *("--port", str(self.ports.run_api)),
-            *("--redis-deadline-s", "3"),
-            *self._redis_flags(),
-        ]
+        return _flags({"port": self.ports[RUN_API], "redis-deadline-s": 3, **self._of_the_run()})
+
+    def variables(self) -> dict[str, str]:
+        found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return found | ({FORK_SOCKET: fork_socket()} if self.mode == SHARED else {})
+
+    def _server_module(self) -> list[str]:
+        """Supervisors alone are killed in the other modes, where the kernel must end the engine."""
+        return [PRELOADED, "serve"] if self.mode == SHARED else ["grpo_vllm"]
 
     def _server(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_vllm"),
-            *("--model", self.model),
-            *("--port", str(self.ports.server)),
-            *("--health-port", str(self.ports.health)),
-            *self._how_weights_come(),
-            *self._redis_flags(),
-            *("--dtype", "float32"),
-            *SMALL,
-        ]
-
-    def _how_weights_come(self) -> list[str]:
+        flags = {
+            "model": self.model,
+            "port": self.ports[SERVER],
+            "health-port": self.ports["health-of-server"],
+            "dtype": "float32",
+            **self._of_the_run(),
+        }
         if self.mode == SHARED:
             config = self.directory / "vllm_bridge_config.json"
-            return [
-                "--share-weights",
-                *("--weights-socket", str(self.socket)),
-                *("--bridge-config-path", str(config)),
-            ]
-        lora = ["--enable-lora"] if self.mode in LORA_MODES else []
-        return [*lora, "--weights-dir", str(self.checkpoints / "served_weights")]
+            flags |= {"weights-socket": self.socket, "bridge-config-path": config}
+            return ["--share-weights", *_flags(flags), *SMALL]
+        flags["weights-dir"] = self.checkpoints / "served_weights"
+        lora = ["--enable-lora"] if self.mode in (LORA_ONLY, LORA_RESTART) else []
+        return [*lora, *_flags(flags), *SMALL]
 
     def _environment(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "grpo_env", "arithmetic", "serve"),
-            *("--env.rollout-server-url", self.run_api_url),
-            *("--env.group-size", str(GROUP_SIZE)),
-            *("--env.max-completion-tokens", "8"),
-            *("--env.max-batches-offpolicy", "2"),
-            *("--env.drop-equal-scores", "false"),
-            *("--openai.base-url", f"{self.server_url}/v1"),
-            *("--openai.model-name", self.model),
-        ]
+        return _flags(
+            {
+                "env.rollout-server-url": self.url(RUN_API),
+                "env.group-size": 4,
+                "env.max-completion-tokens": 8,
+                "env.max-batches-offpolicy": 2,
+                "env.drop-equal-scores": "false",
+                "openai.base-url": f"{self.url(SERVER)}/v1",
+                "openai.model-name": self.model,
+            }
+        )
 
     def _trainer(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "tests.faults.staged_trainer"),
-            *("--model-name", self.model),
-            *("--weight-bridge-mode", self.mode),
-            *self._mode_flags(),
-            *("--atropos-url", self.run_api_url),
-            *("--vllm-port", str(self.ports.server)),
-            *("--training-steps", str(STEPS)),
-            *("--batch-size", str(BATCH_SIZE // 2)),
-            *("--gradient-accumulation-steps", "2"),
-            *("--lr", "1e-4"),
-            *("--seq-len", "128"),
-            *("--metrics-file", str(self.metrics)),
-            *("--save-path", str(self.checkpoints)),
-            *("--checkpoint-interval", "0"),
-            *("--state-interval", str(STATE_INTERVAL)),
-        ]
-
-    def _mode_flags(self) -> list[str]:
+        flags = {
+            "model-name": self.model,
+            "weight-bridge-mode": self.mode,
+            "atropos-url": self.url(RUN_API),
+            "vllm-port": self.ports[SERVER],
+            "training-steps": 100_000,  # more than any test waits for
+            "batch-size": BATCH_SIZE // 2,
+            "gradient-accumulation-steps": 2,
+            "lr": 3e-4,
+            "seq-len": 128,
+            "metrics-file": self.directory / "metrics.jsonl",
+            "save-path": self.checkpoints,
+            "checkpoint-interval": 0,
+            "state-interval": STATE_INTERVAL,
+        }
         if self.mode == SHARED:
-            return ["--verify-every-steps", "1", "--pause-lease-s", str(PAUSE_LEASE_S)]
-        restarts = ["--vllm-restart-interval", str(RESTART_EVERY_STEPS)]
-        return [*self._redis_flags(), *([] if self.mode == "lora_only" else restarts)]
+            return _flags(flags | {"verify-every-steps": 1, "pause-lease-s": PAUSE_LEASE_S})
+        if self.mode != LORA_ONLY:
+            flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
+        return _flags(flags | self._of_the_run())
 
-    def _redis_flags(self) -> list[str]:
-        url = f"redis://127.0.0.1:{self.ports.redis}/0"
-        return ["--redis-url", url, "--run-id", RUN_ID]
+    def _of_the_run(self) -> dict[str, object]:
+        return {"redis-url": f"redis://127.0.0.1:{self.ports[REDIS]}/0", "run-id": "faults"}
+
+
+def _flags(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

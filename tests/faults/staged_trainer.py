@@ -1,15 +1,17 @@
-"""`grpo`, which stops at a stage of its step while a test asks it to.
+"""`grpo`, held at a stage of its step while a test asks for it, and with a journal.
 
-The test writes the stage's name and a word of its own into a file; the trainer answers with the
-same in another and waits until the first holds something else, or is gone. So a process can be
-killed at exactly that moment. Nothing else differs from `grpo`.
+A test writes the name of a stage and a word of its own into a file. The trainer answers with the
+same in another file and waits until the first changes or is gone, so that it, or another process,
+can be killed at exactly that moment. The journal lists the batch of each step, beside the saved
+states. Nothing else differs from `grpo`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +19,26 @@ import torch
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer import __main__ as grpo
-from grpo_trainer import state_store
+from grpo_trainer import loop, state_store
 from grpo_trainer.alignment import AlignmentProbe
 from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.repeats import digest
+from tests.faults.stages import (
+    HALF_SAVED,
+    HALF_WRITTEN,
+    HELD,
+    JOURNAL,
+    PAUSED,
+    SAVED,
+    TRAINING,
+    VARIABLE,
+    VERIFYING,
+    WAITING,
+    WANTED,
+    read,
+)
 
-VARIABLE = "GRPO_TEST_STAGES"
-WANTED, HELD = "wanted", "held"
 HOLD_DEADLINE_S = 300.0
-_POLL_S = 0.02
-
-WAITING = "waiting"
-"""No batch is asked for yet; the one before is trained on."""
-TRAINING = "training"
-"""A batch was taken and its gradients are there; no master has changed."""
-PAUSED = "paused"
-"""The masters have changed; the server is paused and none of its weights is written."""
-HALF_WRITTEN = "half-written"
-"""The server is paused and half of its weights are written."""
-VERIFYING = "verifying"
-"""The server goes on with the new weights; they are about to be compared."""
-HALF_SAVED = "half-saved"
-"""A state is being saved: its tensors are on the disk, its record is not."""
-SAVED = "saved"
-"""A state is saved; its batches are not acknowledged."""
-
-STAGES = [WAITING, TRAINING, PAUSED, HALF_WRITTEN, VERIFYING]
-"""Of every step."""
-SAVING_STAGES = [HALF_SAVED, SAVED]
-"""Of every step that saves the state."""
 
 
 class Stages:
@@ -52,34 +46,29 @@ class Stages:
         self._wanted, self._held = directory / WANTED, directory / HELD
 
     def reach(self, stage: str) -> None:
-        asked = self._asked_for()
+        asked = read(self._wanted)
         if asked.partition(" ")[0] != stage:
             return
         self._held.write_text(asked)
         give_up_at = time.monotonic() + HOLD_DEADLINE_S
-        while self._asked_for() == asked:
+        while read(self._wanted) == asked:
             if time.monotonic() > give_up_at:
                 raise SystemExit(f"held at {stage} for more than {HOLD_DEADLINE_S} s")
-            time.sleep(_POLL_S)
-
-    def _asked_for(self) -> str:
-        try:
-            return self._wanted.read_text()
-        except FileNotFoundError:
-            return ""
+            time.sleep(0.02)
 
 
-def stop_at(stages: Stages) -> None:
-    """Put a stop before each station of the step."""
+def hold_at(stages: Stages) -> None:
+    """Put a stop before each station of the step, and one within the write of the weights."""
     for owner, name, stage in (
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
+        (MasterOptimizer, "write_into_parameters", PAUSED),
         (AlignmentProbe, "measure", VERIFYING),
         (state_store, "_facts", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))
-    MasterOptimizer.write_into_parameters = _in_two_halves(stages)  # type: ignore[method-assign]
+    torch._foreach_copy_ = _in_two_halves(stages, torch._foreach_copy_)
 
 
 def _after(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,20 +79,39 @@ def _after(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[...
     return stopping
 
 
-def _in_two_halves(stages: Stages) -> Callable[[MasterOptimizer], None]:
-    @torch.no_grad()
-    def write(self: MasterOptimizer) -> None:
-        stages.reach(PAUSED)
-        pairs = list(zip(self._parameters, self.masters, strict=True))
-        for parameter, master in pairs[::2]:
-            parameter.copy_(master)
-        stages.reach(HALF_WRITTEN)
-        for parameter, master in pairs[1::2]:
-            parameter.copy_(master)
+def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., None]:
+    """Only the optimizer's write of the weights calls this."""
 
-    return write
+    def copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        middle = len(targets) // 2
+        copy(targets[:middle], sources[:middle])
+        stages.reach(HALF_WRITTEN)
+        copy(targets[middle:], sources[middle:])
+
+    return copying
+
+
+def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
+    def taking(run: Any, position: Any) -> Any:
+        taken = take(run, position)
+        groups = taken.intake.groups
+        entry = {
+            "step": position.step + 1,
+            "epoch": position.epoch,
+            "batch": taken.batch_id,
+            "groups": [digest(usable.group).hex() for usable in groups],
+            "versions": [
+                v for usable in groups for pair in usable.facts.policy_version for v in pair
+            ],
+        }
+        with (run.settings.save_path / JOURNAL).open("a") as journal:
+            journal.write(f"{json.dumps(entry)}\n")
+        return taken
+
+    return taking
 
 
 if __name__ == "__main__":
-    stop_at(Stages(Path(os.environ[VARIABLE])))
+    hold_at(Stages(Path(os.environ[VARIABLE])))
+    loop.take_batch = _noting(loop.take_batch)
     grpo.main()

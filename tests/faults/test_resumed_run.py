@@ -17,27 +17,23 @@ import pytest
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration, ScoredGroup
-from grpo_local.processes import ManagedProcess
 from grpo_trainer.state_store import STATES
 from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
-from tests.faults.rig import CALL_DEADLINE_S, START_DEADLINE_S, Rig, read_records
-from tests.faults.staged_trainer import SAVED, TRAINING, WAITING
+from tests.faults.rig import DEADLINE_S, Rig, whole_lines
+from tests.faults.stages import HALF_SAVED, HALF_WRITTEN, WAITING
 from tests.integration.run_api_calls import REGISTRATION
 
 STEPS = 8
-ENDS_WITHIN_S = 420.0
-BATCH_DEADLINE_S = 120.0
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
 def emptied(rig: Rig) -> Iterator[Rig]:
-    """The rig without an environment; afterwards its run begins anew."""
+    """The rig; afterwards its run begins anew."""
     yield rig
-    for name in (TRAINER, ENVIRONMENT):
-        rig.kill(name)
-    httpx.get(f"{rig.run_api_url}/reset_data", timeout=CALL_DEADLINE_S).raise_for_status()
+    rig.kill(TRAINER, ENVIRONMENT)
+    reset(rig)
     shutil.rmtree(rig.checkpoints)
 
 
@@ -48,14 +44,16 @@ class Line:
     rig: Rig
     directory: Path
 
-    def launch(self, *flags: str) -> ManagedProcess:
-        return self.rig.launch(TRAINER, *self._flags(), *flags)
+    def launch(self, *flags: str) -> None:
+        own = ("--training-steps", str(STEPS), "--save-path", str(self.directory))
+        metrics = ("--metrics-file", str(self.directory / "metrics.jsonl"))
+        self.rig.launch(TRAINER, *own, *metrics, *flags)
 
     def end(self, *flags: str) -> str:
         """Start it, wait for its end, and return its log."""
-        process = self.launch(*flags)
-        assert process.wait(ENDS_WITHIN_S) == 0, process.log_tail(40)
-        return process.log_path.read_text()
+        self.launch(*flags)
+        assert self.rig.process(TRAINER).wait(DEADLINE_S) == 0, self.rig.log(TRAINER)[-5000:]
+        return self.rig.log(TRAINER)
 
     def killed_at(self, stage: str, steps: int, *flags: str) -> None:
         """Start it and kill it at the first such stage once so many steps are recorded.
@@ -66,7 +64,7 @@ class Line:
         asked = self.rig.ask_for(stage)
         try:
             self.launch(*flags)
-            self.rig.wait_for_stop(asked, START_DEADLINE_S)
+            self.rig.wait_for_stop(asked)
             while len(self.survivors()) < steps:
                 self.rig.wait_for_stop(self.rig.ask_for(stage))
             self.rig.kill(TRAINER)
@@ -75,8 +73,7 @@ class Line:
 
     def survivors(self) -> dict[int, dict[str, Any]]:
         """The record of each step, the last one where it was taken several times."""
-        records = read_records(self.directory / "metrics.jsonl")
-        return {record["step"]: record for record in records}
+        return {r["step"]: r for r in whole_lines(self.directory / "metrics.jsonl")}
 
     def losses(self) -> list[tuple[int, float, float]]:
         return [
@@ -87,12 +84,9 @@ class Line:
     def weights(self) -> bytes:
         return (self.directory / "final_model" / "model.safetensors").read_bytes()
 
-    def _flags(self) -> list[str]:
-        return [
-            *("--training-steps", str(STEPS)),
-            *("--save-path", str(self.directory)),
-            *("--metrics-file", str(self.directory / "metrics.jsonl")),
-        ]
+
+def reset(rig: Rig) -> None:
+    httpx.get(f"{rig.run_api_url}/reset_data").raise_for_status()
 
 
 def registered(rig: Rig) -> TrainerClient:
@@ -108,19 +102,18 @@ def sample_groups(rig: Rig) -> list[ScoredGroup]:
     with rig.held_at(WAITING):  # not in the middle of an update, which would tear the weights
         rig.kill(TRAINER)
     with registered(rig) as trainer:
-        batches = [trainer.next_batch(BATCH_DEADLINE_S) for _ in range(STEPS)]
+        batches = [trainer.next_batch(DEADLINE_S) for _ in range(STEPS)]
     rig.kill(ENVIRONMENT)
     return [group for batch in batches for group in batch.groups]
 
 
 def begin_run(rig: Rig, groups: list[ScoredGroup]) -> None:
     """A run of these groups alone."""
-    httpx.get(f"{rig.run_api_url}/reset_data", timeout=CALL_DEADLINE_S).raise_for_status()
+    reset(rig)
     registered(rig).close()
     for group in groups:
         body = group.model_dump(mode="json")
-        url = f"{rig.run_api_url}/scored_data"
-        httpx.post(url, json=body, timeout=CALL_DEADLINE_S).raise_for_status()
+        httpx.post(f"{rig.run_api_url}/scored_data", json=body).raise_for_status()
 
 
 def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: Path) -> None:
@@ -133,15 +126,18 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
 
     begin_run(rig, groups)
     beginning = next((alone.directory / STATES).glob("*_step_0"))
-    killed.killed_at(TRAINING, STATE_INTERVAL + 1, "--resume", str(beginning))
-    killed.killed_at(SAVED, STATE_INTERVAL + 2)
+    killed.killed_at(HALF_WRITTEN, STATE_INTERVAL + 1, "--resume", str(beginning))
+    # The end of the connection ends the pause, not its lease, which is twice as long.
+    rig.wait_for(lambda: not rig.bridge_info()["paused"])
+    assert not rig.bridge_info()["weights_intact"]
+    killed.killed_at(HALF_SAVED, 2 * STATE_INTERVAL)
     log = killed.end()
 
-    assert "resuming" in log
+    assert f"step={STATE_INTERVAL}" in next(row for row in log.splitlines() if "resuming" in row)
+    assert rig.bridge_info()["weights_intact"]
     assert len(alone.losses()) == STEPS
     assert killed.losses() == alone.losses()
     assert killed.weights() == alone.weights()
     assert rig.status() == {"current_step": STEPS, "queue_size": 0}
     with registered(rig) as trainer, pytest.raises(ServiceUnavailable, match="no batch"):
         trainer.next_batch(0.1)  # every batch is acknowledged
-    assert "all steps were taken before" in killed.end()
