@@ -1,16 +1,11 @@
-"""Who starts the inference server, what it is told, and that exactly it is ended."""
+"""The trainer starts the inference server with the right options, and ends exactly that one."""
 
 from __future__ import annotations
 
-import http.server
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +13,16 @@ import pytest
 
 from grpo_local.ports import free_port
 from grpo_trainer import server_process
-from grpo_trainer.errors import MissingPackage, NoInferenceServer
+from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer
 from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags
 from grpo_trainer.server_process import LOG, inference_server
 from grpo_trainer.settings import TrainerSettings
-from tests.unit.trainer.tiny_policy import model_directory
+from tests.support.wait import wait_for
+from tests.unit.env.http_stub import stub_server
 
 REDIS = "redis://:secret@127.0.0.1:6379/0"
 SERVER = """
-import http.server, os, signal, sys, time
+import http.server, os, signal, sys
 print("argv", *sys.argv[1:], flush=True)
 print("redis", os.environ["REDIS_URL"], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if "--fails" in sys.argv:
@@ -39,6 +35,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+TRAINER = """
+import sys
+from grpo_trainer import server_process
+from grpo_trainer.settings import parse_settings
+server_process.PACKAGE = "stand_in_vllm"
+server_process._has_gpu = lambda: False  # to find out, it imports torch
+with server_process.inference_server(parse_settings(sys.argv[1:])):
+    print("up", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -56,12 +62,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(directory: Path, mode: str = "lora_restart", **changes: Any) -> TrainerSettings:
     model = directory / "model"
-    if not model.exists():
-        model_directory(model)
-    (directory / "saved").mkdir(exist_ok=True)
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 256}')
+    (directory / "saved").mkdir()
     fixed: dict[str, Any] = {
         **{"model_name": str(model), "weight_bridge_mode": mode, "save_path": directory / "saved"},
-        **{"vllm_port": free_port(), "run_id": "r1", "service_deadline_s": 0.5},
+        **{"vllm_port": free_port(), "run_id": "r1", "service_deadline_s": 0.1},
     }
     if mode != "shared_vllm":
         fixed["redis_url"] = REDIS
@@ -72,7 +78,11 @@ def after(word: str, words: list[str]) -> str:
     return words[words.index(word) + 1]
 
 
-def test_what_the_server_is_told(tmp_path: Path) -> None:
+def listens(port: int) -> bool:
+    return server_process._listens("127.0.0.1", port)
+
+
+def test_options_of_a_server_that_is_started(tmp_path: Path) -> None:
     chosen = settings(tmp_path, lora_r=17, vllm_flags="--enforce-eager --max-num-seqs 4")
     flags = server_flags(chosen, 9001) + sizing_flags(chosen, has_gpu=False)
     assert after("--max-lora-rank", flags) == "32"
@@ -83,68 +93,78 @@ def test_what_the_server_is_told(tmp_path: Path) -> None:
     assert "--gpu-memory-utilization" not in flags
     assert after("--gpu-memory-utilization", sizing_flags(chosen, has_gpu=True)) == "0.45"
     assert "secret" not in " ".join(flags) + command_to_start(chosen, 9001)
-    whole = server_flags(settings(tmp_path, "none"), 9001)
-    assert "--enable-lora" not in whole
 
 
 @pytest.mark.usefixtures("package")
-def test_it_is_started_where_nothing_listens_and_ended_with_the_run(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, vllm_gpu=3)
+@pytest.mark.parametrize(
+    ("mode", "flags"), [("lora_restart", ""), ("none", "--deaf")], ids=["ends", "ignores SIGTERM"]
+)
+def test_a_server_is_started_and_ended_with_the_run(
+    mode: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flags:
+        monkeypatch.setattr(server_process, "END_GRACE_S", 0.1)
+    chosen = settings(tmp_path, mode, vllm_gpu=3, vllm_flags=flags)
     with inference_server(chosen):
         written = (tmp_path / "saved" / LOG).read_text()
         assert f"redis {REDIS} 3" in written
         assert f"--port {chosen.vllm_port}" in written
-        assert server_process._listens("127.0.0.1", chosen.vllm_port)
-    assert not server_process._listens("127.0.0.1", chosen.vllm_port)
+        assert listens(chosen.vllm_port)
+    assert not listens(chosen.vllm_port)
 
 
 @pytest.mark.usefixtures("package")
-def test_one_that_ignores_its_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_process, "END_GRACE_S", 0.3)
-    chosen = settings(tmp_path, "none", vllm_flags="--deaf")
-    with inference_server(chosen):
-        pass
-    assert not server_process._listens("127.0.0.1", chosen.vllm_port)
-
-
-@pytest.mark.usefixtures("package")
-def test_one_that_does_not_come_up_is_told_with_its_log(tmp_path: Path) -> None:
-    with (
-        pytest.raises(NoInferenceServer, match=r"ended with status 1(.|\n)*no such model"),
-        inference_server(settings(tmp_path, "none", vllm_flags="--fails")),
-    ):
-        pass
-
-
-def test_a_package_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_process, "PACKAGE", "no_such_package")
-    with (
-        pytest.raises(MissingPackage, match="no_such_package"),
-        inference_server(settings(tmp_path, "none")),
-    ):
-        pass
-
-
-@contextmanager
-def listening(port: int) -> Iterator[None]:
-    server = http.server.HTTPServer(("127.0.0.1", port), http.server.BaseHTTPRequestHandler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    given = ["--model-name", "m", "--weight-bridge-mode", "none", "--max-model-len", "99"]
+    given += ["--vllm-port", str(port), "--save-path", str(tmp_path), "--redis-url", REDIS]
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, *given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        while "up" not in trainer.stdout.readline():
+            assert trainer.poll() is None
+        trainer.send_signal(signal.SIGKILL)
+    wait_for(lambda: not listens(port))
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_restart", "lora_only", "shared_vllm"])
-def test_a_server_that_is_there_is_used(mode: str, tmp_path: Path) -> None:
-    chosen = settings(tmp_path, mode)
-    with listening(chosen.vllm_port), inference_server(chosen):
-        assert not (tmp_path / "saved" / LOG).exists()
+def test_a_server_that_listens_already_is_used(mode: str, tmp_path: Path) -> None:
+    with stub_server({}) as stub:
+        port = int(stub.url.rpartition(":")[2])
+        with inference_server(settings(tmp_path, mode, vllm_port=port)):
+            assert not (tmp_path / "saved" / LOG).exists()
+
+
+NOWHERE = "http://no-such-host.invalid:9001"
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"vllm_flags": "--fails"}, NoInferenceServer, r"ended with status 1(.|\n)*no such model"),
+        ({"vllm_url": NOWHERE}, NoInferenceServer, "nothing listens at .*no-such-host"),
+        ({}, MissingPackage, "no_such_package"),
+    ],
+)
+def test_a_server_that_cannot_be_started_is_named(
+    changes: dict[str, str],
+    error: type[GrpoError],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if error is MissingPackage:
+        monkeypatch.setattr(server_process, "PACKAGE", "no_such_package")
+    with (
+        pytest.raises(error, match=told),
+        inference_server(settings(tmp_path, "none", **changes)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -154,51 +174,13 @@ def test_a_server_that_is_there_is_used(mode: str, tmp_path: Path) -> None:
         ("lora_only", ["--enable-lora", "--max-lora-rank", "16"]),
     ],
 )
-def test_elsewhere_the_user_is_told_what_to_start(
+def test_the_error_without_a_server_shows_the_command_to_start_it(
     mode: str, expected: list[str], tmp_path: Path
 ) -> None:
     chosen = settings(tmp_path, mode)
-    with pytest.raises(NoInferenceServer) as told, inference_server(chosen):
+    with pytest.raises(NoInferenceServer) as raised, inference_server(chosen):
         pass
-    command = shlex.split(str(told.value).splitlines()[-1])
+    command = shlex.split(str(raised.value).splitlines()[-1])
     assert "vllm-api-server" in command
     assert command[-len(expected) :] == expected
     assert after("--port", command) == str(chosen.vllm_port)
-
-
-def test_no_server_is_started_for_another_host(tmp_path: Path) -> None:
-    away = settings(tmp_path, "none", vllm_url="http://no-such-host.invalid:9001")
-    with pytest.raises(NoInferenceServer, match="no-such-host"), inference_server(away):
-        pass
-
-
-@pytest.mark.usefixtures("package")
-def test_it_dies_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, "none")
-    script = (
-        "import sys, time\n"
-        "from grpo_trainer import server_process\n"
-        "from grpo_trainer.settings import TrainerSettings\n"
-        "server_process.PACKAGE = 'stand_in_vllm'\n"
-        f"chosen = TrainerSettings(model_name={chosen.model_name!r}, weight_bridge_mode='none',\n"
-        f"    save_path={str(chosen.save_path)!r}, vllm_port={chosen.vllm_port},\n"
-        f"    redis_url={REDIS!r})\n"
-        "with server_process.inference_server(chosen):\n"
-        "    print('up', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with trainer:
-        assert trainer.stdout is not None
-        while "up" not in trainer.stdout.readline():
-            assert trainer.poll() is None
-        trainer.send_signal(signal.SIGKILL)
-    give_up_at = time.monotonic() + 50
-    while server_process._listens("127.0.0.1", chosen.vllm_port):
-        assert time.monotonic() < give_up_at, "it outlives its trainer"
-        time.sleep(0.05)
