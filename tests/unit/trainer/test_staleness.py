@@ -1,17 +1,26 @@
-"""How old groups are, and that old ones are dropped and counted."""
+"""The age of groups; old ones are dropped and counted, also batch after batch."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from structlog.testing import capture_logs
+
+from grpo_core.run_api_client import LeasedBatch
 from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_trainer import loop
 from grpo_trainer.batch import CollationLimits, collate
+from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.staleness import Lineage
-from tests.unit.trainer.groups import VOCABULARY
-from tests.unit.trainer.test_intake import bad, good
+from grpo_trainer.trainer_state import Position
+from tests.unit.trainer.groups import VOCABULARY, bad, good, sampled_by
 
 RESUMED = Lineage(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
+OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -30,51 +39,37 @@ def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> 
     assert RESUMED.age(PolicyVersion(*version), step) == age
 
 
-def test_the_name_that_the_server_had_for_our_weights_is_ours() -> None:
+def test_the_servers_name_of_our_weights_is_replaced_by_ours() -> None:
     facts = RolloutFacts(policy_version=[((1, 6), (1, 6)), ((1, 5), (1, 6))])
     assert RESUMED.renamed(facts).policy_version == [((2, 6), (2, 6)), ((1, 5), (2, 6))]
     assert Lineage(PolicyVersion(2, 6)).renamed(facts) is facts
-
-
-def sampled_by(marker: int, *versions: tuple[int, int]) -> ScoredGroup:
-    named = [[list(v), list(v)] for v in versions]
-    return good(marker, group_overrides={"policy_version": named})
 
 
 def door(max_staleness: int | None) -> Doorkeeper:
     return Doorkeeper(VOCABULARY, RESUMED, max_staleness)
 
 
-def test_a_group_is_as_old_as_its_oldest_completion() -> None:
+@pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1), (3, 0)])
+def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, stale: int) -> None:
     groups = [
         sampled_by(1, (2, 9), (2, 9)),
-        sampled_by(2, (2, 9), (2, 7)),
+        sampled_by(2, (2, 9), (2, 8)),
         sampled_by(3, (2, 8), (1, 6)),
-        good(4),  # nobody knows
+        good(4),  # of unknown age
     ]
-    intake = door(2).admit(groups, step=9)
-    assert (len(intake.groups), intake.stale_groups) == (3, 1)
-    assert door(None).admit(groups, step=9).stale_groups == 0
-    assert door(0).admit(groups, step=9).stale_groups == 2
+    intake = door(max_staleness).admit(groups, step=9)
+    assert (len(intake.groups), intake.stale_groups) == (4 - stale, stale)
 
 
 def test_a_batch_of_stale_groups_is_empty_and_no_error() -> None:
-    old = [sampled_by(1, (1, 1), (1, 1)), sampled_by(2, (1, 1), (1, 1))]
-    intake = door(1).admit(old, step=9)
-    assert (intake.groups, intake.stale_groups, intake.unusable_groups) == ([], 2, 0)
-    intake = door(1).admit([sampled_by(3, (1, 1), (1, 1)), bad(4)], step=9)
-    assert (intake.groups, intake.stale_groups, intake.unusable_groups) == ([], 1, 1)
+    old = sampled_by(1, (1, 1), (1, 1))
+    for others, unusable in (([sampled_by(2, (1, 1), (1, 1))], 0), ([bad(4)], 1)):
+        intake = door(1).admit([old, *others], step=9)
+        assert intake.groups == []
+        assert (intake.stale_groups, intake.unusable_groups) == (2 - unusable, unusable)
 
 
-def test_what_is_admitted_carries_the_name_that_counts_as_fresh() -> None:
-    (one,) = door(None).admit([sampled_by(1, (1, 6), (1, 6))], step=6).groups
-    assert one.facts.policy_version == [((2, 6), (2, 6))] * 2
-
-
-OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
-
-
-def test_a_group_that_names_no_version_is_as_old_as_what_was_served_when_it_came() -> None:
+def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
     groups = [
         good(1),
         good(2),
@@ -82,12 +77,12 @@ def test_a_group_that_names_no_version_is_as_old_as_what_was_served_when_it_came
         sampled_by(4, (2, 6), (2, 6)),
         good(5),
     ]
-    under = [OLD, YOUNG, OLD, YOUNG, None]  # what a group says itself goes before
+    under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names comes first
     intake = door(2).admit(groups, 9, under)
     assert [one.version_bound for one in intake.groups] == [YOUNG, None, None]
-    assert (len(intake.groups), intake.stale_groups) == (3, 2)
-    assert door(None).admit(groups, 9, under).stale_groups == 0
-    assert door(3).admit(groups, 9, under).stale_groups == 0
+    assert intake.stale_groups == 2
+    for generous in (None, 3):
+        assert door(generous).admit(groups, 9, under).stale_groups == 0
 
 
 def test_versions_that_make_no_sense_are_none() -> None:
@@ -96,13 +91,15 @@ def test_versions_that_make_no_sense_are_none() -> None:
     assert (one.facts.policy_version, one.version_bound) == ([], YOUNG)
 
 
-def test_a_bound_is_named_as_the_trainer_names_it() -> None:
-    (one,) = door(None).admit([good(1)], 6, [PolicyVersion(1, 6)]).groups
-    assert one.version_bound == PolicyVersion(2, 6)
+def test_admitted_groups_carry_the_trainers_names_of_versions() -> None:
+    groups, under = [sampled_by(1, (1, 6), (1, 6)), good(2)], [None, PolicyVersion(1, 6)]
+    named, bound = door(None).admit(groups, 6, under).groups
+    assert named.facts.policy_version == [((2, 6), (2, 6))] * 2
+    assert bound.version_bound == PolicyVersion(2, 6)
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
-    """What `RolloutCheck` goes by: the weights of both were served when they came."""
+    """`RolloutCheck` goes by versions: the weights of both groups were served when they came."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
     intake = door(None).admit(groups, 9, [PolicyVersion(2, 9)] * 2)
     batch = collate(intake.groups, CollationLimits(seq_len=100, micro_batch_size=2))
@@ -110,3 +107,52 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     assert batch.facts.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.facts.version_bounds == [PolicyVersion(2, 9)] * 2
     assert batch.facts.bound_fraction == 0.5
+
+
+AT = Position(step=9, batch_id=4, epoch=2)
+
+
+def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0) -> Any:
+    """The part of `loop.Run` that taking a batch needs; ids follow that of `AT`.
+
+    Args:
+        under: version that was served when run-api received each group of every batch
+    """
+    leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
+    passed_over: list[tuple[int, int]] = []
+    asked: list[int] = []
+
+    def next_batch(_deadline_s: float, _meanwhile: object, batches_left: int) -> LeasedBatch:
+        asked.append(batches_left)
+        return next(leased)
+
+    def batch_passed_over(at: Position) -> None:
+        passed_over.append((at.step, at.batch_id))
+
+    return SimpleNamespace(
+        api=SimpleNamespace(next_batch=next_batch, asked=asked),
+        sync=SimpleNamespace(tend=lambda: None),
+        saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
+        settings=SimpleNamespace(
+            batch_deadline_s=batch_deadline_s, max_staleness=2, training_steps=AT.step + 3
+        ),
+        door=door(max_staleness=2),
+    )
+
+
+def test_batches_of_stale_groups_are_passed_over_by_name() -> None:
+    old = [[good(m), sampled_by(m + 10, (2, 6), (2, 6))] for m in (1, 2)]
+    run = run_of([*old, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, OLD])
+    with capture_logs() as logs:
+        taken = loop.take_batch(run, AT)
+    assert taken.batch_id == 7
+    assert (len(taken.intake.groups), taken.intake.stale_groups) == (1, 5)
+    assert run.saver.passed_over == [(9, 5), (9, 6)]
+    assert run.api.asked == [3, 3, 3]  # no step is taken on what is passed over
+    assert [entry["batch_id"] for entry in logs if entry["log_level"] == "warning"] == [5, 6]
+
+
+def test_a_run_that_gets_only_stale_groups_ends() -> None:
+    run = run_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
+    with pytest.raises(StaleData, match="1 groups came in 0 s, and all are more than"):
+        loop.take_batch(run, AT)
