@@ -8,15 +8,15 @@ from grpo_trainer.shared_beginnings import unlikely_groups
 from grpo_trainer.token_table import Distance, TokenTable
 
 
-def table(logp: list[list[float]], first_position: int = 1) -> TokenTable:
-    """One row per sequence; its trained tokens from this position on."""
+def table(logp: list[list[float]]) -> TokenTable:
+    """One row per sequence; its second token is the first that is trained on."""
     values = torch.tensor([value for row in logp for value in row])
     return TokenTable(
         logp=values,
         behaviour_logp=values,
         temperature=torch.ones_like(values),
         sequence=torch.tensor([i for i, row in enumerate(logp) for _ in row]),
-        position=torch.tensor([first_position + t for row in logp for t in range(len(row))]),
+        position=torch.tensor([1 + t for row in logp for t in range(len(row))]),
     )
 
 
@@ -51,11 +51,13 @@ def test_each_group_is_judged_by_its_own_beginning() -> None:
     assert unlikely_groups(table([[-8.0] * 6] * 4), both) == {1}
 
 
-def test_below_temperature_one_the_noise_of_logits_counts() -> None:
+@pytest.mark.parametrize(("temperature", "surely"), [(0.5, 0.04), (2.0, 0.08)])
+def test_below_temperature_one_the_noise_of_logits_counts(
+    temperature: float, surely: float
+) -> None:
     """Dividing the logits by 0.5 doubles their rounding errors as well."""
-    values = torch.full((10,), -1.0)
-    sharp = TokenTable(values, values - 0.08, torch.full((10,), 0.5), values.long(), values.long())
-    flat = TokenTable(values, values - 0.08, torch.full((10,), 2.0), values.long(), values.long())
-    assert Distance.of(sharp).surely == pytest.approx(0.04, abs=1e-6)
-    assert Distance.of(flat).surely == pytest.approx(0.08, abs=1e-6)
-    assert Distance.of(sharp).mean == pytest.approx(0.08, abs=1e-6)
+    logp, index = torch.full((10,), -1.0), torch.zeros(10, dtype=torch.long)
+    tokens = TokenTable(logp, logp - 0.08, torch.full((10,), temperature), index, index)
+    distance = Distance.of(tokens)
+    assert distance.surely == pytest.approx(surely, abs=1e-6)
+    assert distance.mean == pytest.approx(0.08, abs=1e-6)
