@@ -1,67 +1,180 @@
+"""Options of the trainer: one error per mistake, secrets stay secret, modes read their own."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.settings import load_settings
 from grpo_trainer.forward_options import Choice, ForwardOptions
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.mode_settings import LoraOptions
+from grpo_trainer.option_lists import numbers_in
+from grpo_trainer.settings import TrainerSettings, parse_settings
+from grpo_trainer.weight_sync.handed_off import Cadence
 
-REQUIRED = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
+REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
+WANDB = ("--use-wandb", "--wandb-project", "p")
 
 
-def settings(*flags: str) -> TrainerSettings:
-    return load_settings(TrainerSettings, [*REQUIRED, *flags], environment={})
+def settings(mode: str, *flags: str) -> TrainerSettings:
+    redis = () if mode == "shared_vllm" or "--redis-url" in flags else REDIS
+    return parse_settings(["--model", "m", "--weight-bridge-mode", mode, *redis, *flags])
 
 
-def announced(*flags: str) -> tuple[str, str]:
-    """(project, group) as environments are told."""
-    registration = settings(*flags).registration(first_step=0)
-    return registration.wandb_project, registration.wandb_group
+@pytest.fixture(autouse=True)
+def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REDIS_URL", "RUN_API_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "told"),
+    [
+        ("none", "--pause-lease-s 3", "--pause-lease-s: not used in none"),
+        ("shared_vllm", "--vllm-restart-interval 3", "--vllm-restart-interval: not used in shared"),
+        ("lora_only", "--vllm-restart-interval 5 --adapter-sync-interval 4", "one, or the same"),
+        ("none", "--max-staleness 1", "up to 2 steps old"),
+        ("none", "--redis-url http://x", "--redis-url"),
+        ("shared_vllm", "--use-wandb", "--wandb-project: "),
+        ("shared_vllm", "--packing yes", "--packing: "),
+        *(
+            ("lora_only", f"--lora-layer-indices={wrong}", "--lora-layer-indices: ")
+            for wrong in ("3-1", "x", "-1", "1-", "")
+        ),
+    ],
+)
+def test_a_mistake_ends_it_with_the_name_of_the_option(
+    mode: str, flags: str, told: str, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        settings(mode, *flags.split())
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_all_mistakes_are_listed_at_once(capsys: pytest.CaptureFixture[Any]) -> None:
+    for flags in ("--lr -1 --seed x", "--lora-r 8 --lora-dropout 0"):
+        with pytest.raises(SystemExit):
+            settings("none", *flags.split())
+        told = capsys.readouterr().err
+        assert all(f"{word}: " in told for word in flags.split() if word.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "right", "wrong", "option"),
+    [
+        ("RUN_API_TOKEN", "a-secret", "a-secret\n", "--run-api-token: "),
+        ("REDIS_URL", "redis://:a-secret@host/0", "http://:a-secret@host", "--redis-url"),
+    ],
+)
+def test_secrets_come_from_variables_and_are_never_shown(
+    variable: str, right: str, wrong: str, option: str, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    required = ["--model-name", "m", "--weight-bridge-mode", "lora_only"]
+    variables = {"REDIS_URL": "redis://host"}
+    chosen = load_settings(TrainerSettings, required, {**variables, variable: right})
+    held = getattr(chosen, variable.lower())
+    assert held.get_secret_value() == right
+    assert "a-secret" not in chosen.model_dump_json()  # W&B gets that
+    with pytest.raises(SystemExit):
+        load_settings(TrainerSettings, required, {**variables, variable: wrong})
+    told = capsys.readouterr().err
+    assert option in told
+    assert "a-secret" not in told
+    with pytest.raises(SystemExit):
+        load_settings(TrainerSettings, required, {})
+    assert "--redis-url: mode lora_only needs" in capsys.readouterr().err
+
+
+# --- what is understood ---------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_archived_trainer() -> None:
+    assert settings("lora_only").lora == LoraOptions(16, 32, 0.05, ("q_proj", "v_proj"), None)
+    assert settings("none").lora is None
+    assert settings("none").gpu_memory_utilization == 0.45
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "--lora-target-modules a b --lora-layer-indices 0-2,7",
+        "--lora_target_modules a,b --lora_layer_indices 0 1 2 7",
+        "--lora-layer-indices=7,0-2,1 --lora-target-modules a b a",
+    ],
+)
+def test_lists_may_be_written_as_for_the_archived_trainer(written: str) -> None:
+    lora = settings("lora_restart", *written.split()).lora
+    assert lora is not None
+    assert (lora.target_modules, lora.layers) == (("a", "b"), (0, 1, 2, 7))
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1))
+def test_ranges_and_numbers_in_any_order_are_their_union(
+    data: st.DataObject, ranges: list[tuple[int, int]]
+) -> None:
+    numbers = {n for first, more in ranges for n in range(first, first + more + 1)}
+    text = ""
+    for first, more in ranges:
+        separator = data.draw(st.sampled_from([",", " ", ", "]))
+        text += (f"{first}-{first + more}" if more else str(first)) + separator
+    assert numbers_in(text) == tuple(sorted(numbers))
+
+
+def test_options_for_a_server_that_exists_are_left_alone() -> None:
+    """Command lines of the archived trainer have them in every mode."""
+    sizes = ["--vllm-gpu", "1", "--vllm-gpu-memory-utilization", "0.3", "--max-model-len", "99"]
+    chosen = settings("shared_vllm", *sizes)
+    assert (chosen.vllm_gpu, chosen.gpu_memory_utilization) == (1, 0.3)
+
+
+def test_options_of_the_forward_pass() -> None:
+    asked = settings("none", "--packing", "on", "--fused-head", "off", "--compile")
+    assert asked.forward_options == ForwardOptions(Choice.ON, Choice.OFF, compile=True)
+
+
+# --- publication ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "every"),
+    [
+        ("shared_vllm", "", 1),
+        ("lora_only", "", 1),
+        ("lora_only", "--adapter-sync-interval 4", 4),
+        ("lora_only", "--vllm-restart-interval 5", 5),
+        ("lora_only", "--vllm-restart-interval 5 --adapter-sync-interval 5", 5),
+        ("lora_restart", "", 3),
+        ("none", "--vllm-restart-interval 7 --max-staleness 6", 7),
+    ],
+)
+def test_the_mode_decides_how_often_weights_are_published(
+    mode: str, flags: str, every: int
+) -> None:
+    assert settings(mode, *flags.split()).publish_every_steps == every
+
+
+def test_weights_are_published_after_the_last_step_too() -> None:
+    cadence = Cadence(every_steps=3, last_step=7, at_start=False)
+    assert [step for step in range(1, 8) if cadence.is_due(step)] == [3, 6, 7]
+
+
+# --- W&B, as environments are told ----------------------------------------------------------------
 
 
 def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:
-    named = ["--use-wandb", "--wandb-project", "p", "--wandb-group", "g"]
-    assert announced(*named) == ("p", "g")
-    assert announced("--wandb-project", "p") == ("p", "")
-    assert announced() == ("", "")
+    told = settings("none", *WANDB, "--wandb-group", "g").registration(first_step=0)
+    assert (told.wandb_project, told.wandb_group) == ("p", "g")
+    assert settings("none", "--wandb-project", "p").registration(0).wandb_group == ""
 
 
-def test_a_group_is_made_up_where_none_is_given_and_stays_the_same() -> None:
-    chosen = settings("--use-wandb", "--wandb-project", "p")
+def test_without_a_group_a_random_one_is_chosen_once() -> None:
+    chosen, other = (settings("shared_vllm", *WANDB) for _ in range(2))
     assert len(chosen.wandb_group) == 8
-    assert chosen.wandb_group.isalpha()
-    assert chosen.registration(0).wandb_group == chosen.wandb_group
-    assert settings("--use-wandb", "--wandb-project", "p").wandb_group != chosen.wandb_group
-
-
-def test_use_wandb_without_a_project_is_a_mistake(capsys: pytest.CaptureFixture[Any]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings("--use-wandb")
-    assert stopped.value.code == 2
-    assert "--wandb-project: " in capsys.readouterr().err
-
-
-def test_the_token_of_run_api_comes_from_its_variable_and_is_not_shown(
-    capsys: pytest.CaptureFixture[Any],
-) -> None:
-    variables = {"RUN_API_TOKEN": "a-secret"}
-    chosen = load_settings(TrainerSettings, REQUIRED, environment=variables)
-    assert chosen.run_api_token is not None
-    assert chosen.run_api_token.get_secret_value() == "a-secret"
-    assert "a-secret" not in chosen.model_dump_json()  # W&B is sent that
-    with pytest.raises(SystemExit):
-        load_settings(TrainerSettings, REQUIRED, environment={"RUN_API_TOKEN": "a-secret\n"})
-    told = capsys.readouterr().err
-    assert "--run-api-token: " in told
-    assert "a-secret" not in told
-
-
-def test_the_forward_pass_that_is_asked_for() -> None:
-    assert settings().forward_options == ForwardOptions(Choice.AUTO, Choice.AUTO, compile=False)
-    asked = settings("--packing", "on", "--fused-head", "off", "--compile")
-    assert asked.forward_options == ForwardOptions(Choice.ON, Choice.OFF, compile=True)
-    assert not settings("--no-compile").forward_options.compile
-    with pytest.raises(SystemExit):
-        settings("--packing", "yes")
+    assert chosen.registration(0).wandb_group == chosen.wandb_group != other.wandb_group
