@@ -1,7 +1,7 @@
-"""Faults in what the environment sends, found and named on the batch that shows them.
+"""Faults in the data that an environment sends are named on the batch that shows them.
 
 Completions are really sampled from a small random model, whose own log-probabilities are logged;
-then one thing is broken.
+then one thing is broken. `tests/inference/test_seeded_faults.py` does the same with a real server.
 """
 
 from __future__ import annotations
@@ -12,47 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, ScoredGroup
-from grpo_trainer.batch import Batch
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.rollout_causes import Cause
 from grpo_trainer.rollout_check import RolloutCheck
 from grpo_trainer.token_table import Distance
+from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import collated
 
-HELD = PolicyVersion(2, 5)
-OLDER = PolicyVersion(2, 4)
+HELD, OLDER = PolicyVersion(2, 5), PolicyVersion(2, 4)
 TOLERANCE = 1e-3
-SIZE, LENGTH = 4, 6
+SIZE, LENGTH, PROMPT = 4, 6, 5
 PROMPTS = ([3, 14, 15, 9, 2], [6, 5, 35, 8, 9], [7, 9, 3, 2, 38])
+Fault = Callable[[ScoredGroup], ScoredGroup]
 
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
-    """Random, but sure enough of itself that log-probabilities differ from token to token."""
-    return small_policy(seed=0)
+    return qwen(seed=0, **LESS_SURE)
 
 
-def small_policy(seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-    return model
+LESS_SURE = {"tie_word_embeddings": False, "initializer_range": 0.15}
+"""Its log-probabilities differ from token to token, and completions from each other."""
 
 
 def logprobs(policy: Any, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -74,24 +59,24 @@ class Sampler:
     drift: float = 0.0
     says: dict[str, Any] = field(default_factory=dict)
     env_id: int | None = 0
+    fault: Fault = lambda group: group
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
-    def group(self, prompt: list[int]) -> ScoredGroup:
+    def groups(self) -> list[ScoredGroup]:
+        return [self.fault(self._group(prompt)) for prompt in PROMPTS]
+
+    def _group(self, prompt: list[int]) -> ScoredGroup:
         rows = self._complete(prompt)
-        logged = [self._logged(row)[len(prompt) - 1 :] for row in rows]
         versions = [[self.version, self.version]] * SIZE if self.version else []
         return ScoredGroup(
             tokens=rows,
-            masks=[[MASKED] * len(prompt) + row[len(prompt) :] for row in rows],
+            masks=[[MASKED] * PROMPT + row[PROMPT:] for row in rows],
             scores=[float(i) for i in range(SIZE)],
-            inference_logprobs=[[PROMPT_LOGPROB] * len(prompt) + values for values in logged],
+            inference_logprobs=[[PROMPT_LOGPROB] * PROMPT + self._logged(row) for row in rows],
             generation_params=self.says,
             group_overrides={"policy_version": versions},
             env_id=self.env_id,
         )
-
-    def groups(self) -> list[ScoredGroup]:
-        return [self.group(prompt) for prompt in PROMPTS]
 
     @torch.no_grad()
     def _complete(self, prompt: list[int]) -> list[list[int]]:
@@ -104,43 +89,42 @@ class Sampler:
         return rows
 
     def _logged(self, tokens: list[int]) -> list[float]:
-        exact = torch.tensor(logprobs(self.policy, tokens, self.temperature))
+        """Of the completion."""
+        exact = torch.tensor(logprobs(self.policy, tokens, self.temperature)[PROMPT - 1 :])
         noise = self.drift * torch.randn(len(exact), generator=self.generator)
-        return (exact + noise).clamp(max=0.0).tolist()
+        logged: list[float] = (exact + noise).clamp(max=0.0).tolist()
+        return logged
 
 
-def changed(group: ScoredGroup, **changes: Any) -> ScoredGroup:
-    return ScoredGroup.model_validate(group.model_dump() | changes)
+def with_logprobs(group: ScoredGroup, change: Callable[[list[float]], list[float]]) -> ScoredGroup:
+    """Args: change: of one sequence's logprobs"""
+    rows = [change(row) for row in group.inference_logprobs or []]
+    return group.model_copy(update={"inference_logprobs": rows})
 
 
 def late(group: ScoredGroup) -> ScoredGroup:
     """The first trained position keeps a plausible value, so that only the numbers tell."""
-    assert group.inference_logprobs
-    rows = [[*r[:5], -0.5, *r[5:-1]] for r in group.inference_logprobs]
-    return changed(group, inference_logprobs=rows)
+    return with_logprobs(group, lambda row: [*row[:PROMPT], -0.5, *row[PROMPT:-1]])
 
 
 def early(group: ScoredGroup) -> ScoredGroup:
-    assert group.inference_logprobs
-    rows = [[*r[:5], *r[6:], -0.5] for r in group.inference_logprobs]
-    return changed(group, inference_logprobs=rows)
+    return with_logprobs(group, lambda row: [*row[:PROMPT], *row[PROMPT + 1 :], -0.5])
 
 
-def unmasked(values: Callable[[list[int]], list[float]]) -> Callable[[ScoredGroup], ScoredGroup]:
+def unmasked(values: Callable[[list[int]], list[float]]) -> Fault:
     """All of the prompt but its first token is trained on, with these logprobs."""
 
     def fault(group: ScoredGroup) -> ScoredGroup:
-        assert group.inference_logprobs
-        return changed(
-            group,
-            masks=[[MASKED, *tokens[1:]] for tokens in group.tokens],
-            inference_logprobs=[
-                [1.0, *values(tokens[:5]), *logged[5:]]
-                for tokens, logged in zip(group.tokens, group.inference_logprobs, strict=True)
-            ],
-        )
+        masks = [[MASKED, *tokens[1:]] for tokens in group.tokens]
+        of_prompt = values(group.tokens[0][:PROMPT])
+        trained = group.model_copy(update={"masks": masks})
+        return with_logprobs(trained, lambda row: [PROMPT_LOGPROB, *of_prompt, *row[PROMPT:]])
 
     return fault
+
+
+def constant(_: list[int]) -> list[float]:
+    return [-0.5] * (PROMPT - 1)
 
 
 def judge(
@@ -160,115 +144,91 @@ def judge(
     return len(batches), ""
 
 
-FAULTS: dict[str, tuple[Callable[[ScoredGroup], ScoredGroup], Cause]] = {
-    "late": (late, Cause.LOGPROBS_LATE),
-    "early": (early, Cause.LOGPROBS_EARLY),
-    "unmasked prompt, constant": (unmasked(lambda _: [-0.5] * 4), Cause.PROMPT_TRAINED),
+FAULTS: dict[str, tuple[dict[str, Any], Cause, str]] = {
+    "late": ({"fault": late}, Cause.LOGPROBS_LATE, "asked now: "),
+    "early": ({"fault": early}, Cause.LOGPROBS_EARLY, "asked now: "),
+    "prompt": ({"fault": unmasked(constant)}, Cause.PROMPT_TRAINED, "asked now: "),
+    "temperature": ({"temperature": 0.7}, Cause.TEMPERATURE, "at temperature 0.70"),
+    "temperature as said": (
+        {"temperature": 0.7, "says": {"temperature": 1.0}},
+        Cause.TEMPERATURE,
+        "at temperature 0.70",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_fresh_data_is_named_at_once(policy: Any, name: str) -> None:
-    fault, cause = FAULTS[name]
-    groups = [fault(group) for group in Sampler(policy).groups()]
-    passed, message = judge(policy, [groups])
+    options, cause, told = FAULTS[name]
+    passed, message = judge(policy, [Sampler(policy, **options).groups()])
     assert passed == 0
     assert message.startswith("LogProb Alignment: MISMATCH!")
     assert f"Likely cause: {cause}." in message
     assert "environment 0" in message
-    assert "asked now: " in message
-
-
-@pytest.mark.parametrize("said", [{}, {"temperature": 1.0}])
-def test_another_temperature_than_said_is_named_with_the_right_one(
-    policy: Any, said: dict[str, float]
-) -> None:
-    passed, message = judge(policy, [Sampler(policy, temperature=0.7, says=said).groups()])
-    assert passed == 0
-    assert f"Likely cause: {Cause.TEMPERATURE}." in message
-    assert "sampled at temperature 0.7" in message or "sampled at temperature 0.69" in message
+    assert told in message
 
 
 def test_a_server_with_other_weights_is_told_from_a_broken_environment(policy: Any) -> None:
-    other = small_policy(seed=1)
+    other = qwen(seed=1, **LESS_SURE)
     groups = Sampler(other).groups()
     passed, message = judge(policy, [groups], served=lambda ids: logprobs(other, ids))
     assert passed == 0
     assert f"Likely cause: {Cause.STALE_WEIGHTS}." in message
 
 
-def test_what_nothing_explains_lists_every_cause_in_order(policy: Any) -> None:
+def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any) -> None:
     def silent(_: list[int]) -> list[float]:
         raise ServiceUnavailable("no answer")
 
-    groups = [
-        changed(g, inference_logprobs=[[min(0.0, v) - 3.0 * (v < 1) for v in r] for r in rows])
-        for g in Sampler(policy).groups()
-        if (rows := g.inference_logprobs)
-    ]
-    passed, message = judge(policy, [groups], served=silent)
+    def too_low(group: ScoredGroup) -> ScoredGroup:
+        return with_logprobs(group, lambda row: [v - 3.0 if v < 0 else v for v in row])
+
+    passed, message = judge(policy, [Sampler(policy, fault=too_low).groups()], served=silent)
     assert passed == 0
     assert "None of these explains it" in message
-    assert [message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)] == sorted(
-        message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)
-    )
+    places = [message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)]
+    assert places == sorted(places)
     assert "not answered: no answer" in message
 
 
 @pytest.mark.parametrize("version", [OLDER, None])
-@pytest.mark.parametrize(("drift", "batches"), [(0.02, 1), (0.3, 2)])
-@pytest.mark.parametrize("name", ["late", "early"])
-def test_without_fresh_data_a_shift_is_believed_once_it_is_sure(
-    policy: Any, name: str, drift: float, batches: int, version: PolicyVersion | None
+@pytest.mark.parametrize(
+    ("fault", "drift", "batches"),
+    [("late", 0.02, 1), ("early", 0.3, 2), ("temperature", 0.005, 1), ("temperature", 0.05, 2)],
+)
+def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
+    policy: Any, fault: str, drift: float, batches: int, version: PolicyVersion | None
 ) -> None:
-    """At once where the policy hardly moved, in the second batch where it did."""
-    fault, cause = FAULTS[name]
-    sampler = Sampler(policy, version=version, drift=drift)
-    passed, message = judge(policy, [[fault(g) for g in sampler.groups()] for _ in range(3)])
+    """At once if the policy hardly moved, in the second batch if it did."""
+    options, cause, _ = FAULTS[fault]
+    sampler = Sampler(policy, version=version, drift=drift, **options)
+    passed, message = judge(policy, [sampler.groups() for _ in range(3)])
     assert passed == batches - 1
     assert f"Likely cause: {cause}." in message
 
 
-@pytest.mark.parametrize(("drift", "batches"), [(0.005, 1), (0.05, 2)])
-def test_without_fresh_data_a_temperature_is_believed_once_it_is_sure(
-    policy: Any, drift: float, batches: int
-) -> None:
-    sampler = Sampler(policy, version=None, drift=drift, temperature=0.7)
-    passed, message = judge(policy, [sampler.groups() for _ in range(3)])
-    assert passed == batches - 1
-    assert f"Likely cause: {Cause.TEMPERATURE}." in message
-
-
 def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any) -> None:
-    honest, broken = (
-        Sampler(policy, version=None, drift=0.3),
-        Sampler(policy, version=None, drift=0.3),
-    )
-    batches = [
-        [late(g) for g in broken.groups()] if step % 2 == 0 else honest.groups()
-        for step in range(6)
-    ]
+    honest = Sampler(policy, version=None, drift=0.3)
+    broken = Sampler(policy, version=None, drift=0.3, fault=late)
+    batches = [sampler.groups() for _ in range(3) for sampler in (broken, honest)]
     assert judge(policy, batches) == (6, "")
 
 
 @pytest.mark.parametrize("version", [HELD, OLDER, None])
-@pytest.mark.parametrize("true_values", [True, False])
-def test_a_shared_beginning_that_sampling_cannot_give_is_prompt(
-    policy: Any, version: PolicyVersion | None, true_values: bool
+@pytest.mark.parametrize("has_true_values", [True, False])
+def test_a_shared_beginning_that_sampling_cannot_give_is_a_trained_prompt(
+    policy: Any, version: PolicyVersion | None, has_true_values: bool
 ) -> None:
     """Even with the true log-probabilities of the prompt, where every ratio is one."""
-
-    def values(prompt: list[int]) -> list[float]:
-        return logprobs(policy, prompt) if true_values else [-0.5] * 4
-
-    groups = [unmasked(values)(group) for group in Sampler(policy, version=version).groups()]
+    values = (lambda prompt: logprobs(policy, prompt)) if has_true_values else constant
+    groups = Sampler(policy, version=version, fault=unmasked(values)).groups()
     passed, message = judge(policy, [groups])
     assert passed == 0
     assert f"ikely cause: {Cause.PROMPT_TRAINED}." in message
 
 
 @pytest.mark.parametrize(
-    "sampler_options",
+    "options",
     [
         {},
         {"temperature": 0.6, "says": {"temperature": 0.6}},
@@ -277,15 +237,14 @@ def test_a_shared_beginning_that_sampling_cannot_give_is_prompt(
         {"version": None, "temperature": 1.4, "says": {"temperature": 1.4}, "drift": 0.1},
     ],
 )
-def test_honest_data_passes_fresh_or_old(policy: Any, sampler_options: dict[str, Any]) -> None:
-    sampler = Sampler(policy, **sampler_options)
+def test_honest_data_passes_fresh_or_old(policy: Any, options: dict[str, Any]) -> None:
+    sampler = Sampler(policy, **options)
     assert judge(policy, [sampler.groups() for _ in range(6)]) == (6, "")
 
 
 def test_one_broken_environment_among_good_ones_is_named(policy: Any) -> None:
-    honest = Sampler(policy, env_id=1).groups()
-    broken = [late(group) for group in Sampler(policy, env_id=8).groups()]
-    passed, message = judge(policy, [[*honest, *broken]])
+    honest, broken = Sampler(policy, env_id=1), Sampler(policy, env_id=8, fault=late)
+    passed, message = judge(policy, [[*honest.groups(), *broken.groups()]])
     assert passed == 0
     assert "environment 8" in message
 
@@ -293,19 +252,17 @@ def test_one_broken_environment_among_good_ones_is_named(policy: Any) -> None:
 def test_a_few_outliers_among_few_tokens_prove_nothing(policy: Any) -> None:
     """One token of 72 that is off by 0.5: a mean of 0.007, seven times the tolerance."""
     groups = Sampler(policy).groups()
-    logged = groups[0].inference_logprobs
-    assert logged
-    logged[0][6] -= 0.5
-    assert judge(policy, [[changed(groups[0], inference_logprobs=logged), *groups[1:]]]) == (1, "")
+    assert groups[0].inference_logprobs
+    groups[0].inference_logprobs[0][PROMPT + 1] -= 0.5
+    assert judge(policy, [groups]) == (1, "")
 
 
-def test_what_is_reported_covers_fresh_tokens_only(policy: Any) -> None:
+def test_the_reported_distance_covers_fresh_tokens_only(policy: Any) -> None:
     fresh, old = Sampler(policy).groups(), Sampler(policy, version=OLDER, drift=0.3).groups()
-    batch: Batch = collated(*fresh, *old)
+    batch = collated(*fresh, *old)
     table = accumulate_gradients(policy, batch, clip_eps=0.2, step=0).tokens
-    found = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE).require_match(
-        batch, table, HELD, step=0
-    )
+    check = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
+    found = check.require_match(batch, table, HELD, step=0)
     assert found.tokens == len(PROMPTS) * SIZE * LENGTH
     assert found.max < 1e-4
     assert Distance.of(table).mean > 0.05
