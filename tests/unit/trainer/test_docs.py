@@ -10,7 +10,7 @@ from grpo_core.errors import GrpoError
 from grpo_trainer import errors
 from grpo_trainer.metrics import step_record
 from grpo_trainer.settings import TrainerSettings
-from tests.unit.trainer.test_metrics import OUTCOME
+from tests.unit.trainer.step_outcome import OUTCOME
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
 

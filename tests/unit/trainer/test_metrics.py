@@ -3,57 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.alignment import Alignment
-from grpo_trainer.batch_facts import BatchFacts
 from grpo_trainer.gradients import GradientStats
-from grpo_trainer.intake import Intake
 from grpo_trainer.loss import NO_SUMS
-from grpo_trainer.metrics import Record, StepOutcome, StepTimes, StepWatch, step_record
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.metrics import StepTimes, StepWatch, step_record
+from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published
-
-SUMS = replace(
-    NO_SUMS,
-    **{"tokens": 4, "ratio": 4.4, "ratio_square": 5.0, "ratio_max": 1.4, "clipped": 1},
-    **{"logp": -4.0, "logp_square": 7.0, "behaviour_logp": -6.0, "behaviour_logp_square": 12.0},
-    **{"diff": 2.0, "diff_abs": 2.4, "diff_max": 1.1, "kl_k3": 0.4},
-    **{"positive_tokens": 1, "positive_logp": -0.5, "negative_tokens": 2, "negative_logp": -3.0},
-)
-FACTS = BatchFacts(
-    tokens=100,
-    reward_mean=0.25,
-    reward_std_in_group=0.5,
-    zero_variance_fraction=0.1,
-    truncated_fraction=0.2,
-    completion_tokens_mean=12.5,
-    first_versions=[PolicyVersion(3, 7)],
-    version_bounds=[],
-    bound_fraction=0.0,
-    generation_s=0.3,
-)
-
-
-def table(diff: list[float]) -> TokenTable:
-    zeros = torch.zeros(len(diff))
-    return TokenTable(torch.tensor(diff), zeros, zeros + 1, zeros.long(), zeros.long())
-
-
-OUTCOME = StepOutcome(
-    step=7,
-    steps=10,
-    lr=1e-4,
-    intake=Intake([], unusable_groups=3, repeated_groups=1, stale_groups=2),
-    facts=FACTS,
-    gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),
-    fresh=Distance(tokens=2, mean=0.01, max=0.02, surely=0.0),
-    published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
-    alignment=Alignment(mean=1e-6, max=2e-6, moved=0.01, sampled_mean=3e-6),
-    times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),
-    save_s=0.25,
-)
+from tests.unit.trainer.step_outcome import FACTS, OUTCOME, table
 
 
 def test_every_value_by_hand() -> None:
@@ -85,7 +42,7 @@ def test_every_value_by_hand() -> None:
     )
 
 
-def test_the_times_of_a_step() -> None:
+def test_times_of_a_step() -> None:
     """Begins at 10, has its batch at 11, its gradient at 14, and ends at 20."""
     ticks = iter([10.0, 11.0, 14.0, 20.0])
     watch = StepWatch(clock=lambda: next(ticks))
@@ -97,42 +54,33 @@ def test_the_times_of_a_step() -> None:
     )
 
 
-def record(first_versions: list[PolicyVersion]) -> Record:
-    return step_record(replace(OUTCOME, facts=replace(FACTS, first_versions=first_versions)))
+V = PolicyVersion
 
 
-def test_staleness_counts_steps_within_the_epoch_only() -> None:
-    """Versions of an earlier trainer are no nearer for having a low or a high step."""
-    versions = [PolicyVersion(3, 7), PolicyVersion(3, 4), PolicyVersion(2, 7), PolicyVersion(1, 90)]
-    found = record(versions)
-    assert found["staleness/mean"] == 1.5
-    assert found["staleness/max"] == 3
-    assert found["staleness/other_epoch_fraction"] == 0.5
-
-
-def test_a_bound_counts_as_a_version_that_is_told_apart_and_never_as_fresh() -> None:
-    """Trained at step 7: one group of version 6, and one received under version 4, twice."""
-    facts = replace(
-        FACTS,
-        first_versions=[PolicyVersion(3, 6)],
-        version_bounds=[PolicyVersion(3, 4), PolicyVersion(3, 4)],
-        bound_fraction=0.5,
-    )
+@pytest.mark.parametrize(
+    ("versions", "bounds", "expected"),
+    [
+        # Versions of an earlier trainer are no nearer for having a low or a high step.
+        ([V(3, 7), V(3, 4), V(2, 7), V(1, 90)], [], (1.5, 3, 0.5, 0.0)),
+        # A bound counts as a version.
+        ([V(3, 6)], [V(3, 4), V(3, 4)], (7 / 3, 3, 0.0, 0.5)),
+        ([], [V(3, 4)], (3, 3, 0.0, 0.5)),
+        ([V(2, 7)], [], (None, None, 1.0, 0.0)),
+        ([], [], (None, None, None, None)),
+    ],
+)
+def test_staleness_at_step_7_of_epoch_3(
+    versions: list[V], bounds: list[V], expected: tuple[float | None, ...]
+) -> None:
+    fraction = 0.5 if bounds else 0.0
+    facts = replace(FACTS, first_versions=versions, version_bounds=bounds, bound_fraction=fraction)
     found = step_record(replace(OUTCOME, facts=facts))
-    assert found["staleness/mean"] == pytest.approx((1 + 3 + 3) / 3)
-    assert found["staleness/max"] == 3
-    assert found["staleness/bound_fraction"] == 0.5
-    only_bounds = replace(facts, first_versions=[], bound_fraction=1.0)
-    found = step_record(replace(OUTCOME, facts=only_bounds))
-    assert (found["staleness/mean"], found["staleness/bound_fraction"]) == (3, 1)
-    assert "alignment/fresh_fraction" not in found
+    names = ("mean", "max", "other_epoch_fraction", "bound_fraction")
+    assert [found.get(f"staleness/{name}") for name in names] == pytest.approx(expected)
+    assert ("alignment/fresh_fraction" in found) == bool(versions)  # a bound is never fresh
 
 
-def test_without_versions_nothing_is_said_about_staleness() -> None:
-    assert not [key for key in record([]) if key.startswith("staleness")]
-
-
-def test_what_is_not_defined_is_absent_not_zero() -> None:
+def test_undefined_values_are_absent_not_zero() -> None:
     nothing = replace(
         OUTCOME,
         facts=replace(FACTS, first_versions=[], generation_s=None),
