@@ -15,12 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_api.app import create_app
 from grpo_api.lifetime import Lifetime
-from grpo_api.redis_link import RedisLink
-from grpo_api.settings import RunApiSettings
-from grpo_api.store import RunStore
 from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.in_process_api import in_process_api
 from tests.integration.run_api_calls import group, start
 from tests.support.wait import DEADLINE_S
 
@@ -132,17 +129,13 @@ async def test_a_server_that_stops_is_alive_and_not_ready(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_api.redis_link._PING_DEADLINE_S", DEADLINE_S)
-    settings = RunApiSettings(redis_url=redis_url, run_id="stopping", redis_deadline_s=DEADLINE_S)
-    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
-    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
     lifetime = Lifetime()
-    transport = httpx.ASGITransport(create_app(store, settings, lifetime))
-    async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as client:
+    options = {"redis_url": redis_url, "run_id": "stopping", "redis_deadline_s": DEADLINE_S}
+    async with in_process_api(lifetime, **options) as client:
         assert (await client.get("/readyz")).status_code == 200
         lifetime.closing.set()
         answer = await client.get("/readyz")
         assert (await client.get("/healthz")).status_code == 200
-    await store.close()
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["detail"]
     assert int(answer.headers["retry-after"]) >= 1

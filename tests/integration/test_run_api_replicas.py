@@ -1,4 +1,4 @@
-"""Two run-api processes on one Redis behave as one, under load."""
+"""Two run-api processes on one Redis behave as one, under load and when one is killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.fixtures.run_api import start_run_api
-from tests.integration.run_api_calls import group, register, register_environment, status
+from tests.integration.run_api_calls import (
+    group,
+    next_batch,
+    register,
+    register_environment,
+    send,
+    start,
+    status,
+    submit,
+)
 from tests.support.wait import DEADLINE_S
 
 ENVIRONMENTS = 6
@@ -117,3 +127,26 @@ def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool])
         if rng.random() < 0.3:
             acked = rng.choice(clients).post(f"/batch/{after}/ack", params={"trainer": trainer})
             acked.raise_for_status()
+
+
+def test_a_killed_run_api_loses_nothing(http: httpx.Client, redis_url: str, tmp_path: Path) -> None:
+    """Another process serves its queue, environments, parts and the batch it handed out."""
+    killed = start_run_api(redis_url, tmp_path)
+    try:
+        with httpx.Client(base_url=killed.url, timeout=DEADLINE_S) as first:
+            start(first)
+            register_environment(first, group_size=4)
+            submit(first, 1, 2, 3)
+            assert send(first, 4, size=3, env_id=0)["buffer_size"] == 3
+            handed_out = first.get("/batch").content
+    finally:
+        killed.process.kill()
+
+    assert status(http) == (1, 1)
+    assert len(http.get("/environments").json()) == 1
+    register(http)
+    assert http.get("/batch").content == handed_out
+    assert send(http, 5, size=1, env_id=0)["buffer_size"] == 0
+    assert next_batch(http) == [4, 5]
+    submit(http, 6)
+    assert next_batch(http) == [3, 6]

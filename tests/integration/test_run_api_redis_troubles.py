@@ -1,8 +1,10 @@
-"""What run-api does while its Redis answers, and refuses to write."""
+"""run-api while its Redis refuses to write, hangs, or is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import redis
 
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
-from tests.fixtures.run_api import start_run_api
+from tests.fixtures.run_api import RUN_ID, start_run_api
+from tests.integration.in_process_api import in_process_api
 from tests.integration.run_api_calls import (
     acknowledge,
     bulky,
@@ -23,6 +26,7 @@ from tests.integration.run_api_calls import (
     probe,
     register,
     register_environment,
+    run_facts,
     start,
     status,
     status_env,
@@ -32,25 +36,50 @@ from tests.integration.run_api_calls import (
 from tests.support.wait import DEADLINE_S, wait_for
 
 ROOM_BYTES = 256 * 1024
+SHORT_S = 0.5
+"""How long a request waits for a Redis that does not come back while it waits."""
+PROBE_S = 1.0
+"""The same for a probe, whatever a request waits."""
+
+
+class OwnRedis:
+    """A Redis whose configuration and process are these tests' own.
+
+    It starts again on the same port and files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._port = free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.admin = redis.Redis.from_url(self.url, socket_timeout=DEADLINE_S)
+        self.start()
+
+    def start(self) -> None:
+        self.process = start_redis(self._port, self._directory, bundled_redis())
 
 
 @pytest.fixture(scope="module")
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """A Redis whose configuration is these tests' own."""
-    port = free_port()
-    server = start_redis(port, tmp_path_factory.mktemp("redis"), bundled_redis())
-    with redis.Redis(host="127.0.0.1", port=port, socket_timeout=DEADLINE_S) as client:
-        yield client
-    server.stop()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
+    server = OwnRedis(tmp_path_factory.mktemp("redis"))
+    with server.admin:
+        yield server
+    server.process.stop()
 
 
 @pytest.fixture(scope="module")
-def api(own_redis: redis.Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    port = own_redis.connection_pool.connection_kwargs["port"]
-    running = start_run_api(f"redis://127.0.0.1:{port}/0", tmp_path_factory.mktemp("run-api"))
+def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a run-api that waits for its Redis as long as a test may take."""
+    directory = tmp_path_factory.mktemp("run-api")
+    running = start_run_api(server.url, directory, redis_deadline_s=DEADLINE_S)
     with httpx.Client(base_url=running.url, timeout=2 * DEADLINE_S) as client:
         yield client
     running.process.stop()
+
+
+@pytest.fixture
+def own_redis(server: OwnRedis) -> redis.Redis:
+    return server.admin
 
 
 @pytest.fixture
@@ -67,16 +96,6 @@ def take_writes(own_redis: redis.Redis) -> None:
     own_redis.config_set("min-replicas-to-write", 0)
     own_redis.config_set("save", "")
     own_redis.replicaof("NO", "ONE")
-
-
-def fill_memory(own_redis: redis.Redis, http: httpx.Client) -> int:
-    """Leave a little room and submit until it is used up; returns how many groups were taken."""
-    own_redis.config_set("maxmemory", own_redis.info("memory")["used_memory"] + ROOM_BYTES)
-    taken = 0
-    while http.post("/scored_data", json=group(taken, **bulky(taken))).status_code == 200:
-        taken += 1
-    assert taken > 4
-    return taken
 
 
 def fill_at_once(own_redis: redis.Redis) -> None:
@@ -226,11 +245,66 @@ def test_environments_that_poll_stay_where_memory_is_full(
 def test_memory_that_was_full_takes_submissions_again_once_batches_are_done(
     http: httpx.Client, own_redis: redis.Redis
 ) -> None:
-    taken = fill_memory(own_redis, http)
-    assert_refused(http.post("/scored_data", json=group(0, **bulky(0))), "OOM")
+    own_redis.config_set("maxmemory", own_redis.info("memory")["used_memory"] + ROOM_BYTES)
+    taken = 0
+    while (answer := http.post("/scored_data", json=group(taken, **bulky(taken)))).is_success:
+        taken += 1
+    assert taken > 4
+    assert_refused(answer, "OOM")
     assert status(http) == (0, taken)
-    batches = taken // 2
-    assert [next_batch(http) for _ in range(batches)] == [
-        [2 * n, 2 * n + 1] for n in range(batches)
-    ]
+    for first in range(0, taken - 1, 2):
+        assert next_batch(http) == [first, first + 1]
     submit(http, taken, **bulky(taken))
+
+
+def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> None:
+    register_environment(http)
+    submit(http, 1, 2)
+    server.process.stop()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: status_env(http, 0))
+        # the probe gives up on its own try, which the waiting request began before
+        wait_for(lambda: http.get("/readyz").status_code, lambda code: code == 503)
+        assert not waiting.done()
+        server.start()
+        assert waiting.result().status_code == 200
+    assert next_batch(http) == [1, 2]
+
+
+@pytest.fixture
+async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """A replica that waits for Redis for `SHORT_S`."""
+    options = {"redis_url": server.url, "run_id": RUN_ID, "redis_deadline_s": SHORT_S}
+    async with in_process_api(**options) as replica:
+        yield replica
+
+
+async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
+    http: httpx.Client, impatient: httpx.AsyncClient, server: OwnRedis
+) -> None:
+    step, _ = status(http)
+    submit(http, 1, 2)
+    server.process.signal(signal.SIGSTOP)
+    assert_given_up(await impatient.get("/batch"), SHORT_S)
+    assert_given_up(http.get("/readyz"), PROBE_S)
+    assert http.get("/healthz").json() == {"status": "ok"}
+    scraped = http.get("/metrics").raise_for_status().text
+    assert "run_api_redis_up 0.0" in scraped
+    assert "run_api_step" not in scraped
+    server.process.signal(signal.SIGCONT)
+    assert next_batch(http) == [1, 2]
+    assert status(http) == (step + 1, 0)
+
+    server.process.stop()
+    for path in ("/status", "/health"):
+        assert_given_up(await impatient.get(path), SHORT_S)
+    server.start()
+    assert status(http) == (step + 1, 0)
+    assert probe(http, "/readyz").json() == {"status": "ok"}
+    assert run_facts(http)["step"] == step + 1
+
+
+def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["detail"].startswith(f"Redis did not answer within {deadline_s:g} s")
