@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from grpo_api.redis_link import RedisLink
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
+from tests.support.wait import wait_for_async
 
 Interruption = Callable[[], Awaitable[None]]
 
@@ -32,6 +34,8 @@ PATIENCE = Patience(placing_s=60.0, full_s=0.3, held_bytes=2**20)
 PATIENT = replace(PATIENCE, full_s=60.0)
 """For those who are to find room however slow the machine is."""
 DEADLINE_S = 60.0
+LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
+"""More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
 
 
 class TroubledLink(RedisLink):
@@ -141,14 +145,15 @@ class Run:
         status = await self.store.trainer.status()
         return status.current_step, status.queue_size
 
+    def waiting(self) -> int:
+        """Submissions that wait for room in the queue."""
+        return len(self.intake._line._tickets)
+
     async def submit_to_the_line(self, marker: int) -> asyncio.Task[list[Outcomes]]:
-        """Where the queue is full: returns once the group has its place among those who wait."""
-        line = self.intake._line._tickets
-        before = len(line)
+        """To a full queue; returns once the group waits for room behind the others."""
+        before = self.waiting()
         held = asyncio.create_task(self.submit(marker))
-        async with asyncio.timeout(DEADLINE_S):
-            while len(line) == before:
-                await asyncio.sleep(0.01)
+        await wait_for_async(self.waiting, lambda waiting: waiting > before)
         return held
 
     async def stay_silent(self, env_id: int, seconds: float) -> None:

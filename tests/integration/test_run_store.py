@@ -7,15 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from grpo_api.errors import (
-    GroupRefused,
-    Refused,
-    StoreUnavailable,
-)
+from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
 from grpo_api.exact_sums import Kind
 from grpo_api.records import Poll
-from grpo_core.wire import EnvironmentRegistration
-from tests.integration.run_api_calls import ENVIRONMENT
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -26,7 +20,7 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
 
 
 @pytest.mark.parametrize("script", ["acknowledge", "open_poll", "lease"])
-async def test_batch_whose_answer_was_lost_is_not_acknowledged(run: Run, script: str) -> None:
+async def test_a_batch_whose_answer_was_lost_is_not_acknowledged(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4)
     run.link.loses_answer_of = script
     with pytest.raises(StoreUnavailable):
@@ -36,7 +30,7 @@ async def test_batch_whose_answer_was_lost_is_not_acknowledged(run: Run, script:
     assert await run.poll() == [3, 4]
 
 
-async def test_batch_lost_on_its_second_delivery_comes_a_third_time(run: Run) -> None:
+async def test_a_batch_lost_on_its_second_delivery_comes_a_third_time(run: Run) -> None:
     await run.submit(1, 2)
     assert await run.poll() == [1, 2]
     await run.register()
@@ -48,7 +42,7 @@ async def test_batch_lost_on_its_second_delivery_comes_a_third_time(run: Run) ->
 
 
 @pytest.mark.parametrize("replica", [False, True])
-async def test_batch_that_was_not_sent_whole_is_sent_again(run: Run, replica: bool) -> None:
+async def test_a_batch_that_was_not_sent_whole_is_sent_again(run: Run, replica: bool) -> None:
     await run.submit(1, 2, 3, 4)
     assert await run.poll(delivered=False) == [1, 2]
     assert await run.poll(replica=replica, delivered=False) == [1, 2]
@@ -57,7 +51,7 @@ async def test_batch_that_was_not_sent_whole_is_sent_again(run: Run, replica: bo
     assert await run.poll() == [3, 4]
 
 
-async def test_late_news_of_a_delivery_do_not_count_for_the_next_trainer(run: Run) -> None:
+async def test_a_delivery_to_the_previous_trainer_does_not_count_for_the_next(run: Run) -> None:
     await run.submit(1, 2, 3, 4)
     due = await run.dispatcher.by_plain_poll(wait_s=0.0)
     assert due is not None
@@ -79,7 +73,7 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [3, 4, 5]
 
 
-async def test_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
+async def test_a_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
     await run.submit(1, 2)
 
     async def another_replica_takes_them() -> None:
@@ -104,7 +98,7 @@ async def test_polls_side_by_side_are_handed_one_batch(run: Run) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_poll_of_a_trainer_that_is_gone_takes_nothing(run: Run, reset: bool) -> None:
+async def test_a_poll_of_the_previous_trainer_takes_nothing(run: Run, reset: bool) -> None:
     await run.submit(1, 2)
 
     async def a_new_trainer_registers() -> None:
@@ -138,7 +132,7 @@ async def test_groups_that_meet_a_reset_are_refused(run: Run, script: str, size:
     assert await run.payloads() == 0
 
 
-async def test_part_that_another_replica_completed_meanwhile_waits_for_the_next(run: Run) -> None:
+async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(run: Run) -> None:
     env_id = await run.start_environment()
     await run.submit(1, size=1, env_id=env_id)
 
@@ -165,7 +159,7 @@ async def test_parts_sent_side_by_side_are_all_placed(run: Run) -> None:
     assert sorted(served) == list(parts)
 
 
-async def test_batch_size_is_not_changed_under_groups_that_came_meanwhile(run: Run) -> None:
+async def test_the_batch_size_is_not_changed_under_groups_that_arrived_meanwhile(run: Run) -> None:
     await run.submit(1, size=1)
 
     async def found_to_suit() -> None:
@@ -180,14 +174,14 @@ async def test_batch_size_is_not_changed_under_groups_that_came_meanwhile(run: R
     await run.register(batch_size=8)
 
 
-@pytest.mark.parametrize("size", [2, 1], ids=["whole", "part"])
-async def test_submission_under_the_same_key_is_queued_once(run: Run, size: int) -> None:
+@pytest.mark.parametrize(("size", "answer"), [(2, [None]), (1, [1])], ids=["whole", "part"])
+async def test_a_submission_under_the_same_key_is_queued_once(
+    run: Run, size: int, answer: list[int | None]
+) -> None:
     env_id = await run.start_environment(group_size=2)
-    answers = [
-        await run.submit(7, size=size, env_id=env_id, key="k", replica=replica)
-        for replica in (False, True, True)
-    ]
-    assert answers == [[[None]]] * 3 if size == 2 else answers == [[[1]]] * 3
+    for replica in (False, True, True):
+        repeated = await run.submit(7, size=size, env_id=env_id, key="k", replica=replica)
+        assert repeated == [answer]
     assert await run.payloads() == 1
     with pytest.raises(Refused, match="was used for other groups"):
         await run.submit(8, size=size, env_id=env_id, key="k")
@@ -201,7 +195,9 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
 
 
 @pytest.mark.parametrize("layout", ["", "2:"])
-async def test_run_of_a_former_layout_is_left_alone(run: Run, layout: str) -> None:
+async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(
+    run: Run, layout: str
+) -> None:
     former = f"{run.link.run_prefix}{layout}"
     await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
     with pytest.raises(Refused, match="stored by a former version"):
@@ -211,12 +207,11 @@ async def test_run_of_a_former_layout_is_left_alone(run: Run, layout: str) -> No
     await run.register()
 
 
-async def test_reset_leaves_nothing_of_the_layout_with_staged_groups(run: Run) -> None:
+async def test_a_reset_leaves_nothing_of_the_layout_with_staged_groups(run: Run) -> None:
     former = f"{run.link.run_prefix}2:"
     await run.link.call("SET", f"{former}staged:a", "payload")
     await run.link.call("HSET", f"{former}large", "1", f"{former}staged:a")
     await run.link.call("HSET", f"{former}leases", "1", "0 4 5 5 1:4:7")
-    await run.link.call("SET", f"{former}last_group_id", "1")
     await run.store.reset()
     assert await run.link.call("KEYS", f"{former}*") == []
 
@@ -228,26 +223,22 @@ async def test_ids_that_nobody_registered_are_one_sender(run: Run) -> None:
     assert dict(view.counters.queued) == {Kind(None, 2): 4, Kind(None, 1): 2}
 
 
-async def test_environment_that_registers_over_a_reset_is_one_of_the_new_run(run: Run) -> None:
-    await run.poll()
-
+async def test_an_environment_that_registers_over_a_reset_is_one_of_the_new_run(run: Run) -> None:
     async def the_run_is_reset() -> None:
         run.link.repeats_scripts = False
         await run.store.reset()
         await run.register()
         await run.poll()
 
+    await run.poll()
     run.link.repeats_scripts = True
     run.link.between_repeats = the_run_is_reset
-    registered = await run.store.environments.register(
-        EnvironmentRegistration.model_validate(ENVIRONMENT)
-    )
-    assert registered is not None
+    env_id = await run.start_environment()
     view = await run.store.environments.view()
-    assert [environment.env_id for environment in view.environments] == [registered.env_id]
+    assert [environment.env_id for environment in view.environments] == [env_id]
 
 
-async def test_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_next_run(
+async def test_a_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_next_run(
     run: Run,
 ) -> None:
     await run.submit(1, 2)
@@ -257,22 +248,3 @@ async def test_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_nex
     await run.register()
     await run.submit(3, 4)
     assert [found async for found in run.store.payloads.load(due.lease.group_ids)] == [None, None]
-
-
-async def test_totals_are_those_of_what_is_stored(run: Run) -> None:
-    env_id = await run.start_environment(group_size=2)
-    await run.submit(1, 2, 3)
-    await run.submit(4, 5, 6, size=1, env_id=env_id)
-    await run.lease(after=0)
-    facts = await run.store.facts.read()
-    stored = await run.stored_bytes()
-    assert (facts.queued_groups, facts.queued_sequences) == (3, 4)
-    assert (facts.buffered_parts, facts.leased_batches) == (1, 1)
-    assert facts.queued_bytes + facts.buffered_bytes + facts.leased_bytes == stored
-    await run.acknowledge(1)
-    await run.lease(after=1)
-    await run.acknowledge(2)
-    await run.store.environments.disconnect(env_id)
-    facts = await run.store.facts.read()
-    assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
-    assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from grpo_api.errors import (
-    GroupRefused,
-    QueueFull,
-    Refused,
-    StoreUnavailable,
-)
-from grpo_api.limits import Limits
+from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
 from grpo_api.payloads import unpack
 from grpo_api.records import Poll
 from grpo_api.waiting_line import MAX_WAITING
-from tests.integration.run_store_rig import PATIENT, Run, open_run
+from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
+from tests.support.wait import wait_for_async
 
 
 @pytest.fixture
@@ -27,12 +22,11 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
-"""More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
+FOUR_GROUPS = replace(LIMITS, queued_groups=4)
 
 
 @pytest.mark.parametrize("size", [2, 1], ids=["whole", "parts"])
-async def test_large_groups_are_served_and_let_go_of_like_others(run: Run, size: int) -> None:
+async def test_large_groups_are_served_and_released_like_others(run: Run, size: int) -> None:
     run.link.repeats_scripts = True
     env_id = await run.start_environment(group_size=2)
     await run.submit(1, 2, 3, 4, size=size, env_id=env_id, **LARGE)
@@ -43,7 +37,7 @@ async def test_large_groups_are_served_and_let_go_of_like_others(run: Run, size:
     assert len(await run.staged()) == (2 if size == 2 else 0)
 
 
-async def test_large_latest_example_outlives_its_batch_until_the_next(run: Run) -> None:
+async def test_a_large_latest_example_outlives_its_batch_until_the_next(run: Run) -> None:
     await run.submit(1, 2, **LARGE)
     await run.lease(after=0)
     await run.acknowledge(1)
@@ -64,16 +58,15 @@ async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) 
     assert await run.staged() == []
 
 
-async def test_large_submission_under_one_key_leaves_nothing_for_ever(run: Run) -> None:
+async def test_a_repeated_large_submission_is_stored_once(run: Run) -> None:
     for _ in range(2):
         await run.submit(1, key="k", **LARGE)
     assert await run.status() == (0, 1)
     assert [await run.link.call("TTL", key) for key in await run.staged()] == [-1]
 
 
-async def test_large_group_that_is_refused_leaves_nothing(redis_url: str) -> None:
-    limits = Limits(queued_groups=2, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "large-refused", limits) as run:
+async def test_a_large_group_that_is_refused_leaves_nothing(redis_url: str) -> None:
+    async with open_run(redis_url, "large-refused", replace(LIMITS, queued_groups=2)) as run:
         with pytest.raises(GroupRefused):
             await run.submit(1, size=8, **LARGE)
         await run.submit(2, 3)
@@ -85,7 +78,7 @@ async def test_large_group_that_is_refused_leaves_nothing(redis_url: str) -> Non
         assert await run.staged() == []
 
 
-async def test_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> None:
+async def test_a_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> None:
     async def its_beginning_is_lost() -> None:
         run.link.before["stage_piece"] = it_is_lost
 
@@ -98,7 +91,7 @@ async def test_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> Non
     assert (await run.status(), await run.staged()) == ((0, 0), [])
 
 
-async def test_large_group_that_goes_while_it_is_read_is_gone(run: Run) -> None:
+async def test_a_large_group_that_is_acknowledged_while_it_is_read_is_gone(run: Run) -> None:
     await run.submit(1, **LARGE)
     await run.submit(2)
     due = await run.dispatcher.by_lease(Poll(run.trainer_id), 0.0)
@@ -111,37 +104,34 @@ async def test_large_group_that_goes_while_it_is_read_is_gone(run: Run) -> None:
     assert await anext(run.store.payloads.load(due.lease.group_ids)) is None
 
 
-async def test_queue_limit_holds_where_no_batch_can_be_formed(redis_url: str) -> None:
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "no-batch", limits) as run:
+async def test_the_queue_limit_holds_if_no_batch_can_be_formed(redis_url: str) -> None:
+    async with open_run(redis_url, "no-batch", FOUR_GROUPS) as run:
         await run.register(batch_size=12)
         eights = await run.start_environment(group_size=8)
         await run.start_environment(group_size=4)
         with pytest.raises(QueueFull):
             await run.submit(*range(100), size=8, env_id=eights)
-        assert await run.status() == (0, limits.queued_groups)
+        assert await run.status() == (0, FOUR_GROUPS.queued_groups)
 
 
-async def test_whom_the_batch_waits_for_is_let_in_past_a_full_line(redis_url: str) -> None:
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "full-line", limits) as run:
+async def test_an_environment_that_the_batch_waits_for_passes_a_full_line(redis_url: str) -> None:
+    async with open_run(redis_url, "full-line", FOUR_GROUPS, PATIENT) as run:
         first = await run.start_environment(group_size=2)
         second = await run.start_environment(group_size=2, min_batch_allocation=0.5)
         await run.submit(*range(4), env_id=first)
-        waiting = [
-            asyncio.create_task(run.submit(i, env_id=first)) for i in range(10, 10 + MAX_WAITING)
-        ]
-        await asyncio.sleep(0.1)
+        held = [asyncio.create_task(run.submit(10, env_id=first)) for _ in range(MAX_WAITING)]
+        await wait_for_async(run.waiting, lambda waiting: waiting == MAX_WAITING)
         with pytest.raises(QueueFull):
             await run.submit(8, env_id=first)
         await run.submit(9, env_id=second)
         assert await run.lease(after=0) == [0, 9]
-        await asyncio.gather(*waiting, return_exceptions=True)
+        for submission in held:
+            submission.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
 
 
-async def test_those_who_waited_longest_come_first(redis_url: str) -> None:
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
-    async with open_run(redis_url, "line", limits, PATIENT) as run:
+async def test_groups_that_waited_longest_come_first(redis_url: str) -> None:
+    async with open_run(redis_url, "line", FOUR_GROUPS, PATIENT) as run:
         await run.submit(*range(4))
         held = [await run.submit_to_the_line(marker) for marker in (10, 11, 12, 13)]
         assert [await run.poll(), await run.poll()] == [[0, 1], [2, 3]]
@@ -150,7 +140,7 @@ async def test_those_who_waited_longest_come_first(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
-async def test_large_group_that_was_forgotten_before_it_was_queued_is_sent_again(
+async def test_a_large_group_that_redis_forgot_is_not_taken(
     run: Run, script: str, size: int
 ) -> None:
     env_id = await run.start_environment(group_size=2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +14,11 @@ from grpo_api.errors import (
     StoreUnavailable,
     TrainerSuperseded,
 )
-from grpo_api.limits import Limits
 from grpo_api.records import Acknowledged
-from tests.integration.run_store_rig import Run, open_run
+from tests.integration.run_store_rig import LIMITS, Interruption, Run, open_run
 
-POLL_S = 30.0
-SOON_S = 15.0
-"""Well before such a poll would end by itself."""
+FOR_EVER_S = 3600.0
+"""A poll that ends by itself has failed."""
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-async def test_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:
+async def test_a_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:
     await run.submit(1, 2, 3, 4)
     for replica in (False, True, False):
         assert await run.lease(after=0, replica=replica) == [1, 2]
@@ -41,7 +39,7 @@ async def test_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None
 
 
 @pytest.mark.parametrize("script", ["open_poll", "lease"])
-async def test_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
+async def test_a_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4)
     run.link.loses_answer_of = script
     with pytest.raises(StoreUnavailable):
@@ -50,7 +48,7 @@ async def test_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: 
     assert await run.status() == (1, 2)
 
 
-async def test_leases_accumulate_until_one_acknowledges_them_all(run: Run) -> None:
+async def test_one_acknowledgement_releases_all_leases_up_to_it_once(run: Run) -> None:
     await run.submit(*range(8))
     for after in range(3):
         assert await run.lease(after) == [2 * after, 2 * after + 1]
@@ -63,7 +61,9 @@ async def test_leases_accumulate_until_one_acknowledges_them_all(run: Run) -> No
     assert await run.lease(after=0) == [6, 7]
 
 
-async def test_trainer_that_registers_again_gets_what_it_did_not_acknowledge(run: Run) -> None:
+async def test_a_trainer_that_registers_again_gets_the_batches_it_did_not_acknowledge(
+    run: Run,
+) -> None:
     await run.submit(*range(8))
     for after in range(3):
         await run.lease(after)
@@ -78,7 +78,7 @@ async def test_trainer_that_registers_again_gets_what_it_did_not_acknowledge(run
     assert await run.status() == (4, 0)
 
 
-async def test_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
+async def test_a_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
     await run.submit(*range(4))
     await run.lease(after=0)
     await run.register()
@@ -95,7 +95,7 @@ async def test_batches_that_never_were_are_refused(run: Run) -> None:
         await run.acknowledge(2)
 
 
-async def test_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
+async def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
     await run.submit(*range(4))
     await run.lease(after=0)
     with pytest.raises(BatchesByLease):
@@ -106,8 +106,7 @@ async def test_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> 
 
 
 async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url: str) -> None:
-    limits = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=1)
-    async with open_run(redis_url, "lease-limit", limits) as run:
+    async with open_run(redis_url, "lease-limit", replace(LIMITS, leased_bytes=1)) as run:
         await run.submit(*range(4))
         assert await run.lease(after=0) == [0, 1]
         with pytest.raises(LeasesFull):
@@ -117,17 +116,26 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
         assert await run.lease(after=1) == [2, 3]
 
 
-async def test_long_poll_answers_as_soon_as_a_batch_is_there(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=POLL_S))
-    await asyncio.sleep(0.2)
-    assert not polling.done()
-    await run.submit(1, 2, replica=True)
-    assert await asyncio.wait_for(polling, SOON_S) == [1, 2]
-    assert await run.lease(after=1, wait_s=0.1) is None
+async def long_poll(run: Run, interruption: Interruption) -> list[int] | None:
+    """A lease that finds no batch; `interruption` comes before it looks a second time."""
+
+    async def it_waits() -> None:
+        run.link.before["GET"] = interruption
+
+    run.link.before["batch_candidates"] = it_waits
+    return await run.lease(after=0, wait_s=FOR_EVER_S)
 
 
-async def test_long_poll_ends_when_the_server_stops(run: Run) -> None:
-    polling = asyncio.create_task(run.lease(after=0, wait_s=POLL_S))
-    await asyncio.sleep(0.1)
-    run.lifetime.closing.set()
-    assert await asyncio.wait_for(polling, SOON_S) is None
+async def test_a_long_poll_answers_once_a_batch_is_there(run: Run) -> None:
+    async def a_batch_arrives() -> None:
+        await run.submit(1, 2, replica=True)
+
+    assert await long_poll(run, a_batch_arrives) == [1, 2]
+
+
+async def test_a_long_poll_ends_when_the_server_stops_or_its_time_is_over(run: Run) -> None:
+    async def the_server_stops() -> None:
+        run.lifetime.closing.set()
+
+    assert await run.lease(after=0, wait_s=0.1) is None
+    assert await long_poll(run, the_server_stops) is None

@@ -1,17 +1,23 @@
-"""The version that a group was received under, on a real Redis, as vllm-server writes it there."""
+"""The version that a group was received under, in Redis as vllm-server writes it there."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from grpo_api.limits import Limits
 from grpo_api.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.served_record import ServedRecord, ServedWeights
-from tests.integration.run_store_rig import DEADLINE_S, PATIENT, Run, open_run
-from tests.integration.test_run_store_large import LARGE
+from tests.integration.run_store_rig import (
+    DEADLINE_S,
+    LARGE,
+    LIMITS,
+    PATIENT,
+    Run,
+    open_run,
+)
 
 RUN_ID = "version-tests"
 OLD, NEW = PolicyVersion(1, 9), PolicyVersion(2, 10)
@@ -45,9 +51,8 @@ class VersionedRun:
 async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VersionedRun]:
     # else what is noted on a slow machine is in Redis a while later
     monkeypatch.setattr("grpo_vllm.served_record.ATTEMPT_DEADLINE_S", DEADLINE_S)
-    limits = Limits(queued_groups=4, queued_bytes=2**30, leased_bytes=2**30)
     async with (
-        open_run(redis_url, RUN_ID, limits, PATIENT) as run,
+        open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,
         ServedRecord(redis_url, RUN_ID) as record,
     ):
         await run.link.call("DEL", run.link.served_weights)
@@ -55,7 +60,7 @@ async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         await run.link.call("DEL", run.link.served_weights)
 
 
-async def test_groups_carry_what_was_served_when_they_came(versioned: VersionedRun) -> None:
+async def test_groups_carry_the_version_served_when_they_arrived(versioned: VersionedRun) -> None:
     await versioned.run.submit(1)
     await versioned.serve(OLD)
     await versioned.run.submit(2, 3)
@@ -65,7 +70,7 @@ async def test_groups_carry_what_was_served_when_they_came(versioned: VersionedR
     assert await versioned.received_under(after=1) == [(3, OLD), (4, NEW)]
 
 
-async def test_each_part_of_a_group_carries_what_was_served_when_it_came(
+async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(
     versioned: VersionedRun,
 ) -> None:
     env_id = await versioned.run.start_environment(group_size=4)
@@ -79,7 +84,9 @@ async def test_each_part_of_a_group_carries_what_was_served_when_it_came(
     assert await versioned.received_under(after=0) == expected
 
 
-async def test_a_batch_that_is_handed_out_again_says_the_same(versioned: VersionedRun) -> None:
+async def test_a_batch_handed_out_again_carries_the_same_versions(
+    versioned: VersionedRun,
+) -> None:
     await versioned.serve(OLD)
     await versioned.run.submit(1, 2)
     first = await versioned.leased(after=0)
@@ -91,7 +98,7 @@ async def test_a_batch_that_is_handed_out_again_says_the_same(versioned: Version
     assert again.lease.received_under == (OLD, OLD)
 
 
-async def test_a_group_that_waited_for_room_carries_what_was_served_when_it_came(
+async def test_a_group_that_waited_for_room_carries_the_version_served_when_it_arrived(
     versioned: VersionedRun,
 ) -> None:
     run = versioned.run
@@ -106,7 +113,7 @@ async def test_a_group_that_waited_for_room_carries_what_was_served_when_it_came
     assert await versioned.received_under(after=2) == [(5, OLD), (6, NEW)]
 
 
-async def test_totals_do_not_take_a_version_for_a_group(versioned: VersionedRun) -> None:
+async def test_totals_are_those_of_the_stored_groups(versioned: VersionedRun) -> None:
     run = versioned.run
     await versioned.serve(OLD)
     env_id = await run.start_environment(group_size=2)
@@ -116,7 +123,8 @@ async def test_totals_do_not_take_a_version_for_a_group(versioned: VersionedRun)
     facts = await run.store.facts.read()
     held = facts.queued_bytes + facts.buffered_bytes + facts.leased_bytes
     assert held == await run.stored_bytes() > 0
-    assert (facts.queued_sequences, facts.buffered_parts) == (2, 1)
+    assert (facts.queued_groups, facts.queued_sequences) == (2, 2)
+    assert (facts.buffered_parts, facts.leased_batches) == (1, 1)
     await run.acknowledge(1)
     await run.submit(6, size=1, env_id=env_id)
     await run.lease(after=1)
@@ -124,6 +132,7 @@ async def test_totals_do_not_take_a_version_for_a_group(versioned: VersionedRun)
     await run.store.environments.disconnect(env_id)
     facts = await run.store.facts.read()
     assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
+    assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)
     assert await run.payloads() == 1  # the latest example
 
 
@@ -131,7 +140,9 @@ async def test_totals_do_not_take_a_version_for_a_group(versioned: VersionedRun)
     "written",
     [{"epoch": "1"}, {"step": "1"}, {"epoch": "x", "step": "1"}, {"epoch": "1 2", "step": "-3"}],
 )
-async def test_what_is_no_version_is_none(versioned: VersionedRun, written: dict[str, str]) -> None:
+async def test_a_broken_record_is_no_version(
+    versioned: VersionedRun, written: dict[str, str]
+) -> None:
     run = versioned.run
     words = [word for field in written.items() for word in field]
     await run.link.call("HSET", run.link.served_weights, *words)
@@ -141,7 +152,7 @@ async def test_what_is_no_version_is_none(versioned: VersionedRun, written: dict
     assert await versioned.received_under(after=0) == [(1, None), (2, None), (3, None)]
 
 
-async def test_a_reset_forgets_groups_and_not_what_is_served(versioned: VersionedRun) -> None:
+async def test_a_reset_forgets_groups_and_not_the_served_version(versioned: VersionedRun) -> None:
     await versioned.serve(OLD)
     await versioned.run.store.reset()
     await versioned.run.register()
