@@ -1,11 +1,11 @@
-"""The process that decodes large submissions, where it hangs and where nobody waits for it."""
+"""The process that decodes large submissions: it hangs, dies, or nobody waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -15,10 +15,11 @@ from grpo_api.decoding import RawBody, decode_group
 from grpo_api.errors import StoreUnavailable
 from tests.integration.decode_processes import decode_processes
 from tests.integration.run_api_calls import group
+from tests.support.wait import wait_for_async
 
-DECODING_S = 60.0
+TURN_S = 60.0
+DECODING_S = 600.0
 DEADLINE_S = 120.0
-SUSPENDED_S = 0.5
 BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)
 """More than the pipe to the process takes at once."""
 
@@ -34,8 +35,15 @@ class Clock:
 
 
 @pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.time)
+    return clock
+
+
+@pytest.fixture
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(8_000_000, turn_s=10 * DECODING_S, decoding_s=DECODING_S)
+    worker = DecodeWorker(8_000_000, turn_s=TURN_S, decoding_s=DECODING_S)
     yield worker
     left = processes()
     worker.close()
@@ -43,22 +51,8 @@ def worker() -> Iterator[DecodeWorker]:
         process.wait(DEADLINE_S)
 
 
-@pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.time)
-    return clock
-
-
 def processes() -> list[psutil.Process]:
     return decode_processes(psutil.Process())
-
-
-async def until(found: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not found():
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
 
 
 async def decode(worker: DecodeWorker) -> int:
@@ -66,56 +60,74 @@ async def decode(worker: DecodeWorker) -> int:
     return sum(item.sequences for item in (await worker.run(decode_group, BODY)).groups)
 
 
-async def test_a_process_that_hangs_is_replaced(worker: DecodeWorker, clock: Clock) -> None:
+async def hanging_process(worker: DecodeWorker) -> psutil.Process:
     assert await decode(worker) == 2
-    (first,) = processes()
-    first.suspend()
-    hanging, behind = (asyncio.create_task(decode(worker)) for _ in range(2))
-    await asyncio.sleep(SUSPENDED_S)
+    (process,) = processes()
+    process.suspend()
+    return process
+
+
+async def stuck(worker: DecodeWorker) -> asyncio.Task[int]:
+    """A submission of which the process, which hangs, has been sent a part."""
+    task = asyncio.create_task(decode(worker))
+    assert worker._worker is not None
+    pipe = worker._worker.pool._call_queue._reader  # type: ignore[attr-defined]
+    await wait_for_async(pipe.poll)
+    return task
+
+
+async def test_a_process_that_hangs_is_replaced(worker: DecodeWorker, clock: Clock) -> None:
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
     clock.ahead_s += DECODING_S
     with pytest.raises(StoreUnavailable, match="is replaced; send the same groups again"):
         await hanging
-    assert await behind == 2
-    await until(lambda: not first.is_running())
+    assert await decode(worker) == 2
+    await wait_for_async(lambda: not process.is_running())
     assert len(processes()) == 1
 
 
-async def test_those_who_wait_for_their_turn_are_told_so() -> None:
-    worker = DecodeWorker(8_000_000, turn_s=0.1, decoding_s=DEADLINE_S)
-    first = asyncio.create_task(decode(worker))
-    await asyncio.sleep(0)
-    try:
-        with pytest.raises(StoreUnavailable, match="arrived earlier were not decoded"):
-            await decode(worker)
-        assert await first == 2
-    finally:
-        worker.close()
+async def test_a_process_that_dies_is_replaced(worker: DecodeWorker) -> None:
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
+    process.kill()
+    with pytest.raises(StoreUnavailable, match="ended; is memory short"):
+        await hanging
+    assert await decode(worker) == 2
 
 
-async def test_a_request_that_is_cancelled_leaves_its_turn_once_the_process_is_free(
+async def test_submissions_that_wait_too_long_for_their_turn_are_refused(
     worker: DecodeWorker, clock: Clock
 ) -> None:
-    assert await decode(worker) == 2
-    (process,) = processes()
-    process.suspend()
-    cancelled, behind = (asyncio.create_task(decode(worker)) for _ in range(2))
-    await asyncio.sleep(SUSPENDED_S)
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
+    behind = asyncio.create_task(decode(worker))
+    await asyncio.sleep(0)  # it takes its place
+    clock.ahead_s += TURN_S
+    with pytest.raises(StoreUnavailable, match="arrived earlier were not decoded"):
+        await behind
+    process.resume()
+    assert await hanging == 2
+
+
+async def test_a_cancelled_request_leaves_its_turn_once_the_process_is_free(
+    worker: DecodeWorker,
+) -> None:
+    process = await hanging_process(worker)
+    cancelled = await stuck(worker)
+    behind = asyncio.create_task(decode(worker))
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    clock.ahead_s += DECODING_S
-    # what is left to the one behind is its own time, not what remains of the other's
+    process.resume()
     assert await behind == 2
-    assert processes() != [process]
+    assert processes() == [process]
 
 
 async def test_closing_does_not_wait_for_a_process_that_hangs(worker: DecodeWorker) -> None:
-    assert await decode(worker) == 2
-    (process,) = processes()
-    process.suspend()
-    hanging = asyncio.create_task(decode(worker))
-    await asyncio.sleep(SUSPENDED_S)
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
     worker.close()
-    await until(lambda: not process.is_running())
+    await wait_for_async(lambda: not process.is_running())
     with pytest.raises(StoreUnavailable):
         await hanging

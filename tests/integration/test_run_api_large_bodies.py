@@ -6,9 +6,7 @@ import asyncio
 import gzip
 import http.client
 import json
-import os
 import select
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,10 @@ import pytest
 
 from grpo_api.batch_answer import group_pieces
 from grpo_api.payloads import compress, stored
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.decode_processes import decode_processes
-from tests.integration.run_api_calls import group, next_batch, start, status, submit
+from tests.integration.run_api_calls import group, start, status, submit
 
-MAX_BODY_BYTES = 24 * 1024 * 1024
 TOKENS = 100_000
 """In each of two sequences: more than a megabyte of JSON, decoded beside the server."""
 GZIP = {"content-encoding": "gzip"}
@@ -31,12 +28,7 @@ GZIP = {"content-encoding": "gzip"}
 
 @pytest.fixture(scope="module")
 def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
-    started = start_run_api(
-        redis_url,
-        tmp_path_factory.mktemp("large"),
-        run_id="large",
-        further={"--max-body-bytes": MAX_BODY_BYTES},
-    )
+    started = start_run_api(redis_url, tmp_path_factory.mktemp("large"), run_id="large")
     yield started
     started.process.stop()
 
@@ -80,47 +72,11 @@ def test_large_groups_and_lists_are_taken_like_others(large: httpx.Client) -> No
     assert set(first) == set(second)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"scores": [1.0]}, "scores: 1 entries for 2 sequences"),
-        ({"env_id": -1}, "greater than or equal to 0"),
-        ({"ref_logprobs": [[float("nan")]] * 2}, "finite number"),
-    ],
-)
-def test_large_groups_are_refused_like_others(
-    large: httpx.Client, changes: dict[str, Any], said: str
-) -> None:
-    refused = post(large, large_group(**changes))
+def test_large_groups_are_refused_like_others(large: httpx.Client) -> None:
+    refused = post(large, large_group(ref_logprobs=[[float("nan")]] * 2))
     assert refused.status_code == 422
-    assert said in str(refused.json()["detail"])
-    assert status(large) == (0, 0)
-
-
-def test_bodies_in_several_members_are_one(large: httpx.Client) -> None:
-    text = json.dumps(group(5)).encode()
-    body = b"".join(gzip.compress(text[at : at + 20]) for at in range(0, len(text), 20)) + b"\0\0"
-    answer = large.post("/scored_data", content=body, headers=GZIP)
-    assert answer.json() == {"status": "received"}
-    post(large, group(6)).raise_for_status()
-    assert next_batch(large) == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("body", "status_code"),
-    [
-        (gzip.compress(b" " * (MAX_BODY_BYTES + 1)), 413),
-        (gzip.compress(b"{}") * 1001, 400),
-        (gzip.compress(b" " * (MAX_BODY_BYTES // 2))[:-1], 400),
-        (gzip.compress(json.dumps(group(1)).encode()) + b"x", 400),
-    ],
-    ids=["bomb", "too many members", "cut short", "garbage behind"],
-)
-def test_what_is_wrong_with_large_gzip_is_said(
-    large: httpx.Client, body: bytes, status_code: int
-) -> None:
-    answer = large.post("/scored_data", content=body, headers=GZIP)
-    assert answer.status_code == status_code
+    assert refused.json()["detail"][0]["loc"] == ["body", "ref_logprobs", 0, 0]
+    assert post(large, " " * MAX_BODY_BYTES).status_code == 413
     assert status(large) == (0, 0)
 
 
@@ -178,21 +134,18 @@ def test_a_worker_that_dies_is_a_503_and_the_next_takes_its_place(
 ) -> None:
     post(large, large_group()).raise_for_status()
     first = worker_of(api)
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait(timeout=60)
+    first.kill()
     answer = post(large, large_group())
-    assert answer.status_code in (200, 503)
-    if answer.status_code == 503:
-        assert "Retry-After" in answer.headers
-        post(large, large_group()).raise_for_status()
-    assert worker_of(api).pid != first.pid
+    assert answer.status_code == 503
+    assert "Retry-After" in answer.headers
+    post(large, large_group()).raise_for_status()
+    assert worker_of(api) != first
     assert status(large) == (0, 2)
 
 
 def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: Path) -> None:
     api = start_run_api(redis_url, tmp_path, run_id="large-killed")
-    with httpx.Client(base_url=api.url, timeout=60.0) as client:
-        client.post("/scored_data", content=b" " * 2_000_000)
+    httpx.post(f"{api.url}/scored_data", content=b" " * 2_000_000)
     worker = worker_of(api)
     api.process.kill()
     worker.wait(timeout=60)
