@@ -10,16 +10,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import httpx
 import redis
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 from grpo_core.closing import ClosesOnExit
 from grpo_core.wire import ServerStatus
@@ -27,10 +30,10 @@ from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess, describe_exit
 from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
-from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Moment, PlannedHit
+from tests.soak import environment, trainer
+from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Hit, Moment
 from tests.soak.journal import Started
 from tests.soak.records import Records, journal_path
-from tests.soak.trainer import DIE_AT
 from tests.support.wait import wait_for
 
 BATCH_SIZE = 16
@@ -83,8 +86,8 @@ class _Member:
         self._start()
 
     def _start(self) -> None:
-        environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        self.process = ManagedProcess(self._name, self._command(), self._log_path, environment)
+        variables = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        self.process = ManagedProcess(self._name, self._command(), self._log_path, variables)
         self.must_end = False
         self._exit_code = 0
         self._down_s: float | None = None
@@ -159,21 +162,20 @@ class Cluster(ClosesOnExit):
     def all_up(self) -> bool:
         return all(map(self._takes_signals, self._members))
 
-    def hit(self, planned: PlannedHit) -> None:
+    def hit(self, hit: Hit, down_s: float) -> None:
         """Once all victims are up: a SIGTERM must find a process that ends in order."""
-        hit = planned.hit
-        self.wait_until(lambda: all(map(self._takes_signals, planned.victims)))
-        log.info("hit", kind=hit.kind, victims=planned.victims, down_s=round(planned.down_s, 2))
+        self.wait_until(lambda: all(map(self._takes_signals, hit.victims)))
+        log.info("hit", kind=hit.kind, victims=hit.victims, down_s=round(down_s, 2))
         exit_code = -signal.SIGKILL if hit.signal == signal.SIGKILL else 0
-        for name in planned.victims:
-            self._members[name].expect_end(exit_code, planned.down_s)
+        for name in hit.victims:
+            self._members[name].expect_end(exit_code, down_s)
         if hit.moment in (Moment.TRAINING, Moment.SAVED):
-            (self.directory / DIE_AT).write_text(hit.moment)  # it kills itself
+            (self.directory / trainer.DIE_AT).write_text(hit.moment)  # it kills itself
         else:
             if hit.moment == Moment.REWRITING:
-                with redis.Redis(port=self._redis_port) as client:
-                    client.bgrewriteaof()
-            for name in planned.victims:
+                with redis.Redis(port=self._redis_port) as client, suppress(redis.ResponseError):
+                    client.bgrewriteaof()  # refused if it does so already
+            for name in hit.victims:
                 self._members[name].process.signal(hit.signal)
         self.hits[hit.kind] += 1
 
@@ -238,28 +240,31 @@ class Cluster(ClosesOnExit):
 
     def _trainer(self) -> list[str]:
         """Each process asks another replica."""
-        return [
-            *(sys.executable, "-m", "tests.soak.trainer"),
-            *("--url", next(self._trainer_urls)),
-            *("--batch-size", str(BATCH_SIZE)),
-            *self._recorded(TRAINER),
-        ]
+        options = trainer.Options(
+            url=next(self._trainer_urls), batch_size=BATCH_SIZE, **self._common(TRAINER)
+        )
+        return _module(trainer, options)
 
     def _environment(self, number: int) -> list[str]:
         """Half of them use the one replica, half the other."""
         urls = list(self._urls.values())
-        return [
-            *(sys.executable, "-m", "tests.soak.environment"),
-            *("--number", str(number)),
-            *("--urls", *(urls if number % 2 else urls[::-1])),
-            *("--group-size", str(GROUP_SIZES[number])),
-            *("--minimum", str(0.0 if number else MINIMUM)),
-            *self._recorded(ENVIRONMENTS[number]),
-        ]
+        options = environment.Options(
+            number=number,
+            urls=urls if number % 2 else urls[::-1],
+            group_size=GROUP_SIZES[number],
+            minimum=0.0 if number else MINIMUM,
+            **self._common(ENVIRONMENTS[number]),
+        )
+        return _module(environment, options)
 
-    def _recorded(self, name: str) -> list[str]:
-        return [
-            *("--journal", str(journal_path(self.directory, name))),
-            *("--deadline-s", str(self._settings.call_deadline_s)),
-            *("--seed", str(self._settings.seed)),
-        ]
+    def _common(self, name: str) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "journal": journal_path(self.directory, name),
+            "deadline_s": settings.call_deadline_s,
+            "seed": settings.seed,
+        }
+
+
+def _module(module: ModuleType, options: BaseModel) -> list[str]:
+    return [sys.executable, "-m", module.__name__, options.model_dump_json()]

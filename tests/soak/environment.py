@@ -1,4 +1,4 @@
-"""An environment of the soak: `python -m tests.soak.environment --help`.
+"""An environment of the soak: `python -m tests.soak.environment OPTIONS`.
 
 It sends groups until SIGTERM, then completes its parts, leaves the run and ends. Now and then it
 leaves on its own and joins again as a new member. After a kill it resumes the membership that its
@@ -7,14 +7,15 @@ journal names.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import httpx
+from pydantic import BaseModel
 
 from grpo_core.run_api_client import EnvironmentClient
 from grpo_core.wire import EnvironmentRegistration
@@ -29,12 +30,25 @@ _MAX_QUEUED_SEQUENCES = 256
 _CALLS_OF_A_MEMBERSHIP = (100, 600)
 
 
+class Options(BaseModel):
+    """`urls`: its own run-api, then the other replica; `minimum`: its share of every batch;
+    `deadline_s` of every call."""
+
+    number: int
+    urls: list[str]
+    group_size: int
+    minimum: float
+    journal: Path
+    deadline_s: float
+    seed: int
+
+
 class Environment:
     """Args: stopping: set when the environment is to leave the run for good."""
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: Options,
         journal: Journal,
         clients: Clients,
         stopping: threading.Event,
@@ -98,7 +112,7 @@ class Environment:
             await sender.act()
 
 
-async def _run(options: argparse.Namespace, journal: Journal, stopping: threading.Event) -> None:
+async def _run(options: Options, journal: Journal, stopping: threading.Event) -> None:
     async with (
         EnvironmentClient(options.urls[0], options.deadline_s) as patient,
         EnvironmentClient(options.urls[0], _IMPATIENT_S) as impatient,
@@ -109,15 +123,7 @@ async def _run(options: argparse.Namespace, journal: Journal, stopping: threadin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--urls", nargs=2, required=True, help="its own run-api, the other replica")
-    parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--group-size", type=int, required=True)
-    parser.add_argument("--minimum", type=float, required=True, help="its share of every batch")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--deadline-s", type=float, required=True, help="of every call")
-    options = parser.parse_args()
+    options = Options.model_validate_json(sys.argv[1])
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with Journal(options.journal) as journal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 REDIS, TRAINER = "redis", "trainer"
@@ -50,28 +50,13 @@ HITS = (
 )
 """One round: each of these once, in any order."""
 
-_BATCHES_BETWEEN = (0, 0, 1, 10, 40)
-"""Trained between two hits. 0: the second one comes while the first is still being recovered."""
-_MAX_DOWN_S = 1.0
+BATCHES_BETWEEN = (0, 0, 1, 10, 40)
+"""Trained between two hits. 0: the next comes while the previous is still being recovered."""
+MAX_DOWN_S = 1.0
 
 
-@dataclass(frozen=True)
-class PlannedHit:
-    """`batches_before`: the trainer receives so many first; `down_s`: until the next start."""
-
-    hit: Hit
-    victims: tuple[str, ...]
-    batches_before: int
-    down_s: float
-
-
-def plan_round(dice: random.Random) -> list[PlannedHit]:
+def plan_round(dice: random.Random) -> list[Hit]:
     return [
-        PlannedHit(
-            hit,
-            (dice.choice(hit.victims),) if hit.one_of_them else hit.victims,
-            dice.choice(_BATCHES_BETWEEN),
-            dice.uniform(0.0, _MAX_DOWN_S),
-        )
+        replace(hit, victims=(dice.choice(hit.victims),)) if hit.one_of_them else hit
         for hit in dice.sample(HITS, len(HITS))
     ]

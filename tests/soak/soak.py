@@ -13,7 +13,7 @@ import structlog
 from grpo_core.run_api_client import EnvironmentClient
 from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
 from tests.soak.groups import GroupMaker, digest
-from tests.soak.hits import ENVIRONMENTS, TRAINER, plan_round
+from tests.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round
 from tests.soak.journal import Delivered, Journal, Outcome
 from tests.soak.records import FILLER, Records, journal_path
 from tests.soak.report import Report, count, missing, problems
@@ -61,9 +61,9 @@ def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
     dice = random.Random(settings.seed)
     began = time.monotonic()
     while not cluster.hits or time.monotonic() - began < settings.seconds:
-        for planned in plan_round(dice):
-            _await_batches(cluster, records, planned.batches_before)
-            cluster.hit(planned)
+        for hit in plan_round(dice):
+            _await_batches(cluster, records, dice.choice(BATCHES_BETWEEN))
+            cluster.hit(hit, down_s=dice.uniform(0.0, MAX_DOWN_S))
     cluster.wait_until(cluster.all_up)
     cluster.wait_until(lambda: not _missing(cluster, records))
 

@@ -1,4 +1,4 @@
-"""The trainer of the soak: `python -m tests.soak.trainer --help`.
+"""The trainer of the soak: `python -m tests.soak.trainer OPTIONS`.
 
 Training a batch is writing down the digests of its groups. A checkpoint is a line of the journal:
 every few batches one is saved, then acknowledged. A killed trainer resumes from the last one;
@@ -7,13 +7,15 @@ SIGTERM makes it save and end.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import UNSET, Registration
@@ -27,6 +29,16 @@ _SAVES_AFTER_BATCHES = (1, 8)
 _MAX_TRAINING_S = 0.02
 
 
+class Options(BaseModel):
+    """`batch_size` in sequences; `deadline_s` of every call."""
+
+    url: str
+    batch_size: int
+    journal: Path
+    deadline_s: float
+    seed: int
+
+
 class _Stopped(Exception):
     """SIGTERM came while there was no batch."""
 
@@ -36,7 +48,7 @@ class Trainer:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: Options,
         api: TrainerClient,
         journal: Journal,
         stopping: threading.Event,
@@ -113,13 +125,7 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--batch-size", type=int, required=True, help="in sequences")
-    parser.add_argument("--deadline-s", type=float, required=True, help="of every call")
-    parser.add_argument("--seed", type=int, required=True)
-    options = parser.parse_args()
+    options = Options.model_validate_json(sys.argv[1])
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with Journal(options.journal) as journal, TrainerClient(options.url, options.deadline_s) as api:
