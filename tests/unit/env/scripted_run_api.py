@@ -13,11 +13,8 @@ class RunApi:
     def __init__(self, num_steps: int = 3, polls_before_trainer: int = 0) -> None:
         self.num_steps = num_steps
         self.waits = polls_before_trainer
-        self.env_id = 0
-        self.forget_at_group: int | None = None
         self.groups: list[dict[str, Any]] = []
         self.disconnected: list[int] = []
-        self.submit_status = 200
         self.takes_batches = True
         self.steps_before = 0
         self.prolonged_to: int | None = None
@@ -36,16 +33,12 @@ class RunApi:
         self.waits -= 1
         if self.waits >= 0:
             return 200, {"status": "wait for trainer to start"}
-        answer = {"status": "success", "env_id": self.env_id}
+        answer = {"status": "success", "env_id": 0}
         answer |= {"starting_step": self.steps_before}
         return 200, answer | {"wandb_name": body["desired_name"], "num_steps": self.num_steps}
 
-    def status(self, body: dict[str, Any]) -> Answer:
+    def status(self, _body: dict[str, Any]) -> Answer:
         self.status_polls += 1
-        if self.forget_at_group is not None and len(self.groups) >= self.forget_at_group:
-            self.forget_at_group, self.env_id = None, self.env_id + 1
-        if body["env_id"] != self.env_id:
-            return 404, {"detail": "unknown environment"}
         step, queue = divmod(len(self.groups), 2) if self.takes_batches else (0, len(self.groups))
         told = {} if self.prolonged_to is None else {"num_steps": self.prolonged_to}
         sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
@@ -53,9 +46,8 @@ class RunApi:
         return 200, {"current_step": self.steps_before + step, **sizes, **weights, **told}
 
     def submit(self, body: dict[str, Any]) -> Answer:
-        if self.submit_status == 200:
-            self.groups.append(body)
-        return self.submit_status, {"status": "received"}
+        self.groups.append(body)
+        return 200, {"status": "received"}
 
     def disconnect(self, body: dict[str, Any]) -> Answer:
         self.disconnected.append(body["env_id"])

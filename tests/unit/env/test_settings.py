@@ -23,25 +23,15 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_dashes_underscores_and_negative_numbers() -> None:
-    settings = load_env_settings(
-        [*BASE, "--env.group_size", "4", "--env.max-token-length=64", "--env.total_steps", "-1"]
-    )
-
-    assert settings.env.group_size == 4
-    assert settings.env.max_token_length == 64
-    assert settings.env.total_steps == -1
-    assert settings.tokenizer_name == "m"
-    assert settings.wandb_name == "arithmetic"
-
-
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     content = "env: {group_size: 4, seed: 5}\nopenai: {model_name: from-file}\n"
-    settings = from_file(tmp_path, content, "--env.group_size", "6")
+    options = ("--env.group_size", "6", "--env.total-steps", "-1")
+    settings = from_file(tmp_path, content, *options)
 
-    assert settings.env.group_size == 6
-    assert settings.env.seed == 5
-    assert settings.openai.model_name == "from-file"
+    env = settings.env
+    assert (env.group_size, env.seed, env.total_steps) == (6, 5, -1)
+    # Unset: the model's tokenizer, the task's name.
+    assert (settings.tokenizer_name, settings.wandb_name) == ("from-file", "gsm8k")
 
 
 TWO_EQUAL_SERVERS = """
@@ -86,29 +76,20 @@ def test_a_file_that_is_broken_or_names_several_policies_is_refused(
     assert problem in refused(["gsm8k", "serve", f"--config={file}"], capsys)
 
 
-def test_the_words_of_atropos_are_understood_and_what_has_no_effect_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = from_file(
-        tmp_path,
-        """
-env:
-  tokenizer_name: t
-  rollout_server_url: "http://localhost:8001"
-  max_token_length: 8192
-  start_tok_length: 8192
-  group_size: 4
-  batch_size: 64
-  total_steps: 120
-  use_wandb: true
-  wandb_name: math
-  ensure_scores_are_not_same: false
-  max_num_workers_per_node: 24
+ATROPOS = """
+env: {group_size: 4, total_steps: 120, wandb_name: math, tokenizer_name: t, batch_size: 64,
+  start_tok_length: 8192, use_wandb: true, rollout_server_url: "http://localhost:8001",
+  ensure_scores_are_not_same: false, max_num_workers_per_node: 24}
 openai:
   - {base_url: "http://localhost:9001/v1", model_name: m, api_key: x, num_requests_for_eval: 8}
 slurm: false
-""",
-    )
+"""
+
+
+def test_the_words_of_atropos_are_understood_and_what_has_no_effect_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = from_file(tmp_path, ATROPOS)
 
     env = settings.env
     assert (env.group_size, env.total_steps, env.max_concurrent_groups) == (4, 120, 24)

@@ -73,17 +73,21 @@ async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
     assert api.disconnected == [0]
 
 
-async def test_the_reward_sample_counts_the_groups_that_were_dropped() -> None:
+async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused() -> None:
     api = RunApi(num_steps=1)
+    routes = api.routes()
     texts = iter([["7", "7"], ["7", "7"], ["8", "7"], ["7", "7"]])
+    refusals = iter([(409, {"detail": "no trainer has registered"})])
 
     def generate(_body: dict[str, Any]) -> Answer:
         return 200, generate_answer(next(texts, ["7", "8"]))
 
-    await run(api, generate, "--env.max-concurrent-groups=1")
+    # The first group that is sent, 8 and 7, is refused.
+    routes["POST /scored_data"] = lambda body: next(refusals, None) or api.submit(body)
+    await feed(routes, inference_routes(generate), "--env.max-concurrent-groups=1")
 
     samples = [group["group_overrides"]["reward_sample"] for group in api.groups]
-    assert samples[:2] == [{"sum": 5.0, "count": 6}, {"sum": 3.0, "count": 4}]
+    assert samples[:2] == [{"sum": 8.0, "count": 10}, {"sum": 1.0, "count": 2}]
 
 
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:

@@ -16,31 +16,6 @@ from tests.unit.env.http_stub import Answer, DropConnection, Route
 from tests.unit.env.scripted_run_api import RunApi
 
 
-class GoesOnUntilItIsKnownAgain(RunApi):
-    """Its run does not end before a group names the second registration."""
-
-    def status(self, body: dict[str, Any]) -> Answer:
-        code, told = super().status(body)
-        if code == 200 and not self.was_sent_by(1):
-            told["current_step"] = min(told["current_step"], self.num_steps - 1)
-        return code, told
-
-    def was_sent_by(self, env_id: int) -> bool:
-        # A group that ends between two registrations names no environment.
-        return any(group.get("env_id") == env_id for group in self.groups)
-
-
-async def test_a_forgotten_environment_registers_again_and_goes_on() -> None:
-    api = GoesOnUntilItIsKnownAgain(num_steps=5)
-    api.forget_at_group = 3
-
-    await run(api, right_and_wrong)
-
-    assert api.was_sent_by(0)
-    assert api.was_sent_by(1)
-    assert api.disconnected == [1]
-
-
 def failing_twice(route: Route) -> Route:
     """500, which no client repeats by itself, then a broken connection, then the route."""
     left = iter([500, None])
