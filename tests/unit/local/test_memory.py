@@ -5,45 +5,53 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from grpo_local.memory import MIB, MemoryPeaks, tree_bytes
-from tests.support.process_table import eventually
+from tests.support.wait import wait_for
 
 HELD = 64 * MIB
-HOLD = f"import pathlib, sys, time; held = b'x' * {HELD}; pathlib.Path(sys.argv[1]).touch(); "
-SLEEP = "time.sleep(120)"
-FAMILY = (
-    HOLD + "import subprocess; subprocess.run([sys.executable, '-c', sys.argv[3], sys.argv[2]])"
-)
+HOLD = f"""
+import pathlib, subprocess, sys, time
+held = b"x" * {HELD}
+ready, *child = sys.argv[1:]
+pathlib.Path(ready).touch()
+if child:
+    subprocess.run([sys.executable, "-c", *child])
+time.sleep(120)
+"""
 
 
-def test_memory_of_a_process_and_its_children_is_summed(tmp_path: Path) -> None:
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and its child, each of which holds 64 MiB."""
     ready = [tmp_path / "parent", tmp_path / "child"]
-    command = [sys.executable, "-c", FAMILY, *map(str, ready), HOLD + SLEEP]
+    command = [sys.executable, "-c", HOLD, ready[0], HOLD, ready[1]]
     parent = subprocess.Popen(command, start_new_session=True)
     try:
-        assert eventually(lambda: all(path.exists() for path in ready))
-        assert 2 * HELD < tree_bytes(parent.pid) < 3 * HELD
+        wait_for(lambda: all(path.exists() for path in ready))
+        yield parent
     finally:
+        end(parent)
+
+
+def end(parent: subprocess.Popen[bytes]) -> None:
+    if parent.poll() is None:
         os.killpg(parent.pid, 9)
         parent.wait()
-    assert tree_bytes(parent.pid) == 0
 
 
-def test_the_peak_stays_when_the_process_is_gone(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    child = subprocess.Popen([sys.executable, "-c", HOLD + SLEEP, str(ready)])
+def test_the_peak_is_that_of_the_whole_family_and_stays(family: subprocess.Popen[bytes]) -> None:
     peaks = MemoryPeaks(every_s=0.0)
-    try:
-        assert eventually(ready.exists)
-        peaks.watch({"server": child.pid})
-    finally:
-        child.kill()
-        child.wait()
+    peaks.watch({"server": family.pid})
     seen = peaks.peak_bytes["server"]
-    assert HELD < seen < 2 * HELD
-    peaks.watch({"server": child.pid})
+    assert 2 * HELD < seen < 3 * HELD
+    end(family)
+    assert tree_bytes(family.pid) == 0
+    peaks.watch({"server": family.pid})
     assert peaks.peak_bytes == {"server": seen}
 
 

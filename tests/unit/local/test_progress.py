@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import io
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from grpo_local.progress import HEADER_EVERY_STEPS, StepTable, header_lines, step_line
 from grpo_local.screen import Screen
 from tests.unit.local.records import record
+from tests.unit.local.shown import Shown
 
 TERMINAL_WIDTH = 100
+ABSENT = ("alignment/diff_abs_mean", "staleness/mean", "rollout/generation_time", "grpo/mean_ratio")
 
 
 def test_a_line_shows_each_value_under_its_title() -> None:
@@ -31,29 +34,26 @@ def test_a_line_shows_each_value_under_its_title() -> None:
     }
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
-    absent = (
-        *("alignment/diff_abs_mean", "staleness/mean", "rollout/generation_time"),
-        *("grpo/mean_ratio", "grpo/clipped_fraction"),
-    )
-    assert step_line(record(1, **dict.fromkeys(absent))).split().count("-") == len(absent)
+def test_unmeasured_values_are_dashes() -> None:
+    assert step_line(record(1, **dict.fromkeys(ABSENT))).split().count("-") == len(ABSENT)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"step": 999, "steps": 999, "reward/mean": -99.123, "train/loss": -12.3456},
-        {
-            "throughput/tokens_per_s": 123456.0,
-            "train/data_fetch_time": 119.99,
-            "train/compute_time": 99.996,
-        },
-        {"grpo/clipped_fraction": 1.0, "alignment/diff_abs_mean": 12.0, "staleness/mean": 12.5},
-    ],
+@given(
+    step=st.integers(1, 999),
+    reward=st.floats(-99, 99),
+    loss=st.floats(-12, 12),
+    speed=st.floats(0, 123456),
+    seconds=st.floats(0, 119.99),
+    fraction=st.floats(0, 1),
 )
-def test_lines_and_headers_are_equally_wide_and_fit_a_terminal(changes: dict[str, float]) -> None:
-    lines = [*header_lines(), step_line(record(1, **changes))]
+def test_lines_and_headers_are_equally_wide_and_fit_a_terminal(
+    step: int, reward: float, loss: float, speed: float, seconds: float, fraction: float
+) -> None:
+    changes = {"steps": 999, "reward/mean": reward, "train/loss": loss}
+    changes |= {"throughput/tokens_per_s": speed, "train/data_fetch_time": seconds}
+    changes |= {"train/compute_time": seconds, "grpo/clipped_fraction": fraction}
+    changes |= {"alignment/diff_abs_mean": 1e-9 + seconds, "staleness/mean": 99 * fraction}
+    lines = [*header_lines(), step_line(record(step, **changes))]
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= TERMINAL_WIDTH
 
@@ -66,15 +66,14 @@ def test_the_header_comes_first_and_every_twenty_steps() -> None:
 
 
 def test_a_pipe_gets_whole_plain_lines() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    screen = Screen(Console(file=out, width=40), Console(file=err, width=40))
-    long = "see [run]/logs/trainer.log :warning: " + "x" * 80
-    screen.line(long, style="bold red")
-    with screen.activity("starting"):
+    shown = Shown()
+    long = "see [run]/logs/trainer.log :warning: " + "x" * 200
+    shown.line(long, style="bold red")
+    with shown.activity("starting"):
         pass
-    screen.failure("what\nwhere")
-    assert out.getvalue() == f"{long}\nstarting\n"
-    assert err.getvalue() == "what\nwhere\n"
+    shown.failure("what\nwhere")
+    assert shown.out == f"{long}\nstarting\n"
+    assert shown.err == "what\nwhere\n"
 
 
 def test_a_terminal_gets_colours() -> None:
