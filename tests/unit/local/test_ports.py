@@ -4,7 +4,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,27 +30,20 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def leave_only(told: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A single port below the clients'."""
-
-    def leave(port: int) -> None:
+def only(told: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Listens on the single port below the clients', which nothing else asks for: tests that run
+    beside this one take theirs from 20000 on."""
+    with socket.socket() as server:
+        while True:
+            try:
+                server.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
+                break
+            except OSError:
+                continue
+        port = server.getsockname()[1]
         monkeypatch.setattr(ports, "_LOWEST", port)
         told.write_text(f"{port + 1}\t60999\n")
-
-    return leave
-
-
-def bound() -> socket.socket:
-    """On a port that nothing else on this machine asks for: tests that run beside this one take
-    theirs from 20000 on."""
-    while True:
-        server = socket.socket()
-        try:
-            server.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
-        except OSError:
-            server.close()
-        else:
-            return server
+        yield server
 
 
 def test_it_lies_below_what_clients_get(told: Path) -> None:
@@ -58,22 +51,15 @@ def test_it_lies_below_what_clients_get(told: Path) -> None:
     assert all(20_000 <= free_port() < 20_010 for _ in range(3))
 
 
-def test_one_that_is_taken_is_not_given(leave_only: Callable[[int], None]) -> None:
-    with bound() as server:
-        leave_only(server.getsockname()[1])
-        assert free_port() != server.getsockname()[1]
-
-
-def test_it_is_given_once(told: Path, leave_only: Callable[[int], None]) -> None:
-    """To one caller only, even while nobody listens on it."""
-    with bound() as server:
-        port: int = server.getsockname()[1]
-    leave_only(port)
+def test_a_free_port_is_given_once_on_this_machine(told: Path, only: socket.socket) -> None:
+    """Even while nobody listens on it."""
+    port: int = only.getsockname()[1]
+    assert free_port() != port, "somebody listens"
+    only.close()
     assert free_port() == port
     assert free_port() != port
     command = [sys.executable, "-c", ELSEWHERE, str(told), str(port)]
-    elsewhere = subprocess.run(command, capture_output=True, check=True)
-    assert int(elsewhere.stdout) != port
+    assert int(subprocess.check_output(command)) != port
 
 
 @pytest.mark.parametrize("said", ["1024\t65535\n", None])

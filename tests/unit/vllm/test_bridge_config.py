@@ -21,9 +21,11 @@ from grpo_core.weight_manifest import ParameterMapping
 from grpo_vllm.bridge_file import announced
 
 NOBODY_UID = 65534
+PLACES = ("explicit", "logs", "cwd", "common")
+"""In the order in which a trainer looks."""
 
 
-def config(generation: str = "g1") -> BridgeConfig:
+def config(generation: str) -> BridgeConfig:
     mapping = ParameterMapping(
         offset=256, nbytes=32, shape=(2, 4), dtype="float32", vllm_name="qkv_proj", slice=(4, 6)
     )
@@ -39,68 +41,18 @@ def config(generation: str = "g1") -> BridgeConfig:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The working directory and the directory that users share are this test's own."""
-    (tmp_path / "cwd").mkdir()
+    for place in PLACES:
+        (tmp_path / place).mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(bridge_config, "COMMON_DIRECTORY", tmp_path / "common")
+    return tmp_path
 
 
-def find(
-    tmp_path: Path, explicit: Path | None = None, generation: str | None = "g1"
-) -> BridgeConfig:
-    return find_bridge_config(explicit, {"LOGDIR": str(tmp_path / "logs")}, generation)
-
-
-@pytest.mark.parametrize("place", ["explicit", "logs", "cwd", "common"])
-def test_it_is_found_in_every_place(tmp_path: Path, place: str) -> None:
-    write_bridge_config(config(), tmp_path / place / FILE_NAME)
-    assert find(tmp_path, tmp_path / "explicit" / FILE_NAME) == config()
-
-
-def test_places_are_looked_at_in_order(tmp_path: Path) -> None:
-    for generation in ("common", "cwd", "logs", "explicit"):
-        write_bridge_config(config(generation), tmp_path / generation / FILE_NAME)
-        explicit = tmp_path / "explicit" / FILE_NAME
-        assert find(tmp_path, explicit, None).generation == generation
-
-
-def test_files_of_other_servers_and_broken_ones_are_passed_over(tmp_path: Path) -> None:
-    write_bridge_config(config("old"), tmp_path / "logs" / FILE_NAME)
-    (tmp_path / "cwd" / FILE_NAME).write_text("{")
-    write_bridge_config(config(), tmp_path / "common" / FILE_NAME)
-    assert find(tmp_path) == config()
-
-
-def test_the_error_lists_every_path_and_what_was_wrong_there(tmp_path: Path) -> None:
-    write_bridge_config(config("old"), tmp_path / "logs" / FILE_NAME)
-    (tmp_path / "cwd" / FILE_NAME).write_text('{"model": "m", "param_mappings": {}}')
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common" / FILE_NAME).mkdir()
-    with pytest.raises(BridgeConfigNotFound) as raised:
-        find(tmp_path, tmp_path / "explicit" / FILE_NAME)
-    first, *lines = str(raised.value).splitlines()
-    assert first == f"Could not find {FILE_NAME} of generation g1. Checked:"
-    for line, place, problem in zip(
-        lines,
-        ("explicit", "logs", "cwd", "common"),
-        (
-            "no such file",
-            "of generation old, another or earlier server",
-            "not of this format: dtype: Field required (and 4 more)",
-            "not readable: Is a directory",
-        ),
-        strict=False,
-    ):
-        assert line == f"  {tmp_path / place / FILE_NAME}: {problem}"
-    assert "--share-weights" in lines[-1]
-    assert "LOGDIR" in lines[-1]
-
-
-def test_without_logdir_and_with_nothing_anywhere(tmp_path: Path) -> None:
-    with pytest.raises(BridgeConfigNotFound, match=f"^Could not find {FILE_NAME}"):
-        find_bridge_config(None, {}, None)
-    assert tmp_path
+def find(root: Path, generation: str | None) -> BridgeConfig:
+    explicit, environment = root / "explicit" / FILE_NAME, {"LOGDIR": str(root / "logs")}
+    return find_bridge_config(explicit, environment, generation)
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,73 +63,89 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: NOBODY_UID)
 
 
-def test_another_users_file_in_the_common_directory_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_places_are_looked_at_in_order_for_the_wanted_server(root: Path) -> None:
+    for place in reversed(PLACES):
+        write_bridge_config(config(place), root / place / FILE_NAME)
+        assert find(root, None) == config(place)
+    for place in PLACES:
+        assert find(root, place) == config(place)
+    (root / "logs" / FILE_NAME).write_text("{")
+    assert find(root, "common") == config("common")
+
+
+def test_the_error_lists_every_path_and_what_was_wrong_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "common" / FILE_NAME
-    write_bridge_config(config(), path)
-    give_away(path, monkeypatch)
-    with pytest.raises(BridgeConfigNotFound, match="not readable: belongs to another user"):
-        find(tmp_path)
+    write_bridge_config(config("old"), root / "logs" / FILE_NAME)
+    (root / "cwd" / FILE_NAME).write_text('{"model": "m", "param_mappings": {}}')
+    write_bridge_config(config("g1"), root / "common" / FILE_NAME)
+    give_away(root / "common" / FILE_NAME, monkeypatch)
+    with pytest.raises(BridgeConfigNotFound) as raised:
+        find(root, "g1")
+    first, *lines, advice = str(raised.value).splitlines()
+    assert first == f"Could not find {FILE_NAME} of generation g1. Checked:"
+    problems = {
+        "explicit": "no such file",
+        "logs": "of generation old, another or earlier server",
+        "cwd": "not of this format: dtype: Field required (and 4 more)",
+        "common": "not readable: belongs to another user",
+    }
+    for line, (place, problem) in zip(lines, problems.items(), strict=True):
+        assert line.startswith(f"  {root / place / FILE_NAME}: {problem}")
+    assert "--share-weights" in advice
+    assert "LOGDIR" in advice
 
 
-def test_it_is_private_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "directory" / FILE_NAME
-    write_bridge_config(config(), path)
+def test_the_file_is_private_and_leaves_nothing_beside_it(root: Path) -> None:
+    path = root / "new" / "directory" / FILE_NAME
+    write_bridge_config(config("g1"), path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert [p.name for p in path.parent.iterdir()] == [FILE_NAME]
 
 
-def test_a_link_in_its_place_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
+def test_a_link_in_its_place_is_replaced_and_not_followed(root: Path) -> None:
+    victim, path = root / "victim", root / "cwd" / FILE_NAME
     victim.write_text("precious")
-    path = tmp_path / "cwd" / FILE_NAME
     path.symlink_to(victim)
-    write_bridge_config(config(), path)
+    write_bridge_config(config("g1"), path)
     assert victim.read_text() == "precious"
     assert not path.is_symlink()
 
 
-def test_a_directory_that_is_another_users_link_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_places_where_others_could_lead_it_astray_are_refused_with_what_to_do(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "cwd")
-    give_away(link, monkeypatch)
-    with pytest.raises(BridgeConfigUnwritable, match="a symbolic link that another user made"):
-        write_bridge_config(config(), link / FILE_NAME)
+    (root / "open").mkdir(mode=0o777)
+    (root / "open").chmod(0o777)
+    (root / "file").touch()
+    (root / "link").symlink_to(root / "cwd")
+    give_away(root / "link", monkeypatch)
+    for place, problem in {
+        "open": "every user may replace files",
+        "file": "cannot write .*LOGDIR",
+        "link": "a symbolic link that another user made",
+    }.items():
+        with pytest.raises(BridgeConfigUnwritable, match=problem):
+            write_bridge_config(config("g1"), root / place / FILE_NAME)
+    (root / "open").chmod(0o1777)
+    write_bridge_config(config("g1"), root / "open" / FILE_NAME)
 
 
-def test_a_directory_in_which_everybody_may_replace_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(BridgeConfigUnwritable, match="every user may replace files"):
-        write_bridge_config(config(), tmp_path / "open" / FILE_NAME)
-    (tmp_path / "open").chmod(0o1777)
-    write_bridge_config(config(), tmp_path / "open" / FILE_NAME)
-
-
-def test_a_place_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BridgeConfigUnwritable, match=r"cannot write .*LOGDIR"):
-        write_bridge_config(config(), tmp_path / "file" / FILE_NAME)
-
-
-def test_a_server_takes_its_own_file_away_and_nobody_elses(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
+def test_a_server_removes_its_own_file_and_no_other(root: Path) -> None:
+    path = root / "explicit" / FILE_NAME
     with announced(config("first"), path, required=True):
-        assert find(tmp_path, path, "first")
+        assert find(root, "first")
         with capture_logs() as logs, announced(config("second"), path, required=True):
             assert logs[0]["generation"] == "first"
             assert logs[0]["event"].startswith("replacing the bridge config of another server")
         assert not path.exists()
         write_bridge_config(config("third"), path)
-    assert find(tmp_path, path, "third")
+    assert find(root, "third")
 
 
-def test_a_file_that_nobody_asked_for_may_be_missing(tmp_path: Path) -> None:
-    blocked = tmp_path / "file" / FILE_NAME
+def test_a_file_that_nobody_asked_for_may_be_missing(root: Path) -> None:
+    blocked = root / "file" / FILE_NAME
     blocked.parent.touch()
     with capture_logs() as logs, announced(config("first"), blocked, required=False):
         assert logs[0]["event"] == "going on without a bridge config"

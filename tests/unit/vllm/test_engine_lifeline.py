@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from tests.support.process_table import eventually, is_alive
+from tests.support.process_table import is_alive
+from tests.support.wait import wait_for
 
-FORKED = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
+FORKED = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,))"
 SPAWNED = (
     "subprocess.Popen([sys.executable, '-c', 'import time; from grpo_vllm.plugin import register; "
-    "register(); print(1, flush=True); time.sleep(60)'])"
+    "register(); print(1, flush=True); time.sleep(600)'])"
 )
 ENGINE_PROCESS = """
 import multiprocessing, subprocess, sys, time
@@ -21,7 +22,7 @@ hold_lifeline([])
 child = {child}
 getattr(child, "start", lambda: None)()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -39,7 +40,7 @@ def test_what_it_started_ends_with_it(child: str) -> None:
         assert is_alive(pid)
         engine.kill()
         engine.wait()
-        assert eventually(lambda: not is_alive(pid), deadline_s=30.0), "it lives on"
+        wait_for(lambda: not is_alive(pid))
     finally:
         engine.kill()
         engine.wait()
