@@ -25,7 +25,7 @@ from tests.soak.sending import Clients, ListClient, Sender
 
 _WORKERS = 4
 _IMPATIENT_S = 0.5
-_POLL_S = 0.1
+_POLL_S = 0.2
 _MAX_QUEUED_SEQUENCES = 256
 _CALLS_OF_A_MEMBERSHIP = (100, 600)
 

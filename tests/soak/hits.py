@@ -50,7 +50,7 @@ HITS = (
 )
 """One round: each of these once, in any order."""
 
-BATCHES_BETWEEN = (0, 0, 1, 10, 40)
+BATCHES_BETWEEN = (0, 0, 1, 5, 20)
 """Trained between two hits. 0: the next comes while the previous is still being recovered."""
 MAX_DOWN_S = 1.0
 

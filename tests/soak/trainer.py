@@ -26,7 +26,7 @@ from tests.soak.journal import Delivered, Journal, Saved, TrainedBatch
 DIE_AT = "die-at"
 """File beside the journal that names the moment at which the trainer shall kill itself."""
 _SAVES_AFTER_BATCHES = (1, 8)
-_MAX_TRAINING_S = 0.02
+_MAX_TRAINING_S = 0.1
 
 
 class Options(BaseModel):
