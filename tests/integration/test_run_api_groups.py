@@ -82,15 +82,16 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
     return sent
 
 
-def served(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[str, Any]:
     """The group as the trainer gets it; each group fills a batch."""
-    answer = send_raw(http, body)
-    assert (answer.status_code, answer.json()) == (200, {"status": "received"})
+    answer = send_raw(http, body, path)
+    assert (answer.status_code, answer.json()["status"]) == (200, "received")
     (item,) = http.get("/batch").json()["batch"]
     return dict(item)
 
 
 def test_every_group_is_served_with_all_keys_as_it_was_sent(run_api_url: str) -> None:
+    """Alone, when its bytes are stored, and in a list, when it is written anew."""
     with httpx.Client(base_url=run_api_url) as http:
         http.get("/reset_data").raise_for_status()
         start(http, batch_size=SIZE)
@@ -98,7 +99,9 @@ def test_every_group_is_served_with_all_keys_as_it_was_sent(run_api_url: str) ->
         @settings(max_examples=EXAMPLES)
         @given(groups())
         def is_served_as_sent(sent: dict[str, Any]) -> None:
-            assert served(http, sent) == dict.fromkeys(ALL_KEYS) | sent
+            expected = dict.fromkeys(ALL_KEYS) | sent
+            assert served(http, sent) == expected
+            assert served(http, [sent], "/scored_data_list") == expected
 
         is_served_as_sent()
 
