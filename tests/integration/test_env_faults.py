@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from grpo_core.run_api_client import TrainerClient
 from grpo_local.ports import free_port
 from tests.fixtures.environment import environment, register_trainer
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import start_run_api
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
@@ -43,32 +44,14 @@ def engine() -> Iterator[StubServer]:
         yield server
 
 
-class OwnApi:
-    """A run-api that this test may kill and start again on the same port, with the same data."""
-
-    def __init__(self, redis_url: str, directory: Path) -> None:
-        self._redis_url = redis_url
-        self._directory = directory
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._running: RunningApi | None = None
-
-    def start(self) -> None:
-        self._running = start_run_api(
-            self._redis_url, self._directory, run_id=self._directory.name, port=self._port
-        )
-
-    def kill(self) -> None:
-        if self._running is not None:
-            self._running.process.kill()
-            self._running = None
-
-
-@pytest.fixture
-def own_api(redis_url: str, tmp_path: Path) -> Iterator[OwnApi]:
-    api = OwnApi(redis_url, tmp_path)
-    yield api
-    api.kill()
+@contextmanager
+def killed_at_the_end(redis_url: str, directory: Path, port: int) -> Iterator[None]:
+    """A run-api that serves the same run each time."""
+    api = start_run_api(redis_url, directory, run_id=directory.name, port=port)
+    try:
+        yield
+    finally:
+        api.process.kill()
 
 
 def take(trainer: TrainerClient, steps: int) -> set[int | None]:
@@ -78,24 +61,23 @@ def take(trainer: TrainerClient, steps: int) -> set[int | None]:
 
 
 def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
-    own_api: OwnApi, engine: StubServer, tokenizer: Path, tmp_path: Path
+    redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "environment.log"
-    every_group = ("--env.drop-equal-scores", "false")
-    with environment(
-        "arithmetic", own_api.url, engine.url, tokenizer, log, *every_group
-    ) as process:
+    log, port = tmp_path / "environment.log", free_port()
+    url, options = f"http://127.0.0.1:{port}", ("--env.drop-equal-scores", "false")
+    with (
+        environment("arithmetic", url, engine.url, tokenizer, log, *options) as process,
+        TrainerClient(url) as trainer,
+    ):
         process.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
-        own_api.start()
-        with TrainerClient(own_api.url) as trainer:
+        with killed_at_the_end(redis_url, tmp_path, port):
             register_trainer(trainer, num_steps=1000)
             taken = take(trainer, 3)
-            own_api.kill()
-            own_api.start()
+        with killed_at_the_end(redis_url, tmp_path, port):
             taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
             assert taken == {0}  # the same environment throughout: nothing that it knew was lost
 
-            httpx.get(f"{own_api.url}/reset_data").raise_for_status()
+            httpx.get(f"{url}/reset_data").raise_for_status()
             process.wait_until(lambda: "registering again" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)

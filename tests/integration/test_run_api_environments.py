@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 import redis
 
@@ -44,45 +42,32 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx
     assert register_environment(http)["starting_step"] == 4
 
 
-def test_ids_count_environments_and_names_count_their_like(http: httpx.Client) -> None:
+def test_only_the_minimum_may_be_left_out_and_a_batch_must_hold_a_group(
+    http: httpx.Client,
+) -> None:
     start(http)
-    names = ["math", "math", "code", "math"]
-    answers = [register_environment(http, desired_name=name) for name in names]
-    assert [answer["env_id"] for answer in answers] == [0, 1, 2, 3]
-    assert [a["wandb_name"] for a in answers] == ["math_0", "math_1", "code_0", "math_2"]
-
-
-def test_an_environment_that_can_never_be_served_is_refused_by_field(http: httpx.Client) -> None:
-    start(http)
-    required = set(ENVIRONMENT) - {"min_batch_allocation"}
+    required = {name: ENVIRONMENT[name] for name in set(ENVIRONMENT) - {"min_batch_allocation"}}
     for field in required:
-        partial = {name: value for name, value in ENVIRONMENT.items() if name != field}
+        partial = {name: value for name, value in required.items() if name != field}
         assert refused_field(http.post("/register-env", json=partial)) == field
-
-    def refused(**changes: Any) -> None:
-        answer = http.post("/register-env", json=ENVIRONMENT | changes)
-        assert refused_field(answer) == next(iter(changes))
-
-    for field in required:
-        refused(**{field: None})
-    refused(weight=-1.0)
-    refused(min_batch_allocation=1.5)
-    refused(group_size=8)  # a batch holds 4
+    for field, value in (("group_size", 8), ("weight", -1.0), ("min_batch_allocation", 1.5)):
+        answer = http.post("/register-env", json=required | {field: value})
+        assert refused_field(answer) == field
     assert http.get("/environments").json() == []
-    optional = {name: ENVIRONMENT[name] for name in required}
-    assert http.post("/register-env", json=optional).json()["status"] == "success"
+    assert http.post("/register-env", json=required).json()["status"] == "success"
 
 
 def test_environments_lists_everyone_with_what_a_batch_holds_of_them(http: httpx.Client) -> None:
     start(http, batch_size=8)
     register_environment(http, min_batch_allocation=0.75)
-    register_environment(http, min_batch_allocation=0.75, group_size=4)
-    register_environment(http)
+    register_environment(http, min_batch_allocation=0.75, group_size=4, desired_name="code")
+    again = register_environment(http)
+    assert (again["env_id"], again["wandb_name"]) == (2, "math_1")
     disconnect(http, 2)
     assert http.get("/environments").json() == [
         {"env_id": 0, "name": "math_0", "connected": True, "group_size": 2, "min_sequences": 4},
-        {"env_id": 1, "name": "math_1", "connected": True, "group_size": 4, "min_sequences": 4},
-        {"env_id": 2, "name": "math_2", "connected": False, "group_size": 2, "min_sequences": 0},
+        {"env_id": 1, "name": "code_0", "connected": True, "group_size": 4, "min_sequences": 4},
+        {"env_id": 2, "name": "math_1", "connected": False, "group_size": 2, "min_sequences": 0},
     ]
 
 

@@ -16,13 +16,6 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-async def test_one_that_left_stays_away_however_often_it_polls(run: Run) -> None:
-    env_id = await run.start_environment(min_batch_allocation=0.5)
-    assert await run.store.environments.disconnect(env_id) == 0
-    view = await run.store.environments.poll(env_id)
-    assert [e.connected for e in view.environments] == [False]
-
-
 async def test_groups_of_a_size_that_lost_its_partner_are_refused(run: Run) -> None:
     await run.register(batch_size=10)
     partner = await run.start_environment(group_size=2)
