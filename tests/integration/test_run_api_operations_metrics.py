@@ -23,8 +23,6 @@ from tests.integration.run_api_calls import (
 )
 from tests.support.wait import wait_for
 
-__all__ = ["scrape"]
-
 
 def assert_facts(http: httpx.Client, **expected: float) -> None:
     facts = run_facts(http)
