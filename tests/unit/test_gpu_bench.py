@@ -26,6 +26,7 @@ from benchmarks.gpu_bench.figures import (
 from benchmarks.gpu_bench.render import runs_in
 from benchmarks.gpu_bench.settings import PARTS, TrainWork
 from benchmarks.gpu_bench.shapes import SHAPE_NAMES, SHAPES, ShapeName
+from benchmarks.gpu_bench.training_memory import bytes_per_weight, step_bytes_per_weight
 
 TINY = SHAPES["tiny"]
 BFLOAT16 = 2
@@ -69,6 +70,14 @@ def test_shapes_of_qwen_and_decode_limits_of_an_h200(
     assert limit == pytest.approx(tokens_per_s, rel=0.04)
 
 
+def test_bytes_of_a_training_step_by_hand() -> None:
+    kept = bytes_per_weight({"optimizer": "adamw_8bit"}, micro_batches=1, number_bytes=BFLOAT16)
+    assert (kept.weights, kept.masters, kept.gradients) == (2, 4, 2)
+    plain = bytes_per_weight({}, micro_batches=1, number_bytes=BFLOAT16)
+    # gradient 2, master and moments 2 x 12, staged 2, copied 2 + 2
+    assert step_bytes_per_weight(plain, BFLOAT16) == 32
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.integers(1, 100))
 def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(
     values: list[float], percent: int
@@ -93,8 +102,7 @@ def test_rates_count_requests_that_end_in_the_windows() -> None:
     log = CompletionLog()
     for end, tokens in ((1.0, 10), (2.0, 20), (3.0, 30), (4.0, 40)):
         log.add(end, tokens)
-    assert log.rate([(1.0, 3.0)]) == 15.0
-    assert log.rate([(0.5, 1.5), (3.5, 4.5)]) == 25.0
+    assert log.rate([(1.0, 2.0), (3.5, 4.5)]) == 25.0
 
 
 # --- records and RESULTS.md -----------------------------------------------------------------------
@@ -116,15 +124,6 @@ def test_records_come_back_from_the_file_and_are_printed(tmp_path: Path) -> None
     ]
     with pytest.raises(ValidationError):
         read_records([json.dumps({"record": "figure", "name": "x"})])
-
-
-@pytest.mark.parametrize(
-    ("kind", "met", "missed"), [("at least", 0.97, 0.969), ("at most", 0.97, 0.971)]
-)
-def test_a_goal_includes_its_bound(kind: str, met: float, missed: float) -> None:
-    goal = Goal(kind=kind, bound=0.97)  # type: ignore[arg-type]
-    assert goal.is_met(met)
-    assert not goal.is_met(missed)
 
 
 def section(text: str, heading: str) -> str:
@@ -199,37 +198,13 @@ def test_random_weights_load_and_are_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_training_work_has_the_lengths_options_and_bytes_that_are_reported() -> None:
+def test_training_work_has_the_lengths_and_options_that_are_reported() -> None:
     from benchmarks.gpu_bench.train_batch import random_batch, trained_lengths
     from benchmarks.gpu_bench.train_variants import ADAMW, forward_variants, optimizer_variants
     from benchmarks.gpu_bench.trainee import settings_with
-    from benchmarks.gpu_bench.training_memory import bytes_per_weight, step_bytes_per_weight
 
     batch = random_batch(TINY, TrainWork(4, 16, 64, micro_batch=2, steps=1, min_steps=1), seed=0)
-    assert len(batch.micro_batches) == 2
     assert sorted(trained_lengths(batch)) == [15, 31, 47, 63]
     assert {origin.shared_tokens for origin in batch.origins} == {2}
     for variant in [*forward_variants(ADAMW), *optimizer_variants(ADAMW)]:
         settings_with(variant.optimizer)
-    kept = bytes_per_weight({"optimizer": "adamw_8bit"}, micro_batches=1, number_bytes=BFLOAT16)
-    assert (kept.weights, kept.masters, kept.gradients) == (2, 4, 2)
-    plain = bytes_per_weight({}, micro_batches=1, number_bytes=BFLOAT16)
-    # gradient 2, master and moments 2 x 12, staged 2, copied 2 + 2
-    assert step_bytes_per_weight(plain, BFLOAT16) == 32
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("writes", [False, True])
-def test_a_timed_publication_writes_only_if_asked(writes: bool) -> None:
-    import torch  # not at collection: the light tests of this file run without it
-
-    from benchmarks.gpu_bench.publish_part import NUDGE, TimedOptimizer
-
-    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    optimizer = TimedOptimizer([parameter], torch.device("cpu"))
-    parameter.float().sum().backward()
-    optimizer.writes = writes
-    optimizer.step(0)
-    optimizer.write_into_parameters()
-    expected = NUDGE if writes else 0.0
-    assert parameter.tolist() == pytest.approx([expected] * 4, rel=0.01)

@@ -11,7 +11,6 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,84 +171,56 @@ def call(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-class Bundle:
-    """`gpu/` with lists of its own, and what its `bundle.sh` writes."""
-
-    def __init__(self, directory: Path, asks: str = "", payload_bytes: int = 0) -> None:
-        self.parts, self.site = directory / "parts", directory / "site"
-        scripts, wheels = directory / "gpu", directory / "wheels"
-        shutil.copytree(GPU, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-        (scripts / "host-has.txt").write_text("packaging\npip\n")
-        (scripts / "left-out.txt").write_text("")
-        (scripts / LIST).write_text("tiny==1.0\n")
-        wheels.mkdir()
-        wheel(wheels, asks, payload=random.Random(0).randbytes(payload_bytes))
-        self.packing = call(
-            "bash", scripts / "bundle.sh", self.parts, "1", PIP_FIND_LINKS=str(wheels)
-        )
-
-    def install(self) -> subprocess.CompletedProcess[str]:
-        return call("bash", self.parts / "install.sh", self.parts, self.site)
-
-    def refusal(self) -> str:
-        """What `install.sh` says; it must leave nothing behind."""
-        done = self.install()
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert [*self.site.parent.glob("site*")] == []
-        return done.stdout + done.stderr
+def packed(directory: Path, asks: str = "") -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What `bundle.sh` says, and the parts that it writes, with lists for one wheel."""
+    scripts, wheels, parts = (directory / name for name in ("gpu", "wheels", "parts"))
+    shutil.copytree(GPU, scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in (("host-has", "packaging\npip\n"), ("left-out", "")):
+        (scripts / f"{name}.txt").write_text(text)
+    (scripts / LIST).write_text("tiny==1.0\n")
+    wheels.mkdir()
+    wheel(wheels, asks, payload=random.Random(0).randbytes(2_500_000))
+    return call("bash", scripts / "bundle.sh", parts, "1", PIP_FIND_LINKS=str(wheels)), parts
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    """Of three parts."""
-    packed = Bundle(tmp_path, payload_bytes=2_500_000)
-    assert packed.packing.returncode == 0, packed.packing.stdout + packed.packing.stderr
-    return packed
+def refusal(parts: Path, site: Path) -> str:
+    done = call("bash", parts / "install.sh", parts, site)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.full
-def test_what_is_packed_can_be_installed_and_imported(bundle: Bundle) -> None:
-    parts = sorted(path.name for path in bundle.parts.glob("part-*"))
-    assert parts == ["part-00", "part-01", "part-02"]
-    assert bundle.install().returncode == 0
+def test_only_a_whole_bundle_is_installed_and_only_once(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done, parts = packed(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = {path: path.read_bytes() for path in parts.iterdir()}
+    assert {"part-00", "part-01", "part-02"} <= {path.name for path in whole}
+    part, sums, host = (parts / name for name in ("part-01", "parts.sha256", "host-has.txt"))
+    part.unlink()
+    assert f"of 3 parts these are missing in {parts}: part-01" in refusal(parts, site)
+    part.write_bytes(whole[part][::-1])
+    assert "damaged, copy again: part-01" in refusal(parts, site)
+    part.write_bytes(whole[part])
+    sums.unlink()
+    assert "parts.sha256 is missing" in refusal(parts, site)
+    sums.write_bytes(whole[sums])
+    host.write_text("absent\n")
+    assert "the host should have absent: there is none" in refusal(parts, site)
+    assert [*tmp_path.glob("site*")] == []
+    host.write_bytes(whole[host])
+    assert call("bash", parts / "install.sh", parts, site).returncode == 0
     program = "import tiny; print(tiny.ANSWER)"
-    assert call(sys.executable, "-c", program, PYTHONPATH=str(bundle.site)).stdout == "42\n"
-    again = bundle.install()
-    assert again.returncode == 1
-    assert "is there already" in again.stderr
-
-
-def damage(part: Path) -> None:
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
+    assert call(sys.executable, "-c", program, PYTHONPATH=str(site)).stdout == "42\n"
+    assert "is there already" in refusal(parts, site)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("file", "harm", "told"),
-    [
-        ("part-01", Path.unlink, "of 3 parts these are missing in {parts}: part-01"),
-        ("part-01", damage, "damaged, copy again: part-01"),
-        ("parts.sha256", Path.unlink, "parts.sha256 is missing"),
-    ],
-)
-def test_an_incomplete_bundle_is_refused(
-    file: str, harm: Callable[[Path], None], told: str, bundle: Bundle
-) -> None:
-    harm(bundle.parts / file)
-    assert told.format(parts=bundle.parts) in bundle.refusal()
-
-
-@pytest.mark.full
-def test_a_fault_of_the_wheels_stops_packing_and_installing(tmp_path: Path) -> None:
-    packed = Bundle(tmp_path / "a", asks="absent>1")
-    assert packed.packing.returncode == 1
-    assert "tiny asks for absent>1: there is none" in packed.packing.stdout
-    assert [*packed.parts.iterdir()] == []
-    sound = Bundle(tmp_path / "b")
-    (sound.parts / "host-has.txt").write_text("absent\n")
-    assert "the host should have absent: there is none" in sound.refusal()
+def test_a_wheel_without_what_it_requires_is_not_packed(tmp_path: Path) -> None:
+    done, parts = packed(tmp_path, asks="absent>1")
+    assert done.returncode == 1
+    assert "tiny asks for absent>1: there is none" in done.stdout
+    assert [*parts.iterdir()] == []
 
 
 @pytest.mark.full

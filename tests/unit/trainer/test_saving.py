@@ -85,7 +85,6 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     with stub_server(routes) as run_api, TrainerClient(run_api.url, deadline_s=0.3) as api:
         api.register(chosen.registration(first_step=0))
         rig = Bench(Saver(chosen, model, optimizer, api, store), save_path)
-
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
         yield rig
