@@ -1,4 +1,4 @@
-"""One run of the demo, or of several modes side by side, and the models that come out."""
+"""One run of the demo, and the model that comes out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.e2e.left_over import processes_that_log_below
 
-DEADLINE_S = 3600
+DEADLINE_S = 1800
 NOISE = 1e-4
 """Of log-probabilities of float32 weights, computed by two programs."""
 
@@ -31,18 +31,12 @@ class DemoRun:
 
 def run_demo(directory: Path, *flags: str) -> DemoRun:
     """To its good end, with no process left."""
-    output = run_command("grpo_local", directory, "--run-dir", str(directory), *flags)
-    assert processes_that_log_below(directory / "logs") == []
-    return DemoRun(directory, output)
-
-
-def run_command(module: str, directory: Path, *flags: str) -> str:
-    """What it wrote. Args: directory: its logs are shown where it fails"""
-    command = [sys.executable, "-m", module, *flags]
+    command = [sys.executable, "-m", "grpo_local", "--run-dir", str(directory), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     logs = [f"{path}\n{path.read_text()[-5000:]}" for path in directory.glob("logs/*.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    return done.stdout
+    assert processes_that_log_below(directory / "logs") == []
+    return DemoRun(directory, done.stdout)
 
 
 def load_model(directory: Path) -> Any:
