@@ -6,11 +6,9 @@ import httpx
 
 from tests.integration.run_api_calls import (
     disconnect,
-    group,
     next_batch,
     register_environment,
     send,
-    send_raw,
     start,
     status,
     submit,
@@ -27,21 +25,6 @@ def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
     assert status(http) == (1, 5)
     assert [next_batch(http) for _ in range(3)] == [[2, 3], [4, 5], None]
     assert status(http) == (3, 1)
-
-
-def test_sizes_that_fill_a_batch_only_together_are_served_together(http: httpx.Client) -> None:
-    start(http, batch_size=40)
-    register_environment(http, group_size=12)
-    alone = send_raw(http, group(1, size=12, env_id=0))
-    assert alone.status_code == 422
-    assert "connect an environment" in alone.json()["detail"][0]["msg"]
-    register_environment(http, group_size=8)
-    submit(http, 2, 3, 4, size=12, env_id=0)
-    assert next_batch(http) is None
-    submit(http, 5, 6, size=8, env_id=1)
-    assert next_batch(http) == [2, 3, 5, 6]
-    disconnect(http, 1)
-    assert send_raw(http, group(7, size=12, env_id=0)).status_code == 422
 
 
 def environments(http: httpx.Client, *minimums: float | None) -> None:

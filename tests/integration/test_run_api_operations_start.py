@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,19 +27,11 @@ def admin(redis_url: str) -> Iterator[redis.Redis]:
         connection.acl_deluser("managed")
 
 
-@asynccontextmanager
-async def link_to(url: str, deadline_s: float = DEADLINE_S) -> AsyncIterator[RedisLink]:
-    link = RedisLink(url, "start", deadline_s)
-    try:
-        yield link
-    finally:
-        await link.close()
-
-
 async def report(url: str) -> list[Any]:
-    async with link_to(url) as link:
-        with capture_logs() as logs:
-            await report_persistence(link, Lifetime())
+    link = RedisLink(url, "start", DEADLINE_S)
+    with capture_logs() as logs:
+        await report_persistence(link, Lifetime())
+    await link.close()
     return list(logs)
 
 
@@ -81,11 +72,12 @@ class CountedLifetime(Lifetime):
 
 async def test_a_redis_that_is_not_there_yet_is_waited_for_until_the_server_stops() -> None:
     lifetime = CountedLifetime()
-    async with link_to(f"redis://127.0.0.1:{free_port()}/0", deadline_s=0.1) as link:
-        with capture_logs() as logs:
-            reporting = asyncio.create_task(report_persistence(link, lifetime))
-            await wait_for_async(lambda: lifetime.waits)
-            assert not reporting.done()
-            lifetime.closing.set()
-            await reporting
+    link = RedisLink(f"redis://127.0.0.1:{free_port()}/0", "start", deadline_s=0.1)
+    with capture_logs() as logs:
+        reporting = asyncio.create_task(report_persistence(link, lifetime))
+        await wait_for_async(lambda: lifetime.waits)
+        assert not reporting.done()
+        lifetime.closing.set()
+        await reporting
+    await link.close()
     assert logs == []
