@@ -22,19 +22,30 @@ class WeightMapping:
     private_bytes: int
 
 
-def weight_mappings(server_pid: int) -> tuple[WeightMapping, WeightMapping]:
-    """(the server's, this process's). The server's is in one of its child processes."""
-    server = psutil.Process(server_pid)
-    candidates = [server, *server.children(recursive=True)]
-    found = [m for process in candidates for m in _mappings(process.pid)]
-    ours = [m for m in _mappings(os.getpid()) if found and m.inode == found[0].inode]
-    assert len(found) == 1, f"expected one mapping in the server, found {found}"
+def weight_mappings() -> tuple[WeightMapping, WeightMapping]:
+    """(the server's, this process's), wherever the server's engine runs."""
+    ours = _mappings(os.getpid())
     assert len(ours) == 1, f"expected one mapping in the trainer, found {ours}"
-    return found[0], ours[0]
+    served = [
+        mapping
+        for pid in psutil.pids()
+        if pid != os.getpid()
+        for mapping in _mappings(pid)
+        if mapping.inode == ours[0].inode
+    ]
+    assert len(served) == 1, f"expected one mapping in the server, found {served}"
+    return served[0], ours[0]
+
+
+def holds_weights(pid: int) -> bool:
+    return bool(_mappings(pid))
 
 
 def _mappings(pid: int) -> list[WeightMapping]:
-    smaps = Path(f"/proc/{pid}/smaps").read_text()
+    try:
+        smaps = Path(f"/proc/{pid}/smaps").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+        return []
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
     return [_parse(entry) for entry in entries if f"/memfd:{MEMFD_NAME}" in entry]
 

@@ -1,7 +1,7 @@
-"""Many generation requests at once, from real clients that repeat nothing.
+"""Many generation requests at once, from real clients that retry nothing.
 
-Some send one request after the other, others pause in between, so that their connections lie idle
-in the pool; some open a connection for each request.
+Half of them pause between requests, so that their connections lie idle in the pool; one request in
+ten closes its connection.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from tests.inference.engine_load import wait_for
+from tests.support.wait import wait_for
 
 CLIENTS = 12
 TIMEOUT_S = 300.0
@@ -45,21 +45,23 @@ class LoadReport:
 
     def wait_for_answers(self, more: int) -> None:
         enough = self.answered + more
-        wait_for(lambda: self.answered >= enough, TIMEOUT_S)
+        wait_for(lambda: self.answered, lambda answered: answered >= enough, TIMEOUT_S)
 
 
 @contextmanager
 def load_on(url: str, clients: int = CLIENTS) -> Iterator[LoadReport]:
-    """Requests go out as long as the block runs; at its end those under way are waited for."""
+    """Send requests while the block runs; its end waits for the answers still due."""
     report, stop = LoadReport(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(_all(url, clients, report, stop)))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_all(f"{url}/generate", clients, report, stop))
+    )
     thread.start()
     try:
         yield report
     finally:
         stop.set()
         thread.join(TIMEOUT_S)
-    assert not thread.is_alive(), "requests are still under way"
+    assert not thread.is_alive(), "requests are still in progress"
 
 
 async def _all(url: str, clients: int, report: LoadReport, stop: threading.Event) -> None:
@@ -71,40 +73,34 @@ async def _all(url: str, clients: int, report: LoadReport, stop: threading.Event
         aiohttp.ClientSession(timeout=timeout) as session,
         asyncio.TaskGroup() as group,
     ):
+        posts = (_with_httpx(pooled, url), _with_aiohttp(session, url))
         for number in range(clients):
-            with_httpx = number % 2 == 0
-            client = _Httpx(pooled) if with_httpx else _Aiohttp(session)
             pauses = number % 4 >= 2
-            group.create_task(_send(client, f"{url}/generate", number, pauses, report, stop))
+            group.create_task(_send(posts[number % 2], number, pauses, report, stop))
 
 
-@dataclass(frozen=True)
-class _Httpx:
-    client: httpx.AsyncClient
+Post = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]
+"""Body and headers to status and answer."""
 
-    async def post(self, url: str, body: dict[str, Any], close: bool) -> tuple[int, Any]:
-        headers = {"connection": "close"} if close else {}
-        answer = await self.client.post(url, json=body, headers=headers)
+
+def _with_httpx(client: httpx.AsyncClient, url: str) -> Post:
+    async def post(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+        answer = await client.post(url, json=body, headers=headers)
         return answer.status_code, answer.json()
 
+    return post
 
-@dataclass(frozen=True)
-class _Aiohttp:
-    session: aiohttp.ClientSession
 
-    async def post(self, url: str, body: dict[str, Any], close: bool) -> tuple[int, Any]:
-        headers = {"connection": "close"} if close else {}
-        async with self.session.post(url, json=body, headers=headers) as answer:
+def _with_aiohttp(session: aiohttp.ClientSession, url: str) -> Post:
+    async def post(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+        async with session.post(url, json=body, headers=headers) as answer:
             return answer.status, await answer.json()
+
+    return post
 
 
 async def _send(
-    client: _Httpx | _Aiohttp,
-    url: str,
-    number: int,
-    pauses: bool,
-    report: LoadReport,
-    stop: threading.Event,
+    post: Post, number: int, pauses: bool, report: LoadReport, stop: threading.Event
 ) -> None:
     draw = random.Random(number)
     while not stop.is_set():
@@ -113,10 +109,11 @@ async def _send(
             "prompt": {"prompt_token_ids": [draw.randrange(200) for _ in range(8)]},
             **{"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0},
         }
+        headers = {"connection": "close"} if draw.random() < 0.1 else {}
         try:
-            status, answer = await client.post(url, body, close=draw.random() < 0.1)
+            status, answer = await post(body, headers)
         except (httpx.HTTPError, aiohttp.ClientError, TimeoutError) as error:
-            report.problems.append(f"{type(client).__name__}: {error!r}")
+            report.problems.append(repr(error))
             continue
         if status == 200:
             report.take(answer, tokens)

@@ -1,4 +1,4 @@
-"""A real server with LoRA adapters: the served name is the newest adapter, whatever the route."""
+"""A real server with LoRA adapters: the served name is the newest adapter on every route."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from grpo_core.wire import PolicyVersion
 from tests.fixtures.adapters import load, logprobs, make_adapter
 from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
-from tests.inference.engine_load import in_time, running_requests, wait_for
+from tests.inference.engine_load import running_sequences
 from tests.inference.request_load import CLIENTS, load_on
+from tests.support.wait import wait_for
 
 SWAPS = 20
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
@@ -33,36 +34,36 @@ def completion_logprobs(lora: HandedOffServer, model: str | None, chat: bool) ->
     body |= {"model": model} if model is not None else {}
     if chat:
         body |= {"messages": [{"role": "user", "content": "1+1="}], "logprobs": True}
-        answer = httpx.post(f"{lora.server.url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{lora.server.url}/v1/chat/completions", json=body)
         content = answer.raise_for_status().json()["choices"][0]["logprobs"]["content"]
         return torch.tensor([entry["logprob"] for entry in content])
-    body["prompt"] = SHORT
-    answer = httpx.post(f"{lora.server.url}/v1/completions", json=body, timeout=60)
-    return torch.tensor(
-        answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
-    )
+    answer = httpx.post(f"{lora.server.url}/v1/completions", json=body | {"prompt": SHORT})
+    found = answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
+    return torch.tensor(found)
+
+
+def lora_status(lora: HandedOffServer) -> Any:
+    return httpx.get(f"{lora.server.url}/lora/status").raise_for_status().json()
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_served_name_is_the_policy_on_every_route(lora: HandedOffServer, chat: bool) -> None:
-    base = completion_logprobs(lora, f"{lora.name}@base", chat)
+    base_name = f"{lora.name}@base"
+    base = completion_logprobs(lora, base_name, chat)
     lora.publish(lora.weights[0])
     served = completion_logprobs(lora, lora.name, chat)
     assert len(served) != len(base) or (served - base).abs().max() > FILE_MOVED
-    unnamed = completion_logprobs(lora, None, chat)
-    assert torch.allclose(unnamed, served, atol=FILE_NOISE)
-    again = completion_logprobs(lora, f"{lora.name}@base", chat)
-    assert torch.allclose(again, base, atol=FILE_NOISE)
-    version = httpx.get(f"{lora.server.url}/lora/status").json()["adapter"]["adapter_name"]
-    assert torch.allclose(completion_logprobs(lora, version, chat), served, atol=FILE_NOISE)
+    adapter_name = lora_status(lora)["adapter"]["adapter_name"]
+    for name, expected in ((None, served), (adapter_name, served), (base_name, base)):
+        assert torch.allclose(completion_logprobs(lora, name, chat), expected, atol=FILE_NOISE)
     listed = httpx.get(f"{lora.server.url}/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == [lora.name, f"{lora.name}@base", version]
+    assert [model["id"] for model in listed] == [lora.name, base_name, adapter_name]
 
 
 def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before(
     lora: HandedOffServer,
 ) -> None:
-    """On prompts whose keys and values the adapter before has cached, too."""
+    """Also for prompts whose keys and values were cached under the previous adapter."""
     policies = [load(lora.server.model, adapter) for adapter in lora.weights]
     lora.publish(lora.weights[0])
     for i in (1, 2, 0):
@@ -76,7 +77,7 @@ def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_befor
 
 @dataclass(frozen=True)
 class Overlap:
-    """A completion of 500 tokens, during which the adapter was swapped, and a short one began."""
+    """A completion of 500 tokens that saw a swap of adapters, and a short one begun after it."""
 
     version_before: PolicyVersion
     in_use: list[str]
@@ -85,22 +86,16 @@ class Overlap:
 
 
 def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
-    """None where the request had ended before the short one."""
+    """None if the long request ended before the short one."""
     before = lora.publish(lora.weights[0])
     with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(lora.sample, SHORT, 500)
-        wait_for(lambda: running_requests(lora.server) > 0 or under_way.done())
+        long = pool.submit(lora.sample, SHORT, 500)
+        wait_for(lambda: running_sequences(lora.server) > 0 or long.done())
         lora.publish(lora.weights[1])
         short = lora.sample(SHORT)
-        used = in_use(lora)
-        overlapped = running_requests(lora.server) > 0
-        long = under_way.result()
-    return Overlap(before, used, long, short) if overlapped else None
-
-
-def in_use(lora: HandedOffServer) -> list[str]:
-    adapters: list[str] = httpx.get(f"{lora.server.url}/lora/status").json()["in_use"]
-    return adapters
+        in_use = lora_status(lora)["in_use"]
+        overlapped = running_sequences(lora.server) > 0
+        return Overlap(before, in_use, long.result(), short) if overlapped else None
 
 
 def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
@@ -108,14 +103,15 @@ def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
 ) -> None:
     """Both are in one batch for a while, and each keeps to its own."""
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
-    swap = in_time(lambda: swap_during_a_request(lora))
+    swap = wait_for(lambda: swap_during_a_request(lora), lambda overlap: overlap is not None)
+    assert swap is not None
     assert swap.in_use == [str(adapter) for adapter in lora.weights[:2]]
     ids, logged, versions = swap.long
     assert versions == [list(swap.version_before)] * 2
     assert (logged - logprobs(old, SHORT, ids)).abs().max() < 10 * FILE_NOISE
     ids, logged, _ = swap.short
     assert (logged - logprobs(new, SHORT, ids)).abs().max() < FILE_NOISE
-    wait_for(lambda: in_use(lora) == [str(lora.weights[1])])
+    wait_for(lambda: lora_status(lora)["in_use"] == [str(lora.weights[1])])
 
 
 def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> None:
@@ -132,20 +128,17 @@ def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> N
     assert lora.server.status()["dropped_requests"] == 0
 
 
-def test_an_adapter_that_cannot_be_served_is_refused_by_hand_too(
+def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
     lora: HandedOffServer, tmp_path: Path
 ) -> None:
     version = lora.publish(lora.weights[2])
-    outside = make_adapter(lora.server.model, tmp_path / "outside", seed=1)
-    large = make_adapter(
-        lora.server.model, lora.weights[0].parent / f"rank64-{uuid.uuid4().hex}", seed=1, rank=64
-    )
-    odd = make_adapter(lora.server.model, lora.weights[0].parent / f"odd-{uuid.uuid4().hex}", 1)
-    (odd / "adapter_model.safetensors").write_bytes(b"no safetensors")
+    model, folder = lora.server.model, lora.weights[0].parent / uuid.uuid4().hex
+    broken = make_adapter(model, folder / "broken", seed=1)
+    (broken / "adapter_model.safetensors").write_bytes(b"no safetensors")
     for path, status, says in (
-        (outside, 422, "is not below"),
-        (large, 422, "rank 64"),
-        (odd, 409, "odd"),
+        (make_adapter(model, tmp_path / "outside", seed=1), 422, "is not below"),
+        (make_adapter(model, folder / "large", seed=1, rank=64), 422, "rank 64"),
+        (broken, 409, "broken"),
     ):
         answer = httpx.post(f"{lora.server.url}/lora/load", json={"adapter_path": str(path)})
         assert answer.status_code == status, answer.text
@@ -156,11 +149,10 @@ def test_an_adapter_that_cannot_be_served_is_refused_by_hand_too(
 def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(
     lora: HandedOffServer,
 ) -> None:
-    lora.publish(lora.weights[2])
-    epoch = httpx.get(f"{lora.server.url}/bridge/info").json()["policy_version"][0]
+    epoch = lora.publish(lora.weights[2]).epoch
     body = {"lora_path": str(lora.weights[0]), "lora_name": "mine"}
-    answer = httpx.post(f"{lora.server.url}/v1/load_lora_adapter", json=body)
-    assert answer.json()["policy_version"] == [epoch + 1, 0]
+    loaded = httpx.post(f"{lora.server.url}/v1/load_lora_adapter", json=body)
+    assert loaded.json()["policy_version"] == [epoch + 1, 0]
     assert lora.difference(load(lora.server.model, lora.weights[0]), SHORT) < FILE_NOISE
     wait_for(lambda: lora.server.status()["epoch"] == epoch + 1)
     unloaded = httpx.post(f"{lora.server.url}/lora/unload", json={"adapter_name": ""})

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_core.inference_client import BridgeClient
+from grpo_core.weight_socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Alignment, AlignmentProbe, probe_tokens
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.mapped_memory import map_memory
+from grpo_trainer.weight_sync.shared_views import MappedWeights
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import InferenceServer
-from tests.inference.engine_load import all_run, posted_in_background, unfinished_requests
+from tests.inference.engine_load import (
+    posted_in_background,
+    unfinished_sequences,
+    wait_until_running,
+)
+from tests.support.wait import wait_for
 
 LR = 1e-2
 """Large, so that every step moves the log-probabilities far beyond any tolerance."""
@@ -54,7 +63,7 @@ class AttachedTrainer:
 
 @dataclass(frozen=True)
 class UpdateInFlight:
-    """Of the weights during 16 completions. `reply`: the whole answer of `/generate`"""
+    """One update of the weights during FLIGHTS completions. `reply`: the answer of `/generate`."""
 
     old_policy: Any
     before: PolicyVersion
@@ -64,9 +73,15 @@ class UpdateInFlight:
 
 def update_in_flight(
     server: InferenceServer, trainer: AttachedTrainer, prompt: list[int]
+) -> UpdateInFlight:
+    """One step of the trainer during completions. Repeated if one of them ended before the step:
+    a busy machine may let the engine finish first."""
+    return wait_for(lambda: _attempt_in_flight(server, trainer, prompt), lambda u: u is not None)
+
+
+def _attempt_in_flight(
+    server: InferenceServer, trainer: AttachedTrainer, prompt: list[int]
 ) -> UpdateInFlight | None:
-    """One step of the trainer, once each completion has begun. None where one of them had not, or
-    had ended before the server went on."""
     before = PolicyVersion(*trainer.bridge.info().policy_version)
     trainer.gather_gradient(before.step)
     old_policy = copy.deepcopy(trainer.policy)
@@ -74,12 +89,42 @@ def update_in_flight(
         **{"prompt": {"prompt_token_ids": prompt}, "n": FLIGHTS, "max_tokens": FLIGHT_TOKENS},
         **{"ignore_eos": True, "logprobs": 0},
     }
-    with posted_in_background(server.url, body) as posted:
-        began = all_run(server, FLIGHTS, posted.has_ended)
+    with posted_in_background(server.url, body) as request:
+        began = wait_until_running(server, FLIGHTS, request)
         after = trainer.sync.apply(trainer.optimizer, before.step).version
-        went_on = unfinished_requests(server) == FLIGHTS
-        reply = posted.answer()
+        went_on = unfinished_sequences(server) == FLIGHTS
+        reply = request.result()
     return UpdateInFlight(old_policy, before, after, reply) if began and went_on else None
+
+
+def next_epoch(server: InferenceServer) -> PolicyVersion:
+    with BridgeClient(server.url) as bridge:
+        return PolicyVersion(bridge.info().policy_version[0] + 1, 0)
+
+
+def write_weights(
+    server: InferenceServer,
+    version: PolicyVersion,
+    weights: Sequence[Tensor] | None = None,
+    noise: float = 0.0,
+) -> list[Tensor]:
+    """Publish `weights`, or those that are served, plus noise of this standard deviation.
+
+    Returns:
+        A copy of every parameter's values, tied ones once.
+    """
+    with BridgeClient(server.url) as bridge, connect_weights(server.socket) as connection:
+        mapped = MappedWeights(connection.grant.manifest, map_memory(connection))
+        regions = {r.offset: r for r in mapped.manifest.parameters.values()}
+        views = [mapped.view(region) for region in regions.values()]
+        session = connection.grant.session
+        bridge.pause(session, 60.0, version)
+        generator = torch.Generator().manual_seed(0)
+        for view, values in zip(views, weights or views, strict=True):
+            view.copy_(values + noise * torch.randn(view.shape, generator=generator).to(view))
+        mapped.wait_until_written()
+        bridge.resume(session, written=True)
+        return [view.clone() for view in views]
 
 
 @contextmanager
