@@ -1,4 +1,4 @@
-"""Groups sampled for real from a real server, sent to a real run-api, with a fault on the way."""
+"""Groups sampled by a real server and sent to a real run-api, changed on the way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -19,40 +19,38 @@ from grpo_core.inference_client import GenerateAnswer
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.alignment import align_group
 from tests.fixtures.inference import InferenceServer
+from tests.support.wait import wait_for
 
 GROUP_SIZE, GROUPS_PER_BATCH = 4, 8
 DEADLINE_S = 300.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 FIRST, OTHERS = SUMS[::7], [numbers for numbers in SUMS[::3] if numbers not in SUMS[::7]]
-"""No sum twice in the first batches, which one version samples and which would often be alike."""
+"""No sum occurs twice in the first batches: groups of one version and one sum would often be alike,
+and count as repeated."""
 
-Fault = Callable[[ScoredGroup], ScoredGroup]
+Change = Callable[[ScoredGroup], ScoredGroup]
 
 
-def honest(group: ScoredGroup) -> ScoredGroup:
+def unchanged(group: ScoredGroup) -> ScoredGroup:
     return group
 
 
 @dataclass
 class Producer:
-    """What an environment does, paced by the steps of the trainer.
+    """An environment that samples a batch for each step of the trainer.
 
     Args:
-        temperature: that really samples
-        says: generation_params that the groups carry
-        batches_late: how many steps lie between sampling a batch and training on it, from the
-            first steps on, in which there were not so many
-        healthy_batches: before the fault sets in
+        change: made to every group before it is sent
+        temperature: of the sampling; the groups say 1.0
+        batches_late: how many steps lie between sampling a batch and training on it
         repeats_after: once so many batches were sent, the first is sent again and again
     """
 
     server: InferenceServer
     api_url: str
-    fault: Fault = honest
+    change: Change = unchanged
     temperature: float = 1.0
-    says: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
     batches_late: int = 0
-    healthy_batches: int = 0
     repeats_after: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +60,7 @@ class Producer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In the background; its own errors come out at the end of the block."""
+        """Produce in the background; errors are raised at the end of the block."""
         with self._http, ThreadPoolExecutor(1 + GROUPS_PER_BATCH) as self._pool:
             producing = self._pool.submit(self._produce, self._version())
             try:
@@ -72,7 +70,7 @@ class Producer:
             producing.result(DEADLINE_S)
 
     def _produce(self, version: Any) -> None:
-        """Args: version: before the trainer, which names another at its start and every step."""
+        """`version`: served before the trainer starts; it names another then, and every step."""
         sums = itertools.cycle(FIRST + OTHERS)
         held: deque[list[ScoredGroup]] = deque()
         sent: list[list[ScoredGroup]] = []
@@ -82,7 +80,7 @@ class Producer:
             if self._stop.is_set():
                 return
             sampled = self._pool.map(self._sample, itertools.islice(sums, GROUPS_PER_BATCH))
-            held.append([g if number < self.healthy_batches else self.fault(g) for g in sampled])
+            held.append([self.change(group) for group in sampled])
             if number >= self.batches_late:
                 fresh = held.popleft()
                 repeats = self.repeats_after is not None and len(sent) >= self.repeats_after
@@ -114,7 +112,7 @@ class Producer:
             masks=[row.masks for row in rows],
             scores=[float(c.text.strip() == str(a + b)) for c in completions],
             inference_logprobs=[row.inference_logprobs for row in rows],
-            generation_params=self.says,
+            generation_params={"temperature": 1.0},
             group_overrides=facts.on_the_wire(),
         )
 
@@ -129,8 +127,7 @@ class Producer:
         return self._http.get(f"{self.server.url}/bridge/info").json()["policy_version"]
 
     def _version_other_than(self, before: Any) -> Any:
-        deadline = time.monotonic() + DEADLINE_S
-        while (version := self._version()) == before and not self._stop.is_set():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return version
+        """Returns early when the producer stops."""
+        return wait_for(
+            self._version, lambda version: version != before or self._stop.is_set(), DEADLINE_S
+        )
