@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,7 @@ from tests.fixtures.environment import (
     register_trainer,
 )
 from tests.fixtures.inference import InferenceServer
+from tests.support.wait import wait_for
 
 STEPS = 6
 SHARE = "0.25"
@@ -32,56 +33,49 @@ def write_problems(directory: Path) -> Path:
     return directory
 
 
-def wait_for_both(api: str) -> dict[int, str]:
-    """Names by env_id. Before both are there, batches hold what the one sends."""
-    give_up_at = time.monotonic() + BATCH_DEADLINE_S
-    while True:
-        known = httpx.get(f"{api}/environments").raise_for_status().json()
-        if len(known) == 2 or time.monotonic() > give_up_at:
-            return {entry["env_id"]: entry["name"] for entry in known}
-        time.sleep(0.1)
+def known_environments(api: str) -> dict[int, str]:
+    """Names by env_id."""
+    known = httpx.get(f"{api}/environments").raise_for_status().json()
+    return {entry["env_id"]: entry["name"] for entry in known}
 
 
 def test_both_contribute_to_every_batch(
     clean_run_api: str, shared_server: InferenceServer, tmp_path: Path
 ) -> None:
     data = write_problems(tmp_path / "data")
-    logs = {task: tmp_path / f"{task}.log" for task in ("arithmetic", "gsm8k")}
-    common = ("--env.max-token-length", "400", "--env.min-batch-allocation", SHARE)
-    of_gsm8k = ("--env.data", str(data), "--env.max-completion-tokens", "24")
-    with TrainerClient(clean_run_api) as trainer:
+    flags = {task: ["--env.max-token-length", "400"] for task in ("arithmetic", "gsm8k")}
+    for words in flags.values():
+        words += ["--env.min-batch-allocation", SHARE]
+    flags["gsm8k"] += ["--env.data", str(data), "--env.max-completion-tokens", "24"]
+    with TrainerClient(clean_run_api) as trainer, ExitStack() as stack:
         register_trainer(trainer, num_steps=STEPS)
-        with (
-            environment(
-                "arithmetic",
-                clean_run_api,
-                shared_server.url,
-                shared_server.model,
-                logs["arithmetic"],
-                *common,
-            ) as arithmetic,
-            environment(
-                "gsm8k",
-                clean_run_api,
-                shared_server.url,
-                shared_server.model,
-                logs["gsm8k"],
-                *common,
-                *of_gsm8k,
-            ) as gsm8k,
-        ):
-            names = wait_for_both(clean_run_api)
-            batches = [trainer.next_batch(BATCH_DEADLINE_S).groups for _ in range(STEPS)]
-            assert [arithmetic.wait(EXIT_DEADLINE_S), gsm8k.wait(EXIT_DEADLINE_S)] == [0, 0]
+        processes = [
+            stack.enter_context(
+                environment(
+                    task,
+                    clean_run_api,
+                    shared_server.url,
+                    shared_server.model,
+                    tmp_path / f"{task}.log",
+                    *words,
+                )
+            )
+            for task, words in flags.items()
+        ]
+        # Before both are there, batches hold what the one sends.
+        names = wait_for(lambda: known_environments(clean_run_api), lambda known: len(known) == 2)
+        batches = [trainer.next_batch(BATCH_DEADLINE_S).groups for _ in range(STEPS)]
+        assert [process.wait(EXIT_DEADLINE_S) for process in processes] == [0, 0]
 
     assert sorted(names.values()) == ["arithmetic_0", "gsm8k_0"]
-    # While the first of them was alone, batches did not wait for the other.
+    # The first batches may come from before the second one was known.
     senders = [
         {names[group.env_id] for group in batch if group.env_id is not None} for batch in batches
     ]
     assert senders[-3:] == [{"arithmetic_0", "gsm8k_0"}] * 3
-    assert "kept=30" in logs["gsm8k"].read_text()
-    assert "too_long=1" in logs["gsm8k"].read_text()
+    log = (tmp_path / "gsm8k.log").read_text()
+    assert "kept=30" in log
+    assert "too_long=1" in log
     for group in batches[-1]:
         facts = RolloutFacts.of(group)
         assert len(facts.policy_version) == group.size == 2
