@@ -1,4 +1,4 @@
-"""`vllm_name` and `slice` of each mapping, held against vLLM's own model and the checkpoint."""
+"""`vllm_name` and `slice` of each mapping agree with vLLM's own model and the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fixtures.inference import START_DEADLINE_S
+
+pytestmark = pytest.mark.full
 
 # In a process of its own: vLLM's loader leaves a process group and patched devices behind.
 LOAD_AND_COMPARE = """
