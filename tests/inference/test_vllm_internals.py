@@ -8,16 +8,13 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import re
 import warnings
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from grpo_vllm.engine_plan import PlannedWeights
@@ -106,48 +103,6 @@ def test_names_of_the_worker_extension_are_free(internals: ModuleType) -> None:
     assert [name for name in ours if hasattr(Worker, name)] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "method"),
-    [
-        ("linear", "UnquantizedLinearMethod"),
-        ("vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
-    ],
-)
-def test_on_cuda_layers_keep_the_weights_that_were_loaded(
-    internals: ModuleType, monkeypatch: pytest.MonkeyPatch, module: str, method: str
-) -> None:
-    """No packing, no second copy: a trainer that writes them has written what is served."""
-    assert internals
-    layers = import_module(f"vllm.model_executor.layers.{module}")
-    elsewhere = SimpleNamespace(is_cpu=lambda: False, is_xpu=lambda: False)
-    monkeypatch.setattr(layers, "current_platform", elsewhere)
-    layer = torch.nn.Linear(2, 2)
-    attributes, places = set(vars(layer)), places_of(layer)
-    unquantized = getattr(layers, method)
-    unquantized.__new__(unquantized).process_weights_after_loading(layer)
-    assert places_of(layer) == places
-    assert set(vars(layer)) == attributes
-
-
-def places_of(layer: nn.Module) -> dict[str, int]:
-    return {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-
-
-def test_no_compiled_graph_has_weights_as_constants(internals: ModuleType) -> None:
-    """Frozen, they would be served as they were when the graph was made."""
-    assert internals
-    import vllm
-
-    freezes = re.compile(r"\bfreezing\b[\"']?\]?\s*[=:]\s*True")
-    root = Path(vllm.__file__).parent
-    folders = ("compilation", "config", "platforms", "v1/worker")
-    sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
-    assert {path.name for path in sources if freezes.search(path.read_text())} <= {
-        "cpu_model_runner.py"  # with max_autotune alone, which vLLM leaves off
-    }
-    assert torch._inductor.config.freezing is False
-
-
 def test_the_admission_comes_beside_the_users_logits_processors(internals: ModuleType) -> None:
     from grpo_vllm.admission import PROCESSOR, Admission
 
@@ -231,66 +186,63 @@ def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
 
 
 PDL = "VLLM_LORA_DISABLE_PDL"
+DATACENTRE_BLACKWELL, HOPPER, CONSUMER_BLACKWELL = (10, 3), (9, 0), (12, 0)
 
 
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize(
-    ("capability", "given", "switched", "value"),
+    ("capability", "given", "value"),
     [
-        ((10, 3), None, True, "1"),  # B300
-        ((9, 0), None, False, None),  # H100
-        ((12, 0), None, False, None),
-        ((10, 0), "0", False, "0"),
-        (None, None, False, None),
+        (DATACENTRE_BLACKWELL, None, "1"),
+        (DATACENTRE_BLACKWELL, "0", "0"),
+        (HOPPER, None, None),
+        (CONSUMER_BLACKWELL, None, None),
+        (None, None, None),
     ],
 )
-def test_lora_kernels_go_without_pdl_on_sm100(
+def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wants_it(
     internals: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int] | None,
     given: str | None,
-    switched: bool,
     value: str | None,
 ) -> None:
     from vllm.platforms.interface import DeviceCapability
 
-    gpu = SimpleNamespace(
-        is_cuda=lambda: True,
-        get_device_capability=lambda: DeviceCapability(*capability) if capability else None,
-    )
+    found = DeviceCapability(*capability) if capability else None
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: found)
     monkeypatch.setattr(internals, "current_platform", gpu)
     os.environ.pop(PDL, None)
     os.environ.update({PDL: given} if given is not None else {})
-    assert internals.switch_lora_pdl_off() is switched
+    assert internals.switch_lora_pdl_off() is (value == "1")
     assert os.environ.get(PDL) == value
 
 
 @pytest.mark.usefixtures("internals")
-def test_loras_kernels_heed_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("value", "supported"), [("0", True), ("1", False)])
+def test_loras_kernels_heed_the_switch(
+    monkeypatch: pytest.MonkeyPatch, value: str, supported: bool
+) -> None:
     from vllm.lora.ops.triton_ops import utils
 
     gpu = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda _: True)
     monkeypatch.setattr(utils, "current_platform", gpu)
-    monkeypatch.delenv(PDL, raising=False)
-    assert inspect.unwrap(utils.supports_pdl)() is True
-    monkeypatch.setenv(PDL, "1")
-    assert inspect.unwrap(utils.supports_pdl)() is False
+    monkeypatch.setenv(PDL, value)
+    assert inspect.unwrap(utils.supports_pdl)() is supported
 
 
 @pytest.mark.usefixtures("environment", "internals")
-@pytest.mark.parametrize("flags", [[], ["--enable-lora"]])
 def test_the_switch_is_thrown_only_for_adapters(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, flags: list[str]
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     from grpo_vllm import engine_arguments
 
-    thrown: list[bool] = []
-    monkeypatch.setattr(
-        engine_arguments, "switch_lora_pdl_off", lambda: thrown.append(True) or True
-    )
-    settings = load_server_settings(["--model", str(tiny_model), *flags])
-    engine_arguments.parsed_engine_arguments(settings, PlannedWeights())
-    assert thrown == [True] * len(flags)
+    thrown: list[str] = []
+    monkeypatch.setattr(engine_arguments, "switch_lora_pdl_off", lambda: thrown.append(PDL))
+    for flags, expected in (([], []), (["--enable-lora"], [PDL])):
+        settings = load_server_settings(["--model", str(tiny_model), *flags])
+        engine_arguments.parsed_engine_arguments(settings, PlannedWeights())
+        assert thrown == expected
 
 
 @pytest.mark.usefixtures("internals")
