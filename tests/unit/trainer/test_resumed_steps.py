@@ -25,16 +25,11 @@ from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
 
 STEPS = 4
-FULL = pytest.mark.full
 RUNS = [
-    (Mode.LORA_ONLY, {}),
-    pytest.param(Mode.LORA_RESTART, {}, marks=FULL),
+    (Mode.LORA_ONLY, {"lora_dropout": 0.3, "lora_r": 4}),
     (Mode.NONE, {"optimizer": "adamw_8bit", "master_dtype": "bfloat16"}),
-    pytest.param(Mode.NONE, {}, marks=FULL),
-    pytest.param(Mode.NONE, {"master_dtype": "bfloat16"}, marks=FULL),
-    pytest.param(Mode.NONE, {"master_dtype": "bfloat16", "rounding": "nearest"}, marks=FULL),
-    pytest.param(Mode.NONE, {"optimizer": "adamw_8bit"}, marks=FULL),
 ]
+"""Weights of both kinds; `test_updates.py` saves and restores every optimizer."""
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(model: str, mode: str, **changes: Any) -> TrainerSettings:
-    fixed: dict[str, Any] = {"model_name": model, "weight_bridge_mode": mode, "lr": 0.01}
-    if mode != Mode.NONE:
-        fixed |= {"lora_dropout": 0.3, "lora_r": 4}
-    if mode != Mode.SHARED_VLLM:
-        fixed |= {"redis_url": "redis://127.0.0.1:6379/0"}
-    return TrainerSettings(**(fixed | changes))
+    return TrainerSettings(
+        model_name=model,
+        weight_bridge_mode=mode,  # type: ignore[arg-type]
+        redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
+        lr=0.01,
+        **changes,
+    )
 
 
 class Trainer:
@@ -99,10 +95,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_a_state_of_another_mode_or_adapter_lists_every_difference(model: str) -> None:
-    saved = Trainer(settings(model, "lora_only"))
+    saved = Trainer(settings(model, "lora_only", lora_r=4))
     at = Position(step=1, batch_id=1, epoch=1)
     record = capture(saved.policy, saved.optimizer, saved.settings, at).record
-    other = Trainer(settings(model, "lora_restart", lora_alpha=8, lora_layer_indices="1"))
+    other = Trainer(settings(model, "lora_restart", lora_r=4, lora_alpha=8, lora_layer_indices="1"))
     with pytest.raises(StateMismatch) as told:
         require_fit(record, other.policy, other.settings, "here")
     lines = str(told.value).splitlines()
