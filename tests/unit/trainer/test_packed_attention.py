@@ -5,14 +5,13 @@ That its numbers are those of padded rows is in `test_forward_pass.py`.
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.attention.varlen import varlen_attn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,7 +26,6 @@ from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.forward_pass import FastForward, plain_forward
 from grpo_trainer.layout import packed
 from grpo_trainer.packed_attention import Flash
-from tests.unit.trainer.flash_on_cpu import CALLS, Call, flash_on_cpu, use_flash
 from tests.unit.trainer.forward_rig import SMALL, WINDOW, outcome, qwen, ragged, require_equal
 
 
@@ -85,19 +83,48 @@ def test_a_layer_that_asks_for_more_is_refused_with_all_that_it_asks_for() -> No
         assert name in str(told.value)
 
 
-@pytest.mark.parametrize("fewer_heads", [True, False], ids=["as torch 2.13", "as torch 2.11"])
-@pytest.mark.parametrize("is_windowed", [True, False])
+def varlen_attn(
+    query: Tensor,  # [N, A, D]; key and value may have fewer heads if `enable_gqa`
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],  # positions to the left and to the right that count; -1: all
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's flash attention as it is documented: its kernels are there for GPUs alone."""
+    assert bounds is bounds_k
+    assert bounds.dtype == torch.int32
+    assert longest == longest_k == int(bounds.diff().max())
+    parts = []
+    for start, end in bounds.unfold(0, 2, 1).tolist():
+        q, k, v = (t[start:end].transpose(0, 1) for t in (query, key, value))  # [A, n, D]
+        everything = torch.ones(end - start, end - start, dtype=torch.bool)
+        left = end if window_size[0] < 0 else window_size[0]
+        seen = everything.triu(-left).tril(window_size[1])
+        found = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(found.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("takes_fewer_heads", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("changes", [{}, WINDOW], ids=["all", "window"])
 def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_numbers(
-    is_windowed: bool, fewer_heads: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], takes_fewer_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, micro = qwen(**WINDOW if is_windowed else {}), ragged()
+    policy, micro = qwen(**changes), ragged()
     expected = outcome(policy, plain_forward, micro)
-    takes_fewer = fewer_heads and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    with flash_on_cpu():
-        use_flash(policy, takes_fewer, monkeypatch)
-        require_equal(outcome(policy, FastForward(layout=packed), micro), expected)
-    windows = [(2, 0) if is_windowed else (-1, 0), (-1, 0)]  # of the two layers
-    assert [Call(window, 2 if takes_fewer else 4) for window in windows] == CALLS
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(Flash, "on", lambda _: Flash(takes_fewer_heads))
+    monkeypatch.setattr(Flash, "computes", lambda *_: True)
+    packed_attention.use(policy)
+    require_equal(outcome(policy, FastForward(layout=packed), micro), expected)
 
 
 @pytest.mark.parametrize(
