@@ -71,28 +71,17 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     assert weights.tolist() == pytest.approx([bool(row) / len(sent) for row in trained])
 
 
-def test_long_sequences_are_cut_and_counted() -> None:
-    batch = collated(group(), seq_len=4)
-    assert batch.micro_batches[0].inputs.tolist() == [[5, 6, 0], [5, 6, 8]]
-    assert batch.facts.truncated_fraction == 0.5
-    assert batch.facts.tokens == 7
-
-
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
-    """A silenced sequence still counts in the mean that its sibling is scored against."""
+    """A silenced sequence still counts in the mean that its sibling is scored against; advantages
+    that the environment sends do not."""
     mixed = group(
+        advantages=[[9.0], [9.0]],
         overrides=[{"temperature": 2.0}, {"set_advantage_to_zero": True}],
         generation_params={"temperature": 0.5},
     )
     micro = collated(mixed).micro_batches[0]
     assert micro.temperature.tolist() == [2.0, 0.5]
     assert micro.advantages.tolist() == pytest.approx([1.0, 0.0])
-
-
-@pytest.mark.parametrize("advantages", [[[9.0], [9.0]], [[], [0.1, 0.2]]])
-def test_advantages_follow_from_the_scores_and_not_from_the_environment(advantages: Any) -> None:
-    micro = collated(group(advantages=advantages)).micro_batches[0]
-    assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
 
 
 def test_origin_of_each_sequence() -> None:
@@ -108,12 +97,6 @@ def test_origin_of_each_sequence() -> None:
     ]
 
 
-def test_tokens_that_completions_share_by_chance_count_as_shared() -> None:
-    (row, *_), masks = [[5, 6, 8, 9, 10]] * 2, [[MASKED, MASKED, 8, 9, 10]] * 2
-    alike = group(tokens=[row, row], masks=masks, inference_logprobs=[[P, P, -1.0, -1.0, -1.0]] * 2)
-    assert {origin.shared_tokens for origin in collated(alike).origins} == {5}
-
-
 def test_facts_by_hand() -> None:
     overrides = {
         "policy_version": [[[1, 4], [1, 5]], [[1, 3], [1, 3]]],
@@ -121,8 +104,9 @@ def test_facts_by_hand() -> None:
         "reward_sample": {"sum": 3.0, "count": 4},
     }
     equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": {"sum": 5.0, "count": 6}})
-    facts = collated(group(group_overrides=overrides), equal).facts
-    assert facts.tokens == 16
+    facts = collated(group(group_overrides=overrides), equal, seq_len=4).facts
+    assert facts.tokens == 14
+    assert facts.truncated_fraction == 0.5
     assert facts.first_versions == [(1, 4), (1, 3)]
     assert facts.generation_s == 0.5
     assert facts.zero_variance_fraction == 0.5

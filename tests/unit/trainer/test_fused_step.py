@@ -119,27 +119,6 @@ def test_a_whole_optimizer_resumes_with_either_step(build: Callable[[], FusedAda
             torch.testing.assert_close(held[path], tensor, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.full
-def test_triton_and_bitsandbytes_are_imported_for_their_options_alone() -> None:
-    probe = """
-import sys
-import torch
-import grpo_trainer.loop
-from grpo_trainer.packages import require_packages
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.updates.build import build_update
-settings = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
-require_packages(settings)
-build_update(settings, [torch.zeros(1)])
-lazy = {"grpo_trainer.updates.fused_kernel", "bitsandbytes"}
-print(sorted(lazy & sys.modules.keys()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 COMPILE = """
 import re
 from triton import compile

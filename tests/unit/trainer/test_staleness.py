@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.run_api_client import LeasedBatch
-from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer import loop
 from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.errors import StaleData
@@ -37,12 +37,6 @@ OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
 )
 def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> None:
     assert RESUMED.age(PolicyVersion(*version), step) == age
-
-
-def test_the_servers_name_of_our_weights_is_replaced_by_ours() -> None:
-    facts = RolloutFacts(policy_version=[((1, 6), (1, 6)), ((1, 5), (1, 6))])
-    assert RESUMED.renamed(facts).policy_version == [((2, 6), (2, 6)), ((1, 5), (2, 6))]
-    assert Lineage(PolicyVersion(2, 6)).renamed(facts) is facts
 
 
 def door(max_staleness: int | None) -> Doorkeeper:
@@ -83,12 +77,6 @@ def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_
     assert intake.stale_groups == 2
     for generous in (None, 3):
         assert door(generous).admit(groups, 9, under).stale_groups == 0
-
-
-def test_versions_that_make_no_sense_are_none() -> None:
-    odd = good(1, group_overrides={"policy_version": "main"})
-    (one,) = door(None).admit([odd], 9, [YOUNG]).groups
-    assert (one.facts.policy_version, one.version_bound) == ([], YOUNG)
 
 
 def test_admitted_groups_carry_the_trainers_names_of_versions() -> None:
