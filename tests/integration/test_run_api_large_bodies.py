@@ -129,20 +129,6 @@ async def test_others_are_served_between_the_pieces_of_a_group() -> None:
     assert len(pieces) == -(-len(text) // 262_144)
 
 
-def test_a_worker_that_dies_is_a_503_and_the_next_takes_its_place(
-    api: RunningApi, large: httpx.Client
-) -> None:
-    post(large, large_group()).raise_for_status()
-    first = worker_of(api)
-    first.kill()
-    answer = post(large, large_group())
-    assert answer.status_code == 503
-    assert "Retry-After" in answer.headers
-    post(large, large_group()).raise_for_status()
-    assert worker_of(api) != first
-    assert status(large) == (0, 2)
-
-
 def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: Path) -> None:
     api = start_run_api(redis_url, tmp_path, run_id="large-killed")
     httpx.post(f"{api.url}/scored_data", content=b" " * 2_000_000)

@@ -13,6 +13,11 @@ import psutil
 import pytest
 from jsonschema import Draft202012Validator
 
+from grpo_api.app import create_app
+from grpo_api.lifetime import Lifetime
+from grpo_api.redis_link import RedisLink
+from grpo_api.settings import RunApiSettings
+from grpo_api.store import RunStore
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     ENVIRONMENT,
@@ -32,7 +37,6 @@ FULL_EXAMPLES = 20
 DEADLINE_S = 3600.0
 SETTLE_S = 60.0
 RUN_ID = "openapi"
-TOKEN = "correct-horse"
 SHORT_LIVED = ("receipt:", "last_group_id", "seen")
 """Answers kept for repeats; ids that were reserved and not used; the time of the last poll."""
 WRONG = (
@@ -90,8 +94,8 @@ def clients_of(server: psutil.Process, port: int) -> int:
     )
 
 
-def document(url: str, **headers: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/openapi.json", headers=headers).raise_for_status()
+def document(url: str) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/openapi.json").raise_for_status()
     read: dict[str, Any] = answer.json()
     return read
 
@@ -143,33 +147,19 @@ def test_refused_requests_leave_nothing_behind(
     assert server.memory_info().rss - used < GROWTH_BYTES
 
 
-def test_the_token_is_asked_for_wherever_it_is_declared(redis_url: str, tmp_path: Path) -> None:
-    running = start_run_api(
-        redis_url, tmp_path, run_id="openapi-token", environment={"RUN_API_TOKEN": TOKEN}
-    )
-    try:
-        assert httpx.get(f"{running.url}/openapi.json").status_code == 401
-        read = document(running.url, Authorization=f"Bearer {TOKEN}")
-        for name, operation in operations(read).items():
-            method, path = name.split()
-            answer = httpx.request(method, running.url + path.format(batch_id=1))
-            assert (answer.status_code == 401) == ("security" in operation), name
-            assert ("401" in operation["responses"]) == ("security" in operation), name
-        is_open = {name for name, found in operations(read).items() if "security" not in found}
-        assert is_open == {"GET /health", "GET /healthz", "GET /readyz"}
-    finally:
-        running.process.stop()
+def test_a_token_is_declared_for_every_route_but_probes_if_there_is_one() -> None:
+    """That it is asked for: `test_run_api_operations`."""
+    store = RunStore(RedisLink("redis://127.0.0.1:1/0", RUN_ID, 1.0), 60.0, 1024)
+    for token, is_open in (("x", {"GET /health", "GET /healthz", "GET /readyz"}), (None, None)):
+        settings = RunApiSettings(token=token)  # type: ignore[arg-type]
+        declared = operations(create_app(store, settings, Lifetime()).openapi())
+        open_ones = {name for name, found in declared.items() if "security" not in found}
+        assert open_ones == (is_open or {*declared})
+        for name, found in declared.items():
+            assert ("401" in found["responses"]) == (name not in open_ones), name
 
 
-def test_where_there_is_no_token_none_is_declared(api: RunningApi) -> None:
-    read = document(api.url)
-    assert "securitySchemes" not in read["components"]
-    for operation in operations(read).values():
-        assert "401" not in operation["responses"]
-        assert "security" not in operation
-
-
-def test_every_answer_declares_its_headers(api: RunningApi) -> None:
+def test_headers_and_keys_are_declared(api: RunningApi) -> None:
     for name, operation in operations(document(api.url)).items():
         for status, answer in operation["responses"].items():
             assert "X-Request-Id" in answer["headers"], (name, status)
@@ -177,24 +167,6 @@ def test_every_answer_declares_its_headers(api: RunningApi) -> None:
         takes_keys = name.startswith(("POST /scored_data", "POST /register-env"))
         parameters = {parameter["name"] for parameter in operation.get("parameters", ())}
         assert ("idempotency-key" in parameters) == takes_keys
-
-
-def test_what_a_body_is_made_of_is_declared(api: RunningApi) -> None:
-    declared = operations(document(api.url))
-    bodies = {
-        name: operation["requestBody"]["content"]["application/json"]["schema"]
-        for name, operation in declared.items()
-        if "requestBody" in operation
-    }
-    group = {"$ref": "#/components/schemas/ScoredGroup"}
-    assert bodies == {
-        "POST /register": {"$ref": "#/components/schemas/Registration"},
-        "POST /register-env": {"$ref": "#/components/schemas/EnvironmentRegistration"},
-        "POST /disconnect-env": {"$ref": "#/components/schemas/EnvironmentId"},
-        "GET /status-env": {"$ref": "#/components/schemas/EnvironmentId"},
-        "POST /scored_data": group,
-        "POST /scored_data_list": {"type": "array", "items": group},
-    }
 
 
 def breaches(read: dict[str, Any], name: str, answer: httpx.Response) -> list[str]:

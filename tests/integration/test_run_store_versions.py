@@ -33,9 +33,8 @@ class VersionedRun:
     async def serve(self, version: PolicyVersion) -> None:
         await self._record.note(ServedWeights(version, intact=True, trained=True))
 
-    async def leased(self, after: int, *, replica: bool = False) -> DueBatch:
-        dispatcher = self.run.replica if replica else self.run.dispatcher
-        due = await dispatcher.by_lease(Poll(self.run.trainer_id, after), 0.0)
+    async def leased(self, after: int) -> DueBatch:
+        due = await self.run.dispatcher.by_lease(Poll(self.run.trainer_id, after), 0.0)
         assert due is not None
         return due
 
@@ -82,20 +81,6 @@ async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(
     await versioned.run.submit(4, size=1, env_id=env_id)
     expected = [(1, None), (2, OLD), (3, NEW), (4, NEW)]
     assert await versioned.received_under(after=0) == expected
-
-
-async def test_a_batch_handed_out_again_carries_the_same_versions(
-    versioned: VersionedRun,
-) -> None:
-    await versioned.serve(OLD)
-    await versioned.run.submit(1, 2)
-    first = await versioned.leased(after=0)
-    await versioned.serve(NEW)
-    await versioned.run.register()
-    again = await versioned.leased(after=0, replica=True)
-    assert (first.again, again.again) == (False, True)
-    assert again.lease == first.lease
-    assert again.lease.received_under == (OLD, OLD)
 
 
 async def test_a_group_that_waited_for_room_carries_the_version_served_when_it_arrived(

@@ -46,7 +46,9 @@ def test_groups_of_the_registered_size_go_straight_to_the_queue() -> None:
 
 @pytest.mark.parametrize("env_id", [None, 9], ids=["no env_id", "unknown env_id"])
 def test_groups_of_nobody_known_go_straight_to_the_queue(env_id: int | None) -> None:
-    assert bundles(place(arrivals(2, 1, env_id=env_id), state())) == [[100], [101]]
+    placement = place(arrivals(2, 1, env_id=env_id), state())
+    assert bundles(placement) == [[100], [101]]
+    assert [bundle.env_id for bundle in placement.bundles] == [None, None]
 
 
 def test_a_list_is_placed_in_its_order() -> None:
