@@ -1,4 +1,4 @@
-"""An engine that does what the real one does not do on demand: hang."""
+"""An engine that hangs on demand, and a record of served weights in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.served_record import ServedWeights
 from tests.support.wait import wait_for_async
 
 
@@ -47,3 +48,17 @@ class FakeEngine:
 
     async def wake_up(self) -> None:
         await self._call("wake_up")
+
+
+@dataclass
+class Record:
+    """`grpo_vllm.served_record.WeightsRecord` that can be read in order."""
+
+    served: ServedWeights | None = None
+    noted: list[ServedWeights] = field(default_factory=list)
+
+    async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
+        return self.served
+
+    async def note(self, served: ServedWeights) -> None:
+        self.noted.append(served)

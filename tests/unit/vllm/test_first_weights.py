@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,22 +20,11 @@ from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.served_record import ServedWeights
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.first_weights import first_weights, found_serving, recorded
+from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
 V27, V30 = PolicyVersion(2, 7), PolicyVersion(3, 0)
 UNTRAINED = ServedWeights(V30, intact=True, trained=False)
-
-
-@dataclass
-class Record:
-    served: ServedWeights | None
-    noted: list[ServedWeights] = field(default_factory=list)
-
-    async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
-        return self.served
-
-    async def note(self, served: ServedWeights) -> None:
-        self.noted.append(served)
 
 
 @pytest.fixture

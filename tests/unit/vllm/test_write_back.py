@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,34 +10,21 @@ from grpo_core.wire import PolicyVersion
 from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.served_record import ServedWeights
 from grpo_vllm.serving_state import ServingState
-from tests.unit.vllm.fake_engine import FakeEngine
+from tests.unit.vllm.fake_engine import FakeEngine, Record
 
 SERVED_BEFORE = PolicyVersion(2, 7)
 DEADLINE_S = 300.0
 
 
-@dataclass
-class Notes:
-    """A record that can be read in order."""
-
-    written: list[ServedWeights] = field(default_factory=list)
-
-    async def read(self, deadline_s: float) -> ServedWeights | None:
-        raise AssertionError(f"the bridge never reads, not even within {deadline_s} s")
-
-    async def note(self, served: ServedWeights) -> None:
-        self.written.append(served)
+@pytest.fixture
+def record() -> Record:
+    return Record()
 
 
 @pytest.fixture
-def notes() -> Notes:
-    return Notes()
-
-
-@pytest.fixture
-async def bridge(notes: Notes) -> WeightBridge:
+async def bridge(record: Record) -> WeightBridge:
     """Of an engine that has restarted."""
-    bridge = WeightBridge(FakeEngine(), SERVED_BEFORE, notes)
+    bridge = WeightBridge(FakeEngine(), SERVED_BEFORE, record)
     bridge.write_back.begin(SERVED_BEFORE, DEADLINE_S)
     return bridge
 
@@ -52,7 +38,7 @@ async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:
 
 @pytest.mark.parametrize("version", [SERVED_BEFORE, PolicyVersion(2, 8), PolicyVersion(3, 0)])
 async def test_it_serves_once_the_same_or_later_weights_are_back(
-    bridge: WeightBridge, notes: Notes, version: PolicyVersion
+    bridge: WeightBridge, record: Record, version: PolicyVersion
 ) -> None:
     refusal = bridge.refusal()
     assert bridge.state is ServingState.AWAITING_WEIGHTS
@@ -64,7 +50,7 @@ async def test_it_serves_once_the_same_or_later_weights_are_back(
     assert bridge.refusal() is None
     assert bridge.state is ServingState.SERVING
     assert bridge.version == version
-    assert notes.written == [ServedWeights(version, intact=True, trained=True)]
+    assert record.noted == [ServedWeights(version, intact=True, trained=True)]
 
 
 async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(
@@ -81,18 +67,18 @@ async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(
 
 
 async def test_a_pause_that_wrote_nothing_changes_nothing(
-    bridge: WeightBridge, notes: Notes
+    bridge: WeightBridge, record: Record
 ) -> None:
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, SERVED_BEFORE)
     assert bridge.state is ServingState.AWAITING_WEIGHTS  # and not "paused"
     await bridge.resume(session, written=False)
     assert bridge.state is ServingState.AWAITING_WEIGHTS
-    assert notes.written == []
+    assert record.noted == []
 
 
 async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
-    bridge: WeightBridge, notes: Notes
+    bridge: WeightBridge, record: Record
 ) -> None:
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, SERVED_BEFORE)
@@ -100,7 +86,7 @@ async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
     assert bridge.state is ServingState.AWAITING_WEIGHTS
     assert not bridge.paused
     assert not bridge.weights_intact
-    assert notes.written == []  # nobody is answered from them, so they need no name
+    assert record.noted == []  # nobody is answered from them, so they need no name
     await write_back(bridge, SERVED_BEFORE)
     assert bridge.weights_intact
     assert bridge.refusal() is None
@@ -121,9 +107,9 @@ async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_
     assert bridge.state is ServingState.SERVING
 
 
-async def test_torn_weights_are_recorded_under_their_own_name(notes: Notes) -> None:
-    bridge = WeightBridge(FakeEngine(), PolicyVersion(0, 0), notes)
+async def test_torn_weights_are_recorded_under_their_own_name(record: Record) -> None:
+    bridge = WeightBridge(FakeEngine(), PolicyVersion(0, 0), record)
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, PolicyVersion(1, 0))
     await bridge.close_session(session)
-    assert notes.written == [ServedWeights(PolicyVersion(1, 0), intact=False, trained=True)]
+    assert record.noted == [ServedWeights(PolicyVersion(1, 0), intact=False, trained=True)]
