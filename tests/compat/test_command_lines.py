@@ -1,7 +1,6 @@
-"""What to write on the command line of an environment on atroposlib, and what not to.
+"""Traps on the command line of an environment on atroposlib (docs/compatibility.md).
 
-Every trap of docs/compatibility.md that shows without a run. They are traps of atroposlib; the
-servers have no part in them.
+They belong to atroposlib, which is pinned; our servers have no part in them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 
-pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use installs atroposlib
 
 URL = "http://10.0.0.7:9001/v1"
 LOCAL_PORTS = [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]
@@ -60,10 +59,9 @@ def test_a_key_must_be_given(outcomes: Any) -> None:
     assert "api_key" in outcomes["no key"]["error"]
 
 
-def test_a_bare_server_configuration_ignores_the_url(outcomes: Any) -> None:
+def test_a_bare_server_configuration_takes_the_url_only_from_a_file_with_two_servers(
+    outcomes: Any,
+) -> None:
     assert outcomes["bare"]["urls"] == LOCAL_PORTS
     assert outcomes["bare, file with one server"]["urls"] == LOCAL_PORTS
-
-
-def test_a_file_with_two_equal_servers_gets_around_that(outcomes: Any) -> None:
     assert outcomes["bare, file with two servers"]["urls"] == [URL, URL]

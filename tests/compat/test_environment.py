@@ -1,7 +1,7 @@
 """Environments on unmodified atroposlib 0.4.0 feed our trainer through our servers.
 
 Two at once, with groups of different sizes, and minimums that leave a quarter of every batch to
-whoever is faster.
+the faster one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.compat.training_run import SHARES, STEPS, TrainingRun
 
-pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib and starts vLLM
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use installs atroposlib
 
 NOISE_NATS = 1e-4
 """float32 rounding between vLLM's kernels and torch's; seen: 2e-6."""
@@ -21,7 +21,7 @@ STALE_NATS = 0.5
 """Mean of data that is some steps old; seen: 0.1. Shifted by one token it is over 1.2."""
 
 
-def test_everybody_ends_by_themselves_and_leaves_nothing(training_run: TrainingRun) -> None:
+def test_every_process_ends_by_itself_and_leaves_none(training_run: TrainingRun) -> None:
     assert training_run.trainer_exit == 0
     assert training_run.environment_exits == [0] * len(SHARES)
     assert [record["step"] for record in training_run.records] == list(range(1, STEPS + 1))

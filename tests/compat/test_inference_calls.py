@@ -10,7 +10,7 @@ from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 from tests.fixtures.inference import InferenceServer
 
-pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib and starts vLLM
+pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
 
 NOISE_NATS = 1e-4
 MASKED = -100

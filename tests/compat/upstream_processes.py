@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from grpo_local.processes import ManagedProcess
 from grpo_local.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.fixtures.inference import InferenceServer
+from tests.support.wait import wait_for
 
 SCRIPTS = Path(__file__).parent / "upstream_side"
 SCRIPT_DEADLINE_S = 300
 MAX_TOKEN_LENGTH = 128
-LAST_TO_END_S = 120.0
-"""multiprocessing's helpers end once they see that their process is gone."""
 
 
 class ScriptFailed(Exception):
@@ -92,11 +91,10 @@ def _run(
 
 
 def left_in_session_of(process: ManagedProcess) -> list[int]:
-    """Ids of the processes that `process` started, itself included, that do not end in time."""
-    give_up_at = time.monotonic() + LAST_TO_END_S
-    while (alive := _alive_in_session(process.pid)) and time.monotonic() < give_up_at:
-        time.sleep(0.1)
-    return alive
+    """Ids of the processes that `process` started, itself included, that do not end."""
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not _alive_in_session(process.pid))
+    return _alive_in_session(process.pid)
 
 
 def _alive_in_session(session: int) -> list[int]:

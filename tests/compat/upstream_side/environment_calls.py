@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import aiohttp
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from sums_environment import SumsEnvironment
 
-POLLS = 50
 PROMPT_TOKENS = 2
 
 
@@ -68,7 +65,7 @@ async def calls(url: str, tokenizer: str) -> dict[str, Any]:
     await env.setup_wandb()
     await env.register_env()
     await env.get_server_info()
-    polls_s = [await seconds_of_a_poll(env) for _ in range(POLLS)]
+    await env.get_status()
 
     await env.handle_send_to_api(group(3))
     await env.handle_send_to_api(group(200))
@@ -84,18 +81,11 @@ async def calls(url: str, tokenizer: str) -> dict[str, Any]:
         "batch_size": env.config.batch_size,
         "max_token_len": env.max_token_len,
         "status": env.status_dict,
-        "median_poll_s": statistics.median(polls_s),
         "sent": env.sent,
         "body_bytes": env.body_bytes,
         "queue_before_refusal": accepted,
         "queue_after_refusal": await queue_size(url),
     }
-
-
-async def seconds_of_a_poll(env: BaseEnv) -> float:
-    started = time.monotonic()
-    await env.get_status()
-    return time.monotonic() - started
 
 
 async def queue_size(url: str) -> int:
