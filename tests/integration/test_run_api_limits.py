@@ -18,13 +18,10 @@ from tests.integration.run_api_calls import (
     lease,
     next_batch,
     register,
-    register_environment,
     scrape,
-    send,
     start,
     status,
     submit,
-    told,
 )
 from tests.support.wait import wait_for
 
@@ -74,16 +71,6 @@ def held_submission(limited: httpx.Client) -> Iterator[http.client.HTTPConnectio
         assert status(limited) == (0, FULL)
     yield connection
     connection.close()
-
-
-def test_environments_are_told_before_anything_is_held(limited: httpx.Client) -> None:
-    register_environment(limited)
-    pressures = [told(limited, 0)["pressure"]]
-    for marker in range(FULL):
-        send(limited, marker, env_id=0)
-        pressures.append(told(limited, 0)["pressure"])
-    assert pressures == [0.0, 0.0, 0.0, 0.5, 1.0]
-    assert told(limited, 0)["env_weight"] == 0.01
 
 
 def test_a_submission_waits_until_there_is_room(limited: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +22,14 @@ from grpo_api.store import RunStore
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     ENVIRONMENT,
+    acknowledge,
     disconnect,
     group,
+    lease,
+    next_batch,
     register,
     register_environment,
+    send,
     start,
     status_env,
     submit,
@@ -68,10 +73,7 @@ def client(api: RunningApi) -> Iterator[httpx.Client]:
         start(client)
         env_id = register_environment(client)["env_id"]
         submit(client, 1)
-        client.post(
-            "/scored_data",
-            json={"tokens": [[1]], "masks": [[1]], "scores": [0.0], "env_id": env_id},
-        ).raise_for_status()
+        send(client, 2, size=1, env_id=env_id)
         yield client
 
 
@@ -169,53 +171,48 @@ def test_headers_and_keys_are_declared(api: RunningApi) -> None:
         assert ("idempotency-key" in parameters) == takes_keys
 
 
-def breaches(read: dict[str, Any], name: str, answer: httpx.Response) -> list[str]:
-    """What of an answer is not as declared."""
-    content = operations(read)[name]["responses"][str(answer.status_code)]["content"]
-    schema = content["application/json"]["schema"] | {"components": read["components"]}
-    found = Draft202012Validator(schema).iter_errors(answer.json())
-    return [f"{name} {answer.status_code}: {error.message}" for error in found]
+class DeclaredAnswers:
+    """A hook of a client: every answer is one that the document declares."""
+
+    def __init__(self, url: str) -> None:
+        self._read = document(url)
+        self.statuses: set[int] = set()
+
+    def __call__(self, answer: httpx.Response) -> None:
+        answer.read()
+        self.statuses.add(answer.status_code)
+        path = re.sub(r"/\d+/", "/{batch_id}/", answer.request.url.path)
+        declared = operations(self._read)[f"{answer.request.method} {path}"]["responses"]
+        schema = declared[str(answer.status_code)]["content"]["application/json"]["schema"]
+        Draft202012Validator(schema | {"components": self._read["components"]}).validate(
+            answer.json()
+        )
 
 
 def test_a_run_from_end_to_end_is_as_declared(client: httpx.Client, api: RunningApi) -> None:
     """Answers that take some calls to come to, and those that are streamed."""
-    read = document(api.url)
-    client.get("/reset_data")
-    answers = [
-        ("GET /batch", client.get("/batch")),
-        ("GET /latest_example", client.get("/latest_example")),
-        ("POST /register-env", client.post("/register-env", json=ENVIRONMENT)),
-        ("POST /register", register(client)),
-    ]
-    trainer = answers[-1][1].json()["uuid"]
+    client.get("/reset_data").raise_for_status()
+    declared = DeclaredAnswers(api.url)
+    client.event_hooks["response"] = [declared]
+    for path in ("/batch", "/latest_example"):
+        client.get(path)
+    client.post("/register-env", json=ENVIRONMENT)
+    trainer = register(client).json()["uuid"]
     client.get("/batch")
-    env = client.post("/register-env", json=ENVIRONMENT)
-    env_id = env.json()["env_id"]
+    env_id = register_environment(client)["env_id"]
     part = group(3, size=1, env_id=env_id)
-    answers += [
-        ("POST /register-env", env),
-        ("POST /scored_data", client.post("/scored_data", json=group(1))),
-        ("POST /scored_data", client.post("/scored_data", json=part)),
-        ("POST /scored_data_list", client.post("/scored_data_list", json=[group(2), part])),
-        ("GET /status-env", status_env(client, env_id)),
-        ("GET /status-env", status_env(client, 77)),
-        ("GET /environments", client.get("/environments")),
-        ("GET /batch", client.get("/batch")),
-        ("GET /latest_example", client.get("/latest_example")),
-    ]
-    assert {item["tokens"][0][0] for item in answers[-2][1].json()["batch"]} == {1, 2}
-    submit(client, 4)
-    lease = {"trainer": trainer, "after": 1}
-    answers += [
-        ("GET /batch", client.get("/batch", params=lease)),
-        ("GET /batch", client.get("/batch")),
-        ("POST /batch/{batch_id}/ack", client.post("/batch/2/ack", params=lease)),
-        ("POST /batch/{batch_id}/ack", client.post("/batch/9/ack", params=lease)),
-        ("GET /info", client.get("/info")),
-        ("GET /wandb_info", client.get("/wandb_info")),
-        ("GET /status", client.get("/status")),
-    ]
-    assert answers[-7][1].json()["batch_id"] == 2
-    assert [breach for name, answer in answers for breach in breaches(read, name, answer)] == []
-    assert {answer.status_code for _, answer in answers} == {200, 404, 409}
-    assert disconnect(client, env_id) == {"status": "success"}
+    send(client, 1)
+    client.post("/scored_data", json=part)
+    client.post("/scored_data_list", json=[group(2), part])
+    for asked in (env_id, 77):
+        status_env(client, asked)
+    assert next_batch(client) == [1, 2]
+    for path in ("/environments", "/latest_example", "/info", "/wandb_info", "/status"):
+        client.get(path)
+    send(client, 4)
+    assert lease(client, trainer, after=1).json()["batch_id"] == 2
+    client.get("/batch")
+    for batch_id in (2, 9):
+        acknowledge(client, trainer, batch_id)
+    disconnect(client, env_id)
+    assert declared.statuses == {200, 404, 409}
