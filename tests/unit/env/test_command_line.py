@@ -25,7 +25,7 @@ for arguments in json.loads(sys.argv[1]):
     try:
         main(arguments)
     except SystemExit as end:
-        heavy = [name for name in ("torch", "transformers") if sys.modules.get(name)]
+        heavy = [name for name in ("torch", "torch.nn", "transformers") if sys.modules.get(name)]
         print(json.dumps([end.code, heavy]))
 """
 
