@@ -35,8 +35,11 @@ def stopped() -> Stopwatch:
     return watch
 
 
-def test_every_number_by_hand(tmp_path: Path) -> None:
-    stopped().summary("none", SERVER).write(tmp_path)
+def test_every_number_by_hand_in_the_file_and_in_the_layout_that_users_know(
+    tmp_path: Path,
+) -> None:
+    summary = stopped().summary("none", SERVER)
+    summary.write(tmp_path)
     written = json.loads((tmp_path / FILE_NAME).read_text())
     assert written.pop("peak_rss_bytes") > 10_000_000
     assert written == {
@@ -46,20 +49,15 @@ def test_every_number_by_hand(tmp_path: Path) -> None:
         **{"restarts": 2, "dropped_requests": 0, "generation_tokens": 99},
         **{"reward_first": 0.25, "reward_last": 0.75},
     }
-
-
-def test_the_layout_that_users_know() -> None:
-    lines = str(stopped().summary("lora_restart", SERVER)).splitlines()
-    expected = [
-        "BENCHMARK SUMMARY (lora_restart)",
+    shown = str(summary).splitlines()
+    for line in (
+        "BENCHMARK SUMMARY (none)",
         "  Total training time:     63.00s (1.05 min)",
-        "  Total steps:             2",
         "    Avg step time:         2.00s",
         "    Avg sync time:         24.00s (x1 syncs)",
-        "    Avg data fetch time:   0.50s",
         "    Restarts:              2",
-    ]
-    assert [line for line in lines if line in expected] == expected
+    ):
+        assert line in shown
 
 
 def test_unknown_numbers_stay_empty() -> None:
