@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
+from grpo_api.exact_sums import Kind
 from grpo_api.records import Poll
 from tests.integration.run_store_rig import Run, open_run
 
@@ -193,6 +194,13 @@ async def test_a_reset_leaves_nothing_of_the_layout_with_staged_groups(run: Run)
     await run.link.call("HSET", f"{former}leases", "1", "0 4 5 5 1:4:7")
     await run.store.reset()
     assert await run.link.call("KEYS", f"{former}*") == []
+
+
+async def test_ids_that_nobody_registered_are_one_sender(run: Run) -> None:
+    for marker in range(6):
+        await run.submit(marker, size=2 if marker < 4 else 1, env_id=100 + marker)
+    view = await run.store.environments.view()
+    assert dict(view.counters.queued) == {Kind(None, 2): 4, Kind(None, 1): 2}
 
 
 async def test_an_environment_that_registers_over_a_reset_is_one_of_the_new_run(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
 from grpo_api.payloads import unpack
 from grpo_api.records import Poll
-from grpo_api.waiting_line import MAX_WAITING
+from grpo_api.waiting_line import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
 from tests.support.wait import wait_for_async
 
@@ -130,13 +131,30 @@ async def test_an_environment_that_the_batch_waits_for_passes_a_full_line(redis_
         await asyncio.gather(*held, return_exceptions=True)
 
 
-async def test_groups_that_waited_longest_come_first(redis_url: str) -> None:
+async def test_groups_that_waited_longest_come_first(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[Ticket] = Counter()
+    wait = Ticket.wait
+
+    async def counted_wait(ticket: Ticket) -> None:
+        await wait(ticket)
+        looks[ticket] += 1
+
+    monkeypatch.setattr(Ticket, "wait", counted_wait)
     async with open_run(redis_url, "line", FOUR_GROUPS, PATIENT) as run:
         await run.submit(*range(4))
-        held = [await run.submit_to_the_line(marker) for marker in (10, 11, 12, 13)]
-        assert [await run.poll(), await run.poll()] == [[0, 1], [2, 3]]
+        held = [await run.submit_to_the_line(marker) for marker in (10, 11)]
+        second = run.intake._line._tickets[1]
+
+        async def room_is_made_and_the_second_looks_before_the_first_is_back() -> None:
+            assert await run.poll() == [0, 1]
+            before = looks[second]
+            await wait_for_async(lambda: looks[second], lambda count: count > before + 1)
+
+        run.link.before["submit_whole"] = room_is_made_and_the_second_looks_before_the_first_is_back
         await asyncio.gather(*held)
-        assert [await run.poll(), await run.poll()] == [[10, 11], [12, 13]]
+        assert [await run.poll(), await run.poll()] == [[2, 3], [10, 11]]
 
 
 @pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
