@@ -89,6 +89,10 @@ class Comparing:
     def events(self) -> list[str]:
         return (self.folder / "events").read_text().splitlines()
 
+    @property
+    def rounds(self) -> list[str]:
+        return [line for line in self.shown.out.splitlines() if line.startswith("running")]
+
     def said(self, mode: str) -> str:
         return (self.directory / "logs" / f"{mode}.log").read_text()
 
@@ -115,6 +119,7 @@ def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: C
     assert comparing.run("--modes none,lora_only --seed 5 -- --lr 0.125") == 0
     assert comparing.shown.err == ""
     assert "20 steps in each of none, lora_only" in comparing.shown.out
+    assert comparing.rounds == ["running none", "running lora_only"]
     assert comparing.events == ["begins none", "ends none", "begins lora_only", "ends lora_only"]
     for mode in ("none", "lora_only"):
         run = comparing.directory / mode
@@ -178,6 +183,7 @@ def test_side_by_side_each_run_sees_its_own_gpu(
     assert comparing.run("--modes none,lora_only --side-by-side --gpu-ids 2,5") == 0
     for mode, gpu in (("none", 2), ("lora_only", 5)):
         assert comparing.said(mode).endswith(f"on GPU {gpu}\n")
+    assert comparing.rounds == ["running none, lora_only"]
     assert "all at once" in comparing.table
 
 

@@ -111,8 +111,13 @@ async def test_asking_again_extends_the_lease() -> None:
 
 
 async def test_nobody_gets_in_before_torn_weights_are_called_torn() -> None:
-    bridge, _ = await paused(FakeEngine(), lease_s=HANDOVER_S / 2)
-    await bridge.open_session()
+    named = asyncio.Event()
+    bridge, _ = await paused(FakeEngine(held={"name 1.0": named}), lease_s=HANDOVER_S / 2)
+    entering = asyncio.create_task(bridge.open_session())
+    await asyncio.sleep(HANDOVER_S * 3 / 4)  # the lease has run out
+    assert not entering.done()
+    named.set()
+    await entering
     assert not bridge.weights_intact
     assert not bridge.paused
 

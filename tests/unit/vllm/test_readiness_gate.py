@@ -35,6 +35,7 @@ class Asking:
         return self._refusal
 
     async def wait(self, at_most_s: float) -> None:
+        assert at_most_s > 0, "the hold is over"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
