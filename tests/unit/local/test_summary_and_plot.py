@@ -72,6 +72,7 @@ def test_the_plot_is_a_png_of_sensible_size(tmp_path: Path, steps: int) -> None:
     assert 5_000 < len(data) < 500_000
 
 
+@pytest.mark.full
 def test_nothing_is_said_of_the_font_cache_that_a_new_machine_lacks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_IMPATIENTLY],
