@@ -197,8 +197,10 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
         with pytest.raises(StopRequested, match="SIGINT") as stopped:
             stack.start(script("stubborn", stubborn, ready, healthy=lambda: False))
         assert stopped.value.exit_status == 130
+        process = stack.process("stubborn")
         stack.stop()
         assert request.received == [signal.SIGINT] * 2
+        assert process.exit_code == -signal.SIGKILL
 
 
 def test_every_stop_signal_is_counted_and_handlers_come_back() -> None:
