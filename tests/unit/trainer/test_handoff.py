@@ -149,7 +149,7 @@ def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
     watch = rig.watch(20.0, a_second_per_reading)
     told = r"away for 20 s \(its supervisor says nothing in Redis"
     with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
-        Handoff(rig.link, watch, Action.LOAD_ADAPTER, deadline_s=600.0).serve(FILES)
+        Handoff(rig.link, watch, Action.LOAD_ADAPTER, deadline_s=120.0).serve(FILES)
 
 
 def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -55,7 +56,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.mkdir(parents=True)
     (place / "__init__.py").touch()
     (place / "__main__.py").write_text(SERVER)
-    monkeypatch.setenv("PYTHONPATH", str(place.parent))
+    monkeypatch.setenv("PYTHONPATH", str(place.parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(place.parent))
     monkeypatch.setattr(server_process, "PACKAGE", "stand_in_vllm")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -113,7 +114,7 @@ class StandIn:
 @pytest.fixture
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(stand_in.packages))
+    monkeypatch.setenv("PYTHONPATH", str(stand_in.packages), prepend=os.pathsep)
     return stand_in
 
 
