@@ -18,10 +18,12 @@ from tests.integration.run_api_calls import (
     lease,
     next_batch,
     register,
+    register_environment,
     scrape,
     start,
     status,
     submit,
+    told,
 )
 from tests.support.wait import wait_for
 
@@ -71,6 +73,14 @@ def held_submission(limited: httpx.Client) -> Iterator[http.client.HTTPConnectio
         assert status(limited) == (0, FULL)
     yield connection
     connection.close()
+
+
+def test_environments_are_told_before_anything_is_held(limited: httpx.Client) -> None:
+    register_environment(limited)
+    submit(limited, *range(FULL - 1), env_id=0)
+    assert told(limited, 0)["pressure"] == 0.5
+    submit(limited, 9, env_id=0)
+    assert told(limited, 0)["pressure"] == 1.0
 
 
 def test_a_submission_waits_until_there_is_room(limited: httpx.Client) -> None:
