@@ -11,8 +11,6 @@ _LOWEST = 20_000
 """Below it are the ports that people choose for servers of their own."""
 _ATTEMPTS = 200
 
-_claims: list[socket.socket] = []
-
 
 def free_port() -> int:
     """A TCP port of the loopback interface that nothing listens on, given to one caller only until
@@ -46,7 +44,7 @@ def _claim(port: int) -> bool:
     except OSError:
         claim.close()
         return False
-    _claims.append(claim)
+    claim.detach()  # stays open until this process ends
     return True
 
 
