@@ -24,8 +24,6 @@ class Cut(Enum):
     """The connection closes before the service sees the request."""
     ANSWER = "answer"
     """The service carries the request out; its answer goes nowhere."""
-    HALF = "half"
-    """The same, after half of the answer."""
     GATEWAY = "gateway"
     """As ANSWER, and a gateway answers 504 in its place."""
 
@@ -39,7 +37,6 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.next_cut = Cut.NOTHING
-        self.request_lines: list[str] = []
         self._client: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -63,16 +60,13 @@ class CuttingProxy:
 
     def _carry(self, client: socket.socket) -> None:
         while request := _message(client):
-            self.request_lines.append(request.partition(b"\r\n")[0].decode())
             cut, self.next_cut = self.next_cut, Cut.NOTHING
             if cut is Cut.REQUEST:
                 return
             with socket.create_connection(self._target, _ANSWER_S) as service:
                 service.sendall(request)
                 answer = _message(service)
-            if cut is Cut.HALF:
-                client.sendall(answer[: len(answer) // 2])
-            if cut in (Cut.ANSWER, Cut.HALF):
+            if cut is Cut.ANSWER:
                 return
             client.sendall(_GATEWAY_TIMEOUT if cut is Cut.GATEWAY else answer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -51,7 +51,7 @@ def markers(batch: LeasedBatch) -> tuple[int, list[int]]:
     return batch.id, [group.tokens[0][0] for group in batch.groups]
 
 
-@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.HALF, Cut.GATEWAY])
+@pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
 async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactly_once(
     http: httpx.Client, proxy: CuttingProxy, cut: Cut
 ) -> None:
@@ -111,17 +111,6 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> N
             assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
 
 
-def test_batches_that_the_run_does_not_know_are_named(
-    http: httpx.Client, trainer: TrainerClient
-) -> None:
-    submit(http, 1, 2)
-    with pytest.raises(UnknownBatch, match="no batch 1 was ever handed out"):
-        trainer.acknowledge(1)
-    trainer.resume_after(7)
-    with pytest.raises(UnknownBatch, match="no batch 7 was ever handed out"):
-        trainer.next_batch(DEADLINE_S)
-
-
 async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerClient) -> None:
     same = ScoredGroup.model_validate(group(1))
     async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
@@ -130,63 +119,32 @@ async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerC
     assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 1])
 
 
-def test_a_lost_answer_without_a_batch_changes_nothing(
-    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient
+def test_an_unknown_batch_and_a_reset_run_are_named(
+    http: httpx.Client, trainer: TrainerClient
 ) -> None:
-    submit(http, 1, 2)
-    trainer.next_batch(DEADLINE_S)
-    proxy.next_cut = Cut.ANSWER
-    with pytest.raises(ServiceUnavailable, match="no batch within"):
-        trainer.next_batch(0.2)
-    submit(http, 3, 4)
-    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
-
-
-def test_a_run_that_was_reset_says_so(http: httpx.Client, trainer: TrainerClient) -> None:
+    trainer.resume_after(7)
+    with pytest.raises(UnknownBatch, match="no batch 7 was ever handed out"):
+        trainer.next_batch(DEADLINE_S)
     http.get("/reset_data").raise_for_status()
     with pytest.raises(ProtocolViolation, match="somebody called /reset_data, or its Redis lost"):
         trainer.next_batch(DEADLINE_S)
-
-
-def test_between_polls_of_a_second_the_trainer_does_its_other_work(
-    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient
-) -> None:
-    looked = []
-
-    def send_the_data() -> None:
-        looked.append(True)
-        submit(http, 1, 2)
-
-    assert markers(trainer.next_batch(DEADLINE_S, meanwhile=send_the_data)) == (1, [1, 2])
-    assert looked == [True]
-    polls = [line for line in proxy.request_lines if line.startswith("GET /batch?")]
-    assert [line.count("&wait_s=1.0 ") for line in polls] == [1, 1]
-
-
-class Clock:
-    """The client's clock, which a test may put forward."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-        self.sleep = time.sleep
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     http: httpx.Client, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as a server is waited for, no environment can send."""
-    clock = Clock()
+    ahead_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0], sleep=time.sleep)
     monkeypatch.setattr("grpo_core.run_api_client.time", clock)
     monkeypatch.setattr("grpo_core.run_api_client.BATCH_WAIT_S", 0.1)
 
-    def wait_for_a_server() -> None:
-        clock.ahead_s += 10 * DEADLINE_S
+    def work() -> None:
+        if ahead_s[0]:
+            submit(http, 1, 2)
+        ahead_s[0] += 10 * DEADLINE_S
 
-    polls: Iterator[Any] = iter([wait_for_a_server, lambda: submit(http, 1, 2)])
-    batch = trainer.next_batch(DEADLINE_S, meanwhile=lambda: next(polls)())
+    batch = trainer.next_batch(DEADLINE_S, meanwhile=work)
     assert markers(batch) == (1, [1, 2])
 
 
