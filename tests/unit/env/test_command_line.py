@@ -11,8 +11,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.http_stub import Answer, stub_server
@@ -76,12 +74,10 @@ def test_no_environment_imports_torch(
     assert "PyTorch was not found" not in errors
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
-def test_a_signal_during_generation_ends_politely(
-    number: signal.Signals, tokenizer_dir: Path
+def test_sigterm_during_generation_ends_politely_and_takes_the_ready_file_along(
+    tokenizer_dir: Path, tmp_path: Path
 ) -> None:
+    ready = tmp_path / "ready"
     api, generating, release = RunApi(num_steps=1000), threading.Event(), threading.Event()
 
     def generate(_body: dict[str, Any]) -> Answer:
@@ -98,14 +94,15 @@ def test_a_signal_during_generation_ends_politely(
                 *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--env.group-size=2"),
                 f"--env.rollout-server-url={run_api.url}",
                 f"--openai.base-url={inference.url}",
-                f"--openai.model-name={tokenizer_dir}",
+                *(f"--openai.model-name={tokenizer_dir}", f"--env.ready-file={ready}"),
             ],
             stderr=subprocess.PIPE,
             text=True,
         )
         try:
             assert generating.wait(DEADLINE_S)
-            process.send_signal(number)
+            assert ready.exists()
+            process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=DEADLINE_S)
         finally:
             release.set()
@@ -114,3 +111,4 @@ def test_a_signal_during_generation_ends_politely(
     assert process.returncode == 0
     assert "stopped by a signal" in errors
     assert api.disconnected == [0]
+    assert not ready.exists()
