@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_api.batching import plan_batch
 from grpo_api.bundles import Bundle
 from grpo_api.demand import Demand
-from grpo_api.exact_sums import Kind
+from grpo_api.exact_sums import Kind, Stock, can_make
 from tests.unit.api.builders import bundle, queues
 
 Least = dict[Kind, int]
@@ -29,11 +29,7 @@ def plan(queue: list[Bundle], batch_size: int, least: Least | None = None) -> li
 @pytest.mark.parametrize(
     ("sizes", "batch_size", "planned"),
     [
-        pytest.param([4, 4, 4], 16, None, id="too little"),
-        pytest.param([4, 2, 4, 2], 8, [0, 1, 3], id="a group that does not fit waits"),
         pytest.param([4, 6, 3, 4, 4], 12, [0, 3, 4], id="a greedy choice would stall"),
-        pytest.param([3, 3, 3], 8, None, id="no exact subset"),
-        pytest.param([6, 4, 4, 6], 20, [0, 1, 2, 3], id="packs would never come out even"),
         pytest.param([4] * 3 + [6] * 20_000, 38, [0, 1, 3, 4, 5, 6, 7], id="a deep queue"),
     ],
 )
@@ -83,3 +79,15 @@ def test_a_deep_queue_with_many_minimums_is_planned() -> None:
     assert planned is not None
     assert Counter(i % 20 for i in planned) == {e: 14 if e == 3 else 6 for e in range(20)}
     assert max(planned) == 3 + 13 * 20
+
+
+STOCKS = st.lists(
+    st.builds(Stock, st.integers(1, 6), st.integers(0, 3), st.integers(0, 7)), max_size=3
+)
+
+
+@given(stocks=STOCKS)
+def test_stocks_make_exactly_the_sums_of_numbers_within_their_limits(stocks: list[Stock]) -> None:
+    numbers = product(*(range(stock.least, stock.most + 1) for stock in stocks))
+    sums = {sum(n * s.sequences for n, s in zip(ns, stocks, strict=True)) for ns in numbers}
+    assert {total for total in range(130) if can_make(total, stocks)} == sums

@@ -41,11 +41,8 @@ def test_help_and_a_mistake_are_answered_before_anything_heavy() -> None:
     ("option", "value"),
     [
         ("--redis-url", "http://x"),
-        ("--redis-url", "redis://x:port"),
         ("--run-id", "a{b}"),
-        ("--token", ""),
         ("--token", "hunter 2"),
-        ("--token", "hunter2\n"),
         ("--help", None),
     ],
 )

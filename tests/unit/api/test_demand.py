@@ -31,11 +31,9 @@ def groups_asked(
     ("batch_size", "shares", "asked"),
     [
         pytest.param(8, [(2, 0.6), (2, 0.0)], [2, 0], id="int(8 * 0.6) = 4 sequences"),
-        pytest.param(8, [(4, 0.1)], [0], id="int(8 * 0.1) = 0 asks for nothing"),
         pytest.param(8, [(4, 0.2)], [1], id="one sequence takes a whole group"),
         pytest.param(100, [(1, 0.29)], [28], id="int, as the archived server rounds"),
         pytest.param(10, [(1, 0.8), (1, 0.4)], [6, 3], id="a sum above one: one factor for all"),
-        pytest.param(8, [(4, 0.3), (4, 0.3), (4, 0.3)], [0, 0, 0], id="not even one group of each"),
         pytest.param(12, [(4, 0.3), (6, 0.5)], [0, 0], id="4 and 6 never add up to 12 together"),
         pytest.param(40, [(12, 0.5), (8, 0.1)], [2, 1], id="sizes that need each other"),
         pytest.param(40, [(12, 0.5), (10, 0.5)], [0, 2], id="a size that nobody complements"),

@@ -64,44 +64,22 @@ def reads_as_the_record(text: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "left_out", [(), ("messages", "overrides", "images"), ("inference_logprobs", "env_id")]
-)
-def test_a_usual_group_is_recognised(left_out: tuple[str, ...]) -> None:
-    group = {key: value for key, value in usual(3).items() if key not in left_out}
+def test_a_usual_group_is_recognised() -> None:
+    group = usual(3)
+    assert reads_as_the_record(encoded(group))
+    del group["messages"], group["env_id"]
     assert reads_as_the_record(encoded(group))
 
 
 REFUSED: dict[str, Json] = {
-    "array in a row": {"tokens": [[5, 6, 90, [91]], [5, 6, 91, 91]]},
     "arrays that make up for others": {"tokens": [[[5, 6], [], [90], [91]], [5, 6, 91, 91]]},
-    "object of rows": {"tokens": {"aaaa": [5, 6, 90, 91], "bbbb": [5, 6, 91, 91]}},
     "token beyond 31 bits": {"tokens": [[5, 6, 2**31, 91], [5, 6, 91, 91]]},
-    "mask below -100": {"masks": [[-101, -100, 90, 91], [-100, -100, 91, 91]]},
     "shifted masks": {"masks": [[-100, -100, 90], [-100, -100, 91, 91, 91]]},
-    "empty sequence": {"tokens": [[], [5]], "masks": [[], [5]], "inference_logprobs": None},
-    "no sequence": {"tokens": [], "masks": [], "scores": [], "inference_logprobs": None},
-    "missing score": {"scores": [1.0]},
-    "nested score": {"scores": [[1.0], [2.0]]},
-    "missing logprobs": {"ref_logprobs": [[0.5]]},
     "misaligned logprobs": {"inference_logprobs": [[1.0, 1.0, -0.25], [1.0, 1.0, -0.2, -0.1]]},
-    "nested logprobs": {"inference_logprobs": [[[1.0], 1.5, -0.2, -0.1]] * 2},
-    "negative env_id": {"env_id": -1},
-    "conversation too few": {"messages": [[{"role": "user", "content": "x"}]]},
-    "message without a role": {"messages": [[{"content": "x"}]] * 2},
-    "override too few": {"overrides": [{}]},
-    "overrides as text": {"overrides": "x"},
-    "half of a distillation": {"distill_token_ids": [[[1]] * 4] * 2},
 }
 COERCED: dict[str, Json] = {
-    "number as text": {"masks": [["-100", -100, 90, 91], [-100, -100, 91, 91]]},
     "integer scores": {"scores": [0, 1]},
-    "row of integers": {"inference_logprobs": [[1, 0, 0, -1], [1.0, 1.0, -0.5, -0.1]]},
-    "boolean score": {"scores": [True, 1.0]},
-    "boolean env_id": {"env_id": True},
     "unknown field": {"something": 1},
-    "integer beyond 53 bits": {"inference_logprobs": [[2**53 + 1, 1.0, -0.25, -1.5]] * 2},
-    "integer below -53 bits": {"inference_logprobs": [[-(2**53) - 1, 1.0, -0.25, -1.5]] * 2},
 }
 
 
@@ -112,27 +90,12 @@ def test_other_groups_are_left_to_the_record(name: str) -> None:
     assert scan_group(text) is None
 
 
-def test_brackets_do_not_hide_behind_escaped_ones() -> None:
-    nested = {"tokens": [[[5], [6], 90, 91], [5, 6, 91, 91]], "images": {"a": "@@"}}
-    text = encoded(usual() | nested).replace(b"@", b"\\u005b")
-    assert as_record(text) is None
-    assert scan_group(text) is None
-
-
-WITH_IMAGES = encoded(usual()).replace(b'"images": null', b'"images": @')
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"{}", b"[]", b"null", b"\xef\xbb\xbf" + encoded(usual()), b" " + encoded(usual())),
-        encoded(usual())[:-1] + b',"env_id":4}',
+        *(b"", b"{}", b"[]", encoded(usual())[:-1] + b',"env_id":4}'),
         encoded(usual()).replace(b"-0.25", b"NaN"),
-        *(
-            WITH_IMAGES.replace(b"@", value)
-            for value in (b"[1e999]", b'["\\ud800"]', b'["\xff"]', b"[" * 300 + b"]" * 300)
-        ),
-        WITH_IMAGES.replace(b"@", b"[%s]" % (b"9" * 5000)),
+        encoded(usual()).replace(b'"images": null', b'"images": ["\\ud800"]'),
     ],
 )
 def test_text_that_is_no_plain_object_is_not_recognised(text: bytes) -> None:
@@ -140,7 +103,7 @@ def test_text_that_is_no_plain_object_is_not_recognised(text: bytes) -> None:
 
 
 def paths(value: Any) -> Iterator[list[Any]]:
-    """Where the values of a group stand, at any depth."""
+    """Where the values of a group are, at any depth."""
     keys = value if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield [key]

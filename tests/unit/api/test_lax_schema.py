@@ -50,13 +50,8 @@ PLACES: list[tuple[type[BaseModel], Path]] = [
 ]
 """One place for each type of a field."""
 BOUNDS = (-101, -100, -2, -1, 0, 1, 2**16, 2**31, 10**9)
-SPELLINGS = (
-    *("null", "true", "false", "-0", "2e2", "2.0", "0.5", "1e308", "1e400", "-1e400", "[]", "[1]"),
-    *("{}", '""', '"0"', '"1"', '"-1"', '"-100"', '"0.5"', '"2.5"', '"x"', '"nan"', '"inf"'),
-    *('"0x1"', '"-"', '"1,5"', '"\u0661"'),
-)
-"""`2e2` and `1e400` are none that Python writes."""
-NUMBERS = st.one_of(
+VALUES = st.one_of(
+    st.sampled_from(["null", "true", "2.0", "2e2", "0.5", "[]", "[1]", "{}"]),
     st.builds(lambda bound, off: str(bound + off), st.sampled_from(BOUNDS), st.integers(-1, 1)),
     st.floats(allow_nan=False, allow_infinity=False).map(repr),
 )
@@ -87,31 +82,15 @@ def verdicts(model: type[BaseModel], path: Path, literal: str) -> tuple[bool, bo
     return SCHEMAS[model].is_valid(json.loads(text)), accepts(model, text)
 
 
-each_place = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("model", "path"), PLACES, ids=[f"{model.__name__}{path}" for model, path in PLACES]
 )
-
-
-@each_place
-def test_the_schema_and_the_record_agree_on_spellings(model: type[BaseModel], path: Path) -> None:
-    for literal in SPELLINGS:
-        declared, accepted = verdicts(model, path, literal)
-        is_infinity_in_any = path == ["images"] and literal.endswith("1e400")
-        assert declared == (accepted or is_infinity_in_any), literal
-
-
-@each_place
-@given(number=NUMBERS, text=ANY_TEXT)
+@given(value=VALUES, text=ANY_TEXT)
 def test_the_schema_and_the_record_agree(
-    model: type[BaseModel], path: Path, number: str, text: str
+    model: type[BaseModel], path: Path, value: str, text: str
 ) -> None:
-    declared, accepted = verdicts(model, path, number)
+    declared, accepted = verdicts(model, path, value)
     assert declared == accepted
     # some unusual spellings of numbers are accepted beyond what is declared: never the reverse
     declared, accepted = verdicts(model, path, json.dumps(text))
     assert accepted or not declared
-
-
-@pytest.mark.parametrize("literal", ['" 7"', '"+7"', '"7.0"', '"1_0"', '"007"'])
-def test_unusual_spellings_are_accepted_beyond_those_declared(literal: str) -> None:
-    assert verdicts(EnvironmentRegistration, ["group_size"], literal) == (False, True)

@@ -1,4 +1,4 @@
-"""Where groups go: queue or buffer, and which are refused."""
+"""Where groups go: queue or buffer, which are refused, and which sizes a run can serve."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
+from grpo_api.exact_sums import Kind
 from grpo_api.placement import (
     MAX_BUFFERED_GROUPS,
     Arrival,
@@ -17,6 +18,7 @@ from grpo_api.placement import (
     Placement,
     place,
 )
+from grpo_api.servable import batch_size_conflicts, can_be_served, partners
 from tests.unit.api.builders import stored
 
 ENV = 3
@@ -44,9 +46,8 @@ def test_groups_of_the_registered_size_go_straight_to_the_queue() -> None:
     assert (placement.buffers, placement.buffered_sequences) == ({}, [None, None])
 
 
-@pytest.mark.parametrize("env_id", [None, 9], ids=["no env_id", "unknown env_id"])
-def test_groups_of_nobody_known_go_straight_to_the_queue(env_id: int | None) -> None:
-    placement = place(arrivals(2, 1, env_id=env_id), state())
+def test_groups_of_an_unknown_sender_go_straight_to_the_queue() -> None:
+    placement = place(arrivals(2, 1, env_id=9), state())
     assert bundles(placement) == [[100], [101]]
     assert [bundle.env_id for bundle in placement.bundles] == [None, None]
 
@@ -94,18 +95,12 @@ def test_a_part_larger_than_the_group_is_refused() -> None:
     assert refused.value.at("tokens").status == 422
 
 
-@pytest.mark.parametrize(("size", "env_id"), [(3, ENV), (1, ENV), (3, None)])
+@pytest.mark.parametrize(("size", "env_id"), [(1, ENV), (3, None)])
 def test_a_size_that_fills_no_batch_is_refused_whoever_sends_it(
     size: int, env_id: int | None
 ) -> None:
     with pytest.raises(GroupRefused, match="exactly 8"):
         place(arrivals(size, env_id=env_id), state(group_size=3))
-
-
-def test_a_size_that_fills_a_batch_with_others_is_taken() -> None:
-    with_partner = IntakeState(40, {ENV: 12}, {}, partners={8: 5, 12: 3})
-    assert bundles(place(arrivals(12), with_partner)) == [[100]]
-    assert place(arrivals(7), with_partner).buffered_sequences == [7]
 
 
 def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -> None:
@@ -117,3 +112,33 @@ def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -
     assert place(arrivals(2), full).buffered_sequences == [most * 3 + 2]
     assert bundles(place(arrivals(2, 2), full)) == [[100, 101]]
     assert bundles(place(arrivals(1), full)) == [[0, 100]]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "senders", "queued", "servable"),
+    [
+        pytest.param(8, [], 0, True, id="divides the batch"),
+        pytest.param(41, [8], 0, False, id="larger than the batch"),
+        pytest.param(12, [12], 0, False, id="nobody complements it"),
+        pytest.param(12, [8], 0, True, id="12 + 12 + 8 + 8"),
+        pytest.param(12, [], 1, False, id="one group of 8 lies in the queue"),
+        pytest.param(12, [], 2, True, id="two do"),
+    ],
+)
+def test_which_groups_a_batch_of_40_can_hold(
+    sequences: int, senders: list[int], queued: int, servable: bool
+) -> None:
+    lying = {Kind(None, 8): queued} if queued else {}
+    assert can_be_served(sequences, 40, partners(40, senders, lying)) is servable
+
+
+def test_every_conflict_with_a_new_batch_size_is_listed() -> None:
+    group_size_of, queued = {0: 8, 1: 12, 2: 5}, {Kind(0, 8): 3, Kind(None, 7): 1}
+    assert batch_size_conflicts(40, group_size_of, {Kind(0, 8): 3}) == []
+    assert batch_size_conflicts(6, group_size_of, queued) == [
+        "groups of 7 sequences are queued",
+        "groups of 8 sequences are queued",
+        "environment 0 sends groups of 8",
+        "environment 1 sends groups of 12",
+        "environment 2 sends groups of 5",
+    ]

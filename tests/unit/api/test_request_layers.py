@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.testing import capture_logs
@@ -43,30 +41,11 @@ def values(answer: Message, name: bytes) -> list[bytes]:
     return [value for key, value in answer["headers"] if key == name]
 
 
-def seen(logs: list[dict[str, object]]) -> list[tuple[object, object]]:
-    return [(line["event"], line["status"]) for line in logs]
-
-
-@pytest.mark.parametrize("given", [b"a", b"x" * 128, b"a/b=c\"'~!"])
-async def test_a_request_id_of_the_caller_is_kept(given: bytes) -> None:
-    app = RequestLogMiddleware(answering(200), Lifetime())
-    assert values(await exchange(app, (b"x-request-id", given)), b"x-request-id") == [given]
-
-
-@pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"\xc3\xa4", b"a\x1bb"])
-async def test_any_other_is_replaced(given: bytes) -> None:
+@pytest.mark.parametrize("given", [b"x" * 129, b"a\x1bb"])
+async def test_a_request_id_that_a_log_cannot_hold_is_replaced(given: bytes) -> None:
     app = RequestLogMiddleware(answering(200), Lifetime())
     (chosen,) = values(await exchange(app, (b"x-request-id", given)), b"x-request-id")
-    assert chosen != given
     assert len(chosen) == 32
-
-
-async def test_connections_are_closed_once_the_server_is() -> None:
-    lifetime = Lifetime()
-    app = RequestLogMiddleware(answering(200), lifetime)
-    assert values(await exchange(app), b"connection") == []
-    lifetime.closing.set()
-    assert values(await exchange(app), b"connection") == [b"close"]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +54,6 @@ async def test_connections_are_closed_once_the_server_is() -> None:
         pytest.param(0.9, 200, False, "debug", "request", id="quick"),
         pytest.param(1.1, 200, False, "warning", "request slow", id="slow"),
         pytest.param(1.1, 200, True, "debug", "request", id="held"),
-        pytest.param(0.1, 422, False, "debug", "request", id="refused"),
         pytest.param(1.1, 503, True, "warning", "request failed", id="held and failed"),
     ],
 )
@@ -101,51 +79,14 @@ async def test_slow_and_failed_requests_are_warnings(
     assert (line["log_level"], line["event"], line["status"]) == (level, event, status)
 
 
-async def ended_by_the_server(has_begun: bool) -> Message:
-    """The answer to a request that the server, which stops, cancels."""
-
-    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-        if has_begun:
-            await answering(200)(scope, receive, send)
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(exchange(RequestLogMiddleware(endless, Lifetime())))
-    await asyncio.sleep(0)
-    task.cancel()
-    return await task
-
-
-async def test_a_request_that_outlasts_the_shutdown_is_503() -> None:
-    with capture_logs() as logs:
-        answer = await ended_by_the_server(has_begun=False)
-    assert answer["status"] == 503
-    assert values(answer, b"retry-after") == [b"1"]
-    assert len(values(answer, b"x-request-id")) == 1
-    assert seen(logs) == [("request failed", 503)]
-
-
-async def test_an_answer_that_has_begun_is_cut_off_then() -> None:
-    with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
-        await ended_by_the_server(has_begun=True)
-    assert seen(logs) == [("request failed", 500)]
-
-
-@pytest.mark.parametrize("given", ["Bearer correct-horse", "bearer correct-horse"])
-async def test_the_token_opens(given: str) -> None:
-    app = BearerTokenMiddleware(answering(200), TOKEN)
-    assert (await exchange(app, (b"authorization", given.encode())))["status"] == 200
-
-
 @pytest.mark.parametrize(
     "given",
     [
-        *([], ["Bearer "], ["Bearer correct-hors"], ["Bearer correct-horse2"]),
-        *(["Bearer CORRECT-HORSE"], ["Basic correct-horse"], ["correct-horse"], ["Bearer \xff"]),
-        ["Bearer correct-horse", "Bearer correct-horse"],
+        *([], ["Bearer correct-hors"], ["Bearer correct-horse2"], ["Basic correct-horse"]),
+        *(["Bearer \xff"], ["Bearer correct-horse", "Bearer correct-horse"]),
     ],
 )
-async def test_nothing_else_does_and_no_body_is_read(given: list[str]) -> None:
+async def test_any_other_token_is_refused_and_no_body_is_read(given: list[str]) -> None:
     headers = [(b"authorization", value.encode("latin-1")) for value in given]
     answer = await exchange(BearerTokenMiddleware(answering(200), TOKEN), *headers)
     assert answer["status"] == 401
-    assert values(answer, b"www-authenticate") == [b"Bearer"]
