@@ -1,16 +1,65 @@
-"""The objective against values worked by hand."""
+"""Advantages, log-probabilities and the objective against values worked by hand."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from grpo_trainer.advantage import group_advantages
 from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.policy import token_logprobs
 
 EPS = 0.2
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
+
+
+def advantages(scores: list[float]) -> list[float]:
+    return group_advantages(torch.tensor(scores)).tolist()
+
+
+def test_three_scores_by_hand() -> None:
+    """Mean 1, population deviation sqrt((1 + 0 + 1) / 3)."""
+    deviation = (2 / 3) ** 0.5
+    assert advantages([0.0, 1.0, 2.0]) == pytest.approx([-1 / deviation, 0.0, 1 / deviation])
+
+
+@given(
+    st.lists(st.integers(-1000, 1000), min_size=2, max_size=16).filter(lambda s: len(set(s)) > 1)
+)
+def test_shift_and_scale_of_the_scores_change_nothing(scores: list[int]) -> None:
+    plain = advantages([float(score) for score in scores])
+    assert sum(plain) == pytest.approx(0, abs=1e-5)
+    assert sum(a * a for a in plain) == pytest.approx(len(scores), rel=1e-5)
+    assert advantages([7.0 * score - 1000 for score in scores]) == pytest.approx(plain, abs=1e-6)
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, 32))
+def test_equal_scores_give_zeros(score: float, size: int) -> None:
+    assert advantages([score] * size) == [0.0] * size
+
+
+class FixedLogits(nn.Module):
+    """Answers every position with the logits (0, ln 9)."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        assert not use_cache
+        return SimpleNamespace(logits=torch.tensor([0.0, math.log(9)]).expand(*input_ids.shape, 2))
+
+
+def test_each_sequence_is_scored_at_its_own_temperature() -> None:
+    """At temperature t the odds are 9^(1/t): 9, 3 and 81 to 1."""
+    inputs, targets = torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1]] * 3)
+    logp = token_logprobs(FixedLogits(), inputs, targets, torch.tensor([1.0, 2.0, 0.5]))
+    odds = [9, 3, 81]
+    expected = [[1 / (1 + o), o / (1 + o)] for o in odds]
+    assert logp.exp().tolist() == [pytest.approx(row, rel=1e-5) for row in expected]
 
 
 def judged(
