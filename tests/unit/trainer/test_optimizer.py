@@ -35,14 +35,6 @@ def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
     assert parameter.tolist() == pytest.approx([1 - 60e-4] * 8, abs=4e-3)
     assert parameter.tolist() != [1.0] * 8
 
-    plain = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    adamw = torch.optim.AdamW([plain], lr=1e-4, weight_decay=0.0)
-    for _ in range(60):
-        plain.float().sum().backward()  # type: ignore[no-untyped-call]
-        adamw.step()
-        adamw.zero_grad()
-    assert plain.tolist() == [1.0] * 8
-
 
 def test_warm_up_by_hand() -> None:
     masters = optimizer(nn.Parameter(torch.zeros(1)), lr=0.4, warmup_steps=4)
@@ -50,11 +42,10 @@ def test_warm_up_by_hand() -> None:
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_stops_before_any_weight_moves(bad: float) -> None:
+def test_a_non_finite_gradient_stops_before_any_weight_moves() -> None:
     parameter = nn.Parameter(torch.ones(2))
     masters = optimizer(parameter, lr=0.1)
-    (parameter * torch.tensor([1.0, bad])).sum().backward()
+    (parameter * torch.tensor([1.0, float("nan")])).sum().backward()
     with pytest.raises(NonFiniteGradient, match="step 7"):
         masters.step(7)
     assert masters.masters[0].tolist() == [1.0, 1.0]

@@ -21,6 +21,7 @@ from tests.unit.trainer.forward_rig import qwen
 REQUIRED = ["--model-name", "m", "--weight-bridge-mode"]
 MASTERS = ("--master-dtype", "bfloat16")
 EIGHT_BITS = ("--optimizer", "adamw_8bit")
+WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 
 def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
@@ -28,43 +29,23 @@ def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
     return load_settings(TrainerSettings, [*REQUIRED, mode, *flags], environment)
 
 
-def weights(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [torch.zeros(8, dtype=dtype), torch.zeros(4, dtype=dtype)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "mode", "told"),
-    [
-        (("--rounding", "stochastic"), "none", ["--rounding stochastic: for --master-dtype bf"]),
-        (MASTERS, "lora_restart", ["--master-dtype bfloat16: in lora_restart an adapter is tra"]),
-        (
-            ("--fused-step", *MASTERS, *EIGHT_BITS),
-            "lora_only",
-            [
-                "in lora_only an adapter is trained",
-                "--fused-step: for --optimizer adamw alone",
-                "--fused-step: for --master-dtype float32 alone",
-            ],
-        ),
-    ],
-)
 def test_options_that_exclude_each_other_are_all_told_at_once(
-    flags: tuple[str, ...], mode: str, told: list[str], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        settings(*flags, mode=mode)
+        settings("--fused-step", *MASTERS, *EIGHT_BITS, mode="lora_only")
     assert stopped.value.code == 2
-    found = capsys.readouterr().err
-    assert [mistake for mistake in told if mistake not in found] == []
+    told = capsys.readouterr().err
+    assert "--master-dtype bfloat16: in lora_only an adapter is trained" in told
+    assert "--fused-step: for --optimizer adamw alone" in told
+    assert "--fused-step: for --master-dtype float32 alone" in told
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
         ((), ("Float32Masters", "AdamW32")),
-        (("--rounding", "nearest"), ("Float32Masters", "AdamW32")),
         (EIGHT_BITS, ("Float32Masters", "AdamW8bit")),
-        (MASTERS, ("Bfloat16Masters", "AdamW32", "Stochastic")),
         ((*EIGHT_BITS, *MASTERS), ("Bfloat16Masters", "AdamW8bit", "Stochastic")),
         ((*MASTERS, "--rounding", "nearest"), ("Bfloat16Masters", "AdamW32", "Nearest")),
     ],
@@ -73,45 +54,15 @@ def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
     flags: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     with capture_logs() as logs:
-        update: Any = build_update(settings(*flags), weights())
+        update: Any = build_update(settings(*flags), WEIGHTS)
     found = [update, *vars(update).values()]
     assert tuple(type(part).__name__ for part in found) == parts
     assert [event["log_level"] for event in logs] == ["warning"] * ("Nearest" in parts)
 
 
-def test_bf16_masters_behind_other_weights_are_refused_by_name() -> None:
-    mixed = [*weights(), *weights(torch.float32), *weights(torch.float16)]
-    counts = r"in float32 \(2 of 6 tensors\) and float16 \(2 of 6 tensors\)"
-    with pytest.raises(UnusableOptimizer, match=counts):
-        build_update(settings(*MASTERS), mixed)
-
-
 def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
     with pytest.raises(UnusableOptimizer, match="needs a GPU, and the weights are on cpu"):
-        build_update(settings("--fused-step"), weights())
-
-
-class OnGpu:
-    """The part of a tensor that is read before anything is computed."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
-def test_the_fused_step_into_float16_is_refused_by_name() -> None:
-    parameters: Any = [OnGpu(torch.float16), OnGpu(torch.bfloat16)]
-    with pytest.raises(UnusableOptimizer, match=r"weights are in float16 \(1 of 2 tensors\)"):
-        build_update(settings("--fused-step"), parameters)
-    update = build_update(settings("--fused-step"), parameters[1:])
-    assert type(update).__name__ == "FusedAdamW"
-
-
-def test_a_device_without_a_kernel_is_refused_by_name() -> None:
-    """torch's meta device computes nothing."""
-    with pytest.raises(UnusableOptimizer, match="no working 8-bit optimizer for meta"):
-        AdamW8bit(torch.device("meta"))
+        build_update(settings("--fused-step"), WEIGHTS)
 
 
 def test_a_kernel_that_does_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

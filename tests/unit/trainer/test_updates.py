@@ -66,8 +66,6 @@ def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     expected = {path: value.to(held[path]) for path, value in reference.state().items()}
     assert differing(held, expected) == []
     assert held["state1/large"].dtype == held["state2/large"].dtype == torch.uint8
-    assert held["absmax1/large"].shape == (20,)  # 70 * 71 in blocks of 256, the last one not full
-    assert held["state1/small"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -87,17 +85,6 @@ def test_steps_after_a_saved_state_are_the_same_to_the_last_bit(
     assert again.steps(3, 6) == expected[3:]
     assert differing(again.tensors(), alone.tensors()) == []
     assert differing(saved, killed.optimizer.tensors(killed.names)) == []  # it took a copy
-
-
-def test_a_state_goes_from_the_plain_kernel_to_torchs_fused_one() -> None:
-    plain, fused = Model(), Model(Float32Masters(AdamW32(fused=True)), seed=1)
-    plain.steps(0, 3)
-    fused.optimizer.load_tensors(fused.names, plain.optimizer.tensors(plain.names))
-    for model in (plain, fused):
-        model.steps(3, 6)
-    assert float(fused.optimizer.tensors(fused.names)["step/large"]) == 6
-    ours, theirs = (model.optimizer.masters[0] for model in (plain, fused))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 LR = 1e-6
@@ -125,10 +112,6 @@ def test_bf16_masters_move_with_stochastic_rounding_and_lose_everything_with_the
         parameter.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step(step)
         optimizer.write_into_parameters()
-    held = optimizer.tensors(["weights"])
-    dtypes = {path: tensor.dtype for path, tensor in held.items()}
-    assert dtypes["master/weights"] == torch.bfloat16
-    assert dtypes["exp_avg/weights"] == dtypes["exp_avg_sq/weights"] == torch.float32
     lost = 1 - parameter.detach().double()
     assert set((lost * 256).unique().tolist()) <= {0, 1, 2, 3}  # steps of one resolution
     assert float(lost.mean()) / LR == pytest.approx(moves, rel=error)
