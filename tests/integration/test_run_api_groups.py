@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from tests.integration.run_api_calls import (
     group,
     next_batch,
-    register,
     send,
     send_raw,
     start,
-    status,
     submit,
 )
 
@@ -119,21 +117,6 @@ def test_numbers_are_coerced_and_unknown_fields_dropped(http: httpx.Client) -> N
     assert served(http, loose) == dict.fromkeys(ALL_KEYS) | coerced
 
 
-def test_a_list_is_queued_in_order(http: httpx.Client) -> None:
-    start(http)
-    answer = send_raw(http, [group(1), group(2)], "/scored_data_list")
-    assert answer.json() == {"status": "received", "groups_processed": 2}
-    assert next_batch(http) == [1, 2]
-
-
-def test_an_empty_list_is_taken_even_without_a_trainer(http: httpx.Client) -> None:
-    for _ in range(2):
-        answer = send_raw(http, [], "/scored_data_list")
-        assert answer.json() == {"status": "received", "groups_processed": 0}
-        assert status(http) == (0, 0)
-        start(http)
-
-
 def test_latest_example_is_the_last_queued_group_and_outlives_its_batch(http: httpx.Client) -> None:
     start(http)
     send(http, 1, messages=SAID)
@@ -141,7 +124,4 @@ def test_latest_example_is_the_last_queued_group_and_outlives_its_batch(http: ht
     assert latest == dict.fromkeys(ALL_KEYS) | group(1, messages=SAID)
     submit(http, 2)
     assert [next_batch(http), next_batch(http)] == [[1, 2], None]
-    register(http)
     assert http.get("/latest_example").json()["tokens"] == group(2)["tokens"]
-    submit(http, 3)
-    assert http.get("/latest_example").json()["tokens"] == group(3)["tokens"]

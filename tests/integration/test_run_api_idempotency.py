@@ -26,11 +26,7 @@ def post(http: httpx.Client, path: str, body: Any, key: str) -> httpx.Response:
     [
         ("/scored_data", group(1), {"status": "received"}),
         ("/scored_data", group(1, size=1, env_id=0), {"status": "buffered", "buffer_size": 1}),
-        (
-            "/scored_data_list",
-            [group(1), group(2)],
-            {"status": "received", "groups_processed": 2},
-        ),
+        ("/scored_data_list", [group(1)], {"status": "received", "groups_processed": 1}),
     ],
     ids=["group", "part", "list"],
 )
@@ -64,14 +60,6 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     assert other.status_code == 422
     assert "'key' was used for other groups" in other.json()["detail"]
     assert status(http) == (0, 1)
-
-
-def test_a_key_is_forgotten_with_its_run(http: httpx.Client) -> None:
-    for _ in range(2):
-        http.get("/reset_data").raise_for_status()
-        start(http)
-        post(http, "/scored_data", group(1), "key").raise_for_status()
-        assert status(http) == (0, 1)
 
 
 def test_an_environment_that_registers_again_under_its_key_is_the_same(http: httpx.Client) -> None:
