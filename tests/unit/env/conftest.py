@@ -4,14 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.env.hub_data import write_hub_layout
-
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+HUB_ROWS = [
+    {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"},
+    {"question": "How much?", "answer": "A lot.\n#### 1,080,000"},
+]
+HUB_README = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+---
+"""
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +47,15 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory laid out like openai/gsm8k on the hub."""
+    """A directory laid out like openai/gsm8k on the hub, with one configuration."""
+    import pyarrow
+    from pyarrow import parquet
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    write_hub_layout(tmp_path / "gsm8k")
-    return tmp_path / "gsm8k"
+    directory = tmp_path / "gsm8k"
+    (directory / "main").mkdir(parents=True)
+    (directory / "README.md").write_text(HUB_README)
+    for split, rows in {"train": HUB_ROWS, "test": HUB_ROWS[:1]}.items():
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(table, directory / "main" / f"{split}-00000-of-00001.parquet")
+    return directory
