@@ -1,4 +1,4 @@
-"""The README's tree names every source file, and none that is not there."""
+"""Lists kept by hand are complete: the README's tree and commands, the parts of `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def listed() -> set[str]:
+def tree() -> set[str]:
     """Paths in the fenced block under "Where things are"."""
     block = README.split("## Where things are")[1].split("```")[1]
     found, folder = set(), ""
@@ -22,7 +22,7 @@ def listed() -> set[str]:
     return found
 
 
-def test_the_tree_is_complete() -> None:
+def test_the_tree_names_every_source_file_and_no_other() -> None:
     sources = [*ROOT.glob("shared/src/**/*"), *ROOT.glob("services/*/src/**/*")]
     present = {
         str(path.relative_to(ROOT))
@@ -31,7 +31,7 @@ def test_the_tree_is_complete() -> None:
         and path.name != "__init__.py"
         and "egg-info" not in str(path)
     }
-    assert listed() == present
+    assert tree() == present
 
 
 def test_every_make_target_that_the_readme_names_exists() -> None:
@@ -40,3 +40,14 @@ def test_every_make_target_that_the_readme_names_exists() -> None:
     assert {"demo", "test", "help"} <= named
     for target in named:
         assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), target
+
+
+def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist() -> None:
+    text = (ROOT / "tests/gpu/run.sh").read_text()
+    for name, value in re.findall(r"(?m)^(\w+)=(tests/\S+)$", text):
+        text = text.replace(f"${name}", value)
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)
+    for file, test in named:
+        assert test == "" or f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+    present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert present <= {file for file, _ in named}
