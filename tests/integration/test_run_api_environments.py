@@ -1,4 +1,7 @@
-"""`/register-env`, `/disconnect-env`, `/environments`: they come, fall silent, and leave."""
+"""Environments come, pace themselves by `/status-env`, fall silent, and leave.
+
+The formulas of `/status-env`: `unit/api/test_allocation`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.integration.run_api_calls import (
     register_environment,
     send,
     start,
+    status_env,
     submit,
     told,
 )
@@ -42,55 +46,25 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx
     assert register_environment(http)["starting_step"] == 4
 
 
-def test_only_the_minimum_may_be_left_out_and_a_batch_must_hold_a_group(
-    http: httpx.Client,
-) -> None:
+def test_a_registration_that_no_batch_can_suit_is_refused_by_field(http: httpx.Client) -> None:
     start(http)
-    required = {name: ENVIRONMENT[name] for name in set(ENVIRONMENT) - {"min_batch_allocation"}}
-    for field in required:
-        partial = {name: value for name, value in required.items() if name != field}
-        assert refused_field(http.post("/register-env", json=partial)) == field
     for field, value in (("group_size", 8), ("weight", -1.0), ("min_batch_allocation", 1.5)):
-        answer = http.post("/register-env", json=required | {field: value})
+        answer = http.post("/register-env", json=ENVIRONMENT | {field: value})
         assert refused_field(answer) == field
     assert http.get("/environments").json() == []
-    assert http.post("/register-env", json=required).json()["status"] == "success"
-
-
-def test_environments_lists_everyone_with_what_a_batch_holds_of_them(http: httpx.Client) -> None:
-    start(http, batch_size=8)
-    register_environment(http, min_batch_allocation=0.75)
-    register_environment(http, min_batch_allocation=0.75, group_size=4, desired_name="code")
-    again = register_environment(http)
-    assert (again["env_id"], again["wandb_name"]) == (2, "math_1")
-    disconnect(http, 2)
-    assert http.get("/environments").json() == [
-        {"env_id": 0, "name": "math_0", "connected": True, "group_size": 2, "min_sequences": 4},
-        {"env_id": 1, "name": "code_0", "connected": True, "group_size": 4, "min_sequences": 4},
-        {"env_id": 2, "name": "math_1", "connected": False, "group_size": 2, "min_sequences": 0},
-    ]
 
 
 def test_disconnecting_twice_is_fine_and_nobody_is_named(http: httpx.Client) -> None:
     start(http)
     register_environment(http)
-    # an id that is counted from the end reaches nobody
-    assert refused_field(http.post("/disconnect-env", json={"env_id": -1})) == "env_id"
-    assert http.get("/environments").json()[0]["connected"] is True
     for _ in range(2):
         assert disconnect(http, 0) == {"status": "success"}
     answer = http.post("/disconnect-env", json={"env_id": 9})
     assert (answer.status_code, answer.json()["status"]) == (200, "failure")
     assert "env_id 9" in answer.json()["error"]
-
-
-def test_what_a_disconnected_environment_sends_is_still_served(http: httpx.Client) -> None:
-    start(http)
-    register_environment(http)
-    submit(http, 1, env_id=0)
-    disconnect(http, 0)
-    submit(http, 2, env_id=0)
-    assert next_batch(http) == [1, 2]
+    unknown = status_env(http, 9)
+    assert unknown.status_code == 404
+    assert "env_id 9" in unknown.json()["detail"]
 
 
 def test_parts_of_one_environment_are_apart_from_those_of_the_next(http: httpx.Client) -> None:
@@ -130,3 +104,39 @@ def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
     assert next_batch(http) is None
     submit(http, 5, env_id=1)
     assert next_batch(http) == [3, 5]
+
+
+def test_status_env_counts_own_and_shared_sequences(http: httpx.Client) -> None:
+    """Two environments, each entitled to 4 of 16 sequences; the second has thrice the weight."""
+    start(http, batch_size=16, starting_step=5)
+    register_environment(http, min_batch_allocation=0.25)
+    register_environment(http, weight=3.0, group_size=4, min_batch_allocation=0.25)
+    empty = {
+        "current_step": 5,
+        "queue_size": 0,
+        "unallocated_fraction": 0.5,
+        "self_queue_size": 0,
+        "max_group_size": 1,
+        "env_weight": 0.25,
+        "pressure": 0.0,
+        "num_steps": None,
+    }
+    assert told(http, 0) == empty
+    submit(http, 1, 2, env_id=0)
+    send(http, 3, size=3, env_id=1)
+    assert told(http, 1)["self_queue_size"] == 0  # parts count once they are a group
+    send(http, 3, size=1, env_id=1)
+    submit(http, 4, 5, size=4, env_id=1)
+    assert told(http, 0) == empty | {
+        "queue_size": (4 + (12 - 4)) // 2,  # its own, and what the other holds beyond its minimum
+        "self_queue_size": 4 // 2,
+        "max_group_size": 4,
+    }
+    assert told(http, 1) == empty | {
+        "queue_size": (12 + max(0, 4 - 4)) // 4,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.75,
+    }
+    assert next_batch(http) == [1, 2, 3, 3, 4, 5]
+    assert told(http, 0) == empty | {"current_step": 6}

@@ -1,22 +1,44 @@
-"""`/register`, `/info`, `/wandb_info`: a trainer announces its run."""
+"""What every route answers before a trainer registers, once it has, and after `/reset_data`."""
 
 from __future__ import annotations
 
 import httpx
-import pytest
 
 from tests.integration.run_api_calls import (
     REGISTRATION,
+    WAITING,
     group,
     next_batch,
+    probe,
     refused_field,
     register,
     register_environment,
+    send,
     send_raw,
     start,
     status,
     submit,
 )
+
+EXAMPLE_KEYS = (
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+    *("inference_logprobs", "messages", "images"),
+)
+NOT_REGISTERED = {
+    "status": "error",
+    "message": "Trainer not registered. Call /register first.",
+    "batch": [],
+}
+BEFORE_A_TRAINER = {
+    "/": {"message": "AtroposLib API"},
+    "/health": {"status": "ok"},
+    "/status": {"current_step": 0, "queue_size": 0},
+    "/info": {"batch_size": -1, "max_token_len": -1},
+    "/wandb_info": {"group": None, "project": None},
+    "/environments": [],
+    "/batch": NOT_REGISTERED,
+    "/latest_example": {name: [] for name in EXAMPLE_KEYS},
+}
 
 
 def test_a_registration_is_published(http: httpx.Client) -> None:
@@ -35,15 +57,6 @@ def test_a_registration_that_no_run_can_go_by_is_refused_by_field(http: httpx.Cl
     for field, value in (("batch_size", 2**16 + 1), ("batch_size", 4.5), ("starting_step", -1)):
         assert refused_field(register(http, **{field: value})) == field
     assert http.get("/info").json()["batch_size"] == -1
-
-
-@pytest.mark.parametrize("unset", [0, -1])
-def test_what_a_trainer_may_leave_open(http: httpx.Client, unset: int) -> None:
-    """Environments read 0 and -1 as: no limit, no checkpoints, bring your own number of steps."""
-    start(http, max_token_len=unset, save_checkpoint_interval=unset, num_steps=unset)
-    assert http.get("/info").json()["max_token_len"] == unset
-    answer = register_environment(http)
-    assert (answer["checkpoint_interval"], answer["num_steps"]) == (unset, unset)
 
 
 def test_registering_again_keeps_the_run_and_applies_what_changed(http: httpx.Client) -> None:
@@ -76,24 +89,14 @@ def test_registering_again_hands_out_what_was_not_acknowledged_and_nothing_else(
     assert status(http) == (2, 0)
 
 
-def test_another_batch_size_must_suit_batches_queue_and_environments(http: httpx.Client) -> None:
+def test_another_batch_size_must_suit_queue_and_environments(http: httpx.Client) -> None:
     start(http)
     register_environment(http)
-    submit(http, 1, 2)
-    assert next_batch(http) == [1, 2]
-
-    def refusal(batch_size: int) -> str:
-        answer = register(http, batch_size=batch_size, max_token_len=256)
-        assert answer.status_code == 409
-        assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
-        return str(answer.json()["detail"])
-
-    assert "batches of 4 sequences that are not acknowledged yet: 1" in refusal(8)
-    assert next_batch(http) is None
     submit(http, 3, size=4)
-    conflicts = refusal(5)
-    assert "environment 0 sends groups of 2" in conflicts
-    assert "groups of 4 sequences are queued" in conflicts
+    answer = register(http, batch_size=5, max_token_len=256)
+    assert answer.status_code == 409
+    assert "environment 0 sends groups of 2" in answer.json()["detail"]
+    assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
     assert register(http, batch_size=8, max_token_len=256).status_code == 200
     assert http.get("/info").json() == {"batch_size": 8, "max_token_len": 256}
 
@@ -104,3 +107,23 @@ def test_data_before_registration_is_refused_and_harmless(http: httpx.Client) ->
     start(http)
     submit(http, 2, 3)
     assert next_batch(http) == [2, 3]
+
+
+def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) -> None:
+    start(http, starting_step=7)
+    register_environment(http)
+    submit(http, 1, 2, 3)
+    send(http, 4, size=1, env_id=0)
+    assert next_batch(http) == [1, 2]
+    assert http.get("/reset_data").text == "Reset successful"
+    for path, expected in BEFORE_A_TRAINER.items():
+        answer = probe(http, path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+        assert answer.json() == expected, path
+
+    register(http)
+    assert register_environment(http) == WAITING
+    assert next_batch(http) is None
+    again = register_environment(http)
+    assert (again["env_id"], again["wandb_name"]) == (0, "math_0")
+    assert send(http, 2, size=1, env_id=0) == {"status": "buffered", "buffer_size": 1}
