@@ -6,7 +6,6 @@ What cannot be asked for: `test_run_api_bad_http`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 
 import httpx
@@ -14,10 +13,8 @@ import pytest
 import redis
 
 from grpo_core.redis_names import served_weights_key
-from grpo_core.run_api_client import TrainerClient
-from grpo_core.wire import PolicyVersion, Registration
+from tests.fixtures.run_api import RUN_ID
 from tests.integration.run_api_calls import (
-    REGISTRATION,
     WAITING,
     acknowledge,
     lease,
@@ -72,53 +69,22 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
     assert acknowledge(http, trainer, 1).is_success
 
     again = register(http, num_steps=1).json()["uuid"]
-    assert step_and_end() == (2, 4)  # until the new one has said
     lease(http, again, batches_left=3)  # the second, again
     assert step_and_end() == (2, 4)
     lease(http, again, after=2, batches_left=0)
     assert step_and_end() == (2, 2)
-    lease(http, trainer, after=2, batches_left=9)  # superseded
-    assert step_and_end() == (2, 2)
-    lease(http, again, after=2)
-    assert step_and_end() == (2, None)
-
-
-@pytest.fixture
-def serve(redis_url: str) -> Iterator[Callable[[int, int], None]]:
-    """Say, in vllm-server's place, which version it serves."""
-    with redis.Redis.from_url(redis_url) as connection:
-        key = served_weights_key("tests")
-        yield lambda epoch, step: connection.hset(key, mapping={"epoch": epoch, "step": step})
-        connection.delete(key)
 
 
 def test_a_lease_says_under_which_version_each_group_was_received(
-    http: httpx.Client, run_api_url: str, serve: Callable[[int, int], None]
+    http: httpx.Client, trainer: int, redis_url: str
 ) -> None:
-    with TrainerClient(run_api_url) as client:
-        trainer = client.register(Registration.model_validate(REGISTRATION))
-        submit(http, 1)
-        serve(3, 17)
+    submit(http, 1)
+    with redis.Redis.from_url(redis_url) as connection:
+        connection.hset(served_weights_key(RUN_ID), mapping={"epoch": 3, "step": 17})
         submit(http, 2)
-        first = lease(http, trainer)
-        assert list(first.json()) == ["batch_id", "received_under", "batch"]
-        assert first.json()["received_under"] == [None, [3, 17]]
-        serve(3, 18)
-        client.register(Registration.model_validate(REGISTRATION))
-        batch = client.next_batch(DEADLINE_S)
-    assert batch.received_under == [None, PolicyVersion(3, 17)]
-    assert [group.tokens[0][0] for group in batch.groups] == [1, 2]
-
-
-def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(
-    http: httpx.Client, trainer: int
-) -> None:
-    submit(http, 1, 2, 3, 4)
-    lease(http, trainer)
-    refused = http.get("/batch")
-    assert refused.status_code == 409
-    assert "by lease" in refused.json()["detail"]
-    assert status(http) == (1, 2)
+        connection.delete(served_weights_key(RUN_ID))
+    answer = lease(http, trainer).json()
+    assert answer["received_under"] == [None, [3, 17]]
 
 
 def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_batch(
@@ -126,7 +92,7 @@ def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_b
 ) -> None:
     send(http, 1)
     assert register_environment(http) == WAITING
-    held = connect(http)
+    held = HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)
     held.request("GET", f"/batch?trainer={trainer}&wait_s=60")
     # environments may register from the moment on at which the trainer has asked
     wait_for(lambda: register_environment(http)["status"], lambda answer: answer == "success")
@@ -134,7 +100,3 @@ def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_b
     answer = json.load(held.getresponse())
     assert [item["tokens"][0][0] for item in answer["batch"]] == [1, 2]
     held.close()
-
-
-def connect(http: httpx.Client) -> HTTPConnection:
-    return HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)
