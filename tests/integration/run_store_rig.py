@@ -45,7 +45,6 @@ class TroubledLink(RedisLink):
         super().__init__(url, run_id, deadline_s=DEADLINE_S)
         self.loses_answer_of: str | None = None
         self.repeats_scripts = False
-        self.between_repeats: Interruption | None = None
         self.before: dict[str, Interruption] = {}
 
     async def call(self, *command: Any) -> Any:
@@ -58,9 +57,6 @@ class TroubledLink(RedisLink):
             await interruption()
         answer = await super().script(name, keys, *arguments)
         if self.repeats_scripts:
-            if self.between_repeats is not None:
-                interruption, self.between_repeats = self.between_repeats, None
-                await interruption()
             answer = await super().script(name, keys, *arguments)
         if self.loses_answer_of == name:
             self.loses_answer_of = None
@@ -169,10 +165,6 @@ class Run:
         """Keys of groups that are stored on their own."""
         found: list[bytes] = await self.link.call("KEYS", f"{self.store.payloads.staged_prefix}*")
         return found
-
-    async def stored_bytes(self) -> int:
-        payloads = await self.link.call("HVALS", f"{self.link.prefix}payloads")
-        return sum(map(len, payloads))
 
 
 @asynccontextmanager

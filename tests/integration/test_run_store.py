@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
-from grpo_api.exact_sums import Kind
-from grpo_api.records import Poll
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -113,15 +111,6 @@ async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) 
     assert await run.payloads() == 0
 
 
-@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
-async def test_groups_that_meet_a_reset_are_refused(run: Run, script: str, size: int) -> None:
-    env_id = await run.start_environment(group_size=2)
-    run.link.before[script] = run.store.reset
-    with pytest.raises(Refused, match="no trainer has registered"):
-        await run.submit(1, size=size, env_id=env_id)
-    assert await run.payloads() == 0
-
-
 async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(run: Run) -> None:
     env_id = await run.start_environment()
     await run.submit(1, size=1, env_id=env_id)
@@ -136,34 +125,6 @@ async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(r
     assert await run.poll() == [1, 2, 3, 4]
 
 
-async def test_parts_sent_side_by_side_are_all_placed(run: Run) -> None:
-    env_id = await run.start_environment()
-    parts = range(64)
-    await asyncio.gather(
-        *(run.submit(i, size=1, env_id=env_id, replica=bool(i % 2)) for i in parts)
-    )
-    assert await run.status() == (0, len(parts))
-    served: list[int] = []
-    while batch := await run.poll():
-        served += batch
-    assert sorted(served) == list(parts)
-
-
-async def test_the_batch_size_is_not_changed_under_groups_that_arrived_meanwhile(run: Run) -> None:
-    await run.submit(1, size=1)
-
-    async def found_to_suit() -> None:
-        run.link.before["register"] = another_size_arrives
-
-    async def another_size_arrives() -> None:
-        await run.submit(2, size=4)
-
-    run.link.before["register"] = found_to_suit
-    with pytest.raises(Refused, match="groups of 4 sequences are queued"):
-        await run.register(batch_size=6)
-    await run.register(batch_size=8)
-
-
 async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) -> None:
     env_id = await run.start_environment(group_size=2)
     for size, answer in ((2, None), (1, 1)):
@@ -174,57 +135,11 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
     assert await run.payloads() == 2
 
 
-@pytest.mark.parametrize("layout", ["", "2:"])
-async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(
-    run: Run, layout: str
-) -> None:
-    former = f"{run.link.run_prefix}{layout}"
+async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run) -> None:
+    former = f"{run.link.run_prefix}2:"
     await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
     with pytest.raises(Refused, match="stored by a former version"):
         await run.register()
     assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
     await run.store.reset()
     await run.register()
-
-
-async def test_a_reset_leaves_nothing_of_the_layout_with_staged_groups(run: Run) -> None:
-    former = f"{run.link.run_prefix}2:"
-    await run.link.call("SET", f"{former}staged:a", "payload")
-    await run.link.call("HSET", f"{former}large", "1", f"{former}staged:a")
-    await run.link.call("HSET", f"{former}leases", "1", "0 4 5 5 1:4:7")
-    await run.store.reset()
-    assert await run.link.call("KEYS", f"{former}*") == []
-
-
-async def test_ids_that_nobody_registered_are_one_sender(run: Run) -> None:
-    for marker in range(6):
-        await run.submit(marker, size=2 if marker < 4 else 1, env_id=100 + marker)
-    view = await run.store.environments.view()
-    assert dict(view.counters.queued) == {Kind(None, 2): 4, Kind(None, 1): 2}
-
-
-async def test_an_environment_that_registers_over_a_reset_is_one_of_the_new_run(run: Run) -> None:
-    async def the_run_is_reset() -> None:
-        run.link.repeats_scripts = False
-        await run.store.reset()
-        await run.register()
-        await run.poll()
-
-    await run.poll()
-    run.link.repeats_scripts = True
-    run.link.between_repeats = the_run_is_reset
-    env_id = await run.start_environment()
-    view = await run.store.environments.view()
-    assert [environment.env_id for environment in view.environments] == [env_id]
-
-
-async def test_a_batch_that_is_being_sent_over_a_reset_is_not_completed_by_the_next_run(
-    run: Run,
-) -> None:
-    await run.submit(1, 2)
-    due = await run.dispatcher.by_lease(Poll(run.trainer_id), 0.0)
-    assert due is not None
-    await run.store.reset()
-    await run.register()
-    await run.submit(3, 4)
-    assert [found async for found in run.store.payloads.load(due.lease.group_ids)] == [None, None]

@@ -10,8 +10,6 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.payloads import unpack
-from grpo_api.records import Poll
 from grpo_api.waiting_line import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
 from tests.support.wait import wait_for_async
@@ -36,17 +34,6 @@ async def test_large_groups_are_served_and_released_like_others(run: Run, size: 
     await run.submit(5, size=2)
     await run.acknowledge(1)
     assert len(await run.staged()) == (2 if size == 2 else 0)
-
-
-async def test_a_large_latest_example_outlives_its_batch_until_the_next(run: Run) -> None:
-    await run.submit(1, 2, **LARGE)
-    await run.lease(after=0)
-    await run.acknowledge(1)
-    latest = await run.store.payloads.latest()
-    assert latest is not None
-    assert LARGE["images"].encode() in unpack(latest)
-    await run.submit(3)
-    assert await run.staged() == []
 
 
 async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) -> None:
@@ -77,32 +64,6 @@ async def test_a_large_group_that_is_refused_leaves_nothing(redis_url: str) -> N
         with pytest.raises(Refused, match="no trainer has registered"):
             await run.submit(5, **LARGE)
         assert await run.staged() == []
-
-
-async def test_a_large_group_that_lost_its_beginning_is_not_taken(run: Run) -> None:
-    async def its_beginning_is_lost() -> None:
-        run.link.before["stage_piece"] = it_is_lost
-
-    async def it_is_lost() -> None:
-        await run.link.call("DEL", *await run.staged())
-
-    run.link.before["stage_piece"] = its_beginning_is_lost
-    with pytest.raises(StoreUnavailable, match="send them again"):
-        await run.submit(1, **LARGE)
-    assert (await run.status(), await run.staged()) == ((0, 0), [])
-
-
-async def test_a_large_group_that_is_acknowledged_while_it_is_read_is_gone(run: Run) -> None:
-    await run.submit(1, **LARGE)
-    await run.submit(2)
-    due = await run.dispatcher.by_lease(Poll(run.trainer_id), 0.0)
-    assert due is not None
-
-    async def it_is_acknowledged() -> None:
-        await run.acknowledge(1)
-
-    run.link.before["GETRANGE"] = it_is_acknowledged
-    assert await anext(run.store.payloads.load(due.lease.group_ids)) is None
 
 
 async def test_the_queue_limit_holds_if_no_batch_can_be_formed(redis_url: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from grpo_api.errors import (
     BatchesByLease,
-    BatchUnknown,
     LeasesFull,
     StoreUnavailable,
     TrainerSuperseded,
@@ -84,15 +83,6 @@ async def test_a_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(r
     await run.register()
     assert await run.lease(after=1) == [2, 3]
     assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
-
-
-async def test_batches_that_never_were_are_refused(run: Run) -> None:
-    await run.submit(1, 2)
-    await run.lease(after=0)
-    with pytest.raises(BatchUnknown, match="no batch 2 "):
-        await run.lease(after=2)
-    with pytest.raises(BatchUnknown, match="the last one is 1"):
-        await run.acknowledge(2)
 
 
 async def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:

@@ -98,45 +98,6 @@ async def test_a_group_that_waited_for_room_carries_the_version_served_when_it_a
     assert await versioned.received_under(after=2) == [(5, OLD), (6, NEW)]
 
 
-async def test_totals_are_those_of_the_stored_groups(versioned: VersionedRun) -> None:
-    run = versioned.run
-    await versioned.serve(OLD)
-    env_id = await run.start_environment(group_size=2)
-    await run.submit(1, 2)
-    await run.lease(after=0)
-    await run.submit(3, 4, 5, size=1, env_id=env_id)
-    facts = await run.store.facts.read()
-    held = facts.queued_bytes + facts.buffered_bytes + facts.leased_bytes
-    assert held == await run.stored_bytes() > 0
-    assert (facts.queued_groups, facts.queued_sequences) == (2, 2)
-    assert (facts.buffered_parts, facts.leased_batches) == (1, 1)
-    await run.acknowledge(1)
-    await run.submit(6, size=1, env_id=env_id)
-    await run.lease(after=1)
-    await run.acknowledge(2)
-    await run.store.environments.disconnect(env_id)
-    facts = await run.store.facts.read()
-    assert (facts.queued_bytes, facts.buffered_bytes, facts.leased_bytes) == (0, 0, 0)
-    assert (facts.queued_groups, facts.queued_sequences, facts.buffered_parts) == (0, 0, 0)
-    assert await run.payloads() == 1  # the latest example
-
-
-@pytest.mark.parametrize(
-    "written",
-    [{"epoch": "1"}, {"step": "1"}, {"epoch": "x", "step": "1"}, {"epoch": "1 2", "step": "-3"}],
-)
-async def test_a_broken_record_is_no_version(
-    versioned: VersionedRun, written: dict[str, str]
-) -> None:
-    run = versioned.run
-    words = [word for field in written.items() for word in field]
-    await run.link.call("HSET", run.link.served_weights, *words)
-    env_id = await run.start_environment(group_size=2)
-    await run.submit(1)
-    await run.submit(2, 3, size=1, env_id=env_id)
-    assert await versioned.received_under(after=0) == [(1, None), (2, None), (3, None)]
-
-
 async def test_a_reset_forgets_groups_and_not_the_served_version(versioned: VersionedRun) -> None:
     await versioned.serve(OLD)
     await versioned.run.store.reset()
