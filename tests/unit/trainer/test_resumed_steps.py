@@ -13,7 +13,6 @@ import torch
 
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import logprobs_of
-from grpo_trainer.errors import StateMismatch
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.loop import build_optimizer
 from grpo_trainer.modes import Mode
@@ -92,19 +91,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert again.take(range(2, STEPS)) == expected
     for mine, theirs in zip(again.weights(), alone.weights(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_state_of_another_mode_or_adapter_lists_every_difference(model: str) -> None:
-    saved = Trainer(settings(model, "lora_only", lora_r=4))
-    at = Position(step=1, batch_id=1, epoch=1)
-    record = capture(saved.policy, saved.optimizer, saved.settings, at).record
-    other = Trainer(settings(model, "lora_restart", lora_r=4, lora_alpha=8, lora_layer_indices="1"))
-    with pytest.raises(StateMismatch) as told:
-        require_fit(record, other.policy, other.settings, "here")
-    lines = str(told.value).splitlines()
-    assert lines[1:4] == [
-        "  mode: saved lora_only, now lora_restart",
-        "  lora alpha: saved 32, now 8",
-        "  lora layers: saved None, now (1,)",
-    ]
-    assert sum("not in the model" in line for line in lines) == 4

@@ -106,11 +106,3 @@ def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
     with hold_save_path(tmp_path):
         pass
-
-
-def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    told = rf"--save-path .*uid {os.getuid()} can write"
-    with pytest.raises(UnusableSavePath, match=told), hold_save_path(in_the_way / "below"):
-        pass

@@ -1,0 +1,88 @@
+"""Options, packages, the model and the save path are checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_trainer import loop
+from grpo_trainer.errors import MissingPackage, UnusableSavePath
+from grpo_trainer.model_source import ModelNotFound, provide, require_writable
+from grpo_trainer.packages import BITSANDBYTES_PIN, LIGER_PIN
+from grpo_trainer.settings import parse_settings
+from tests.support.directories import names
+
+PROBE = """
+import json, sys
+from {package}.__main__ import main
+for argv in json.loads(sys.argv[1]):
+    try:
+        main(argv)
+    except SystemExit as stop:
+        status = stop.code or 0
+    else:
+        status = "ran"
+    loaded = [name for name in ("torch", "transformers", "vllm", "wandb") if name in sys.modules]
+    print("status", status, loaded)
+"""
+"""`main` with one command line after the other."""
+TRAINER = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]
+SERVER = ["--model", "m"]
+MISTAKES: dict[str, list[list[str]]] = {
+    "grpo_trainer": [[*TRAINER, "--lr", "-1"], [*TRAINER, "--use-wandb"]],
+    "grpo_vllm": [[*SERVER, "--port", "0"], [*SERVER, "--share-weights", "--host", "0.0.0.0"]],
+}
+
+
+@pytest.mark.parametrize("package", MISTAKES)
+def test_mistakes_and_help_end_a_command_without_heavy_imports(package: str) -> None:
+    lines = json.dumps([*MISTAKES[package], ["--help"]])
+    command = [sys.executable, "-c", PROBE.format(package=package), lines]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("status")]
+    assert found == [*["status 2 []"] * len(MISTAKES[package]), "status 0 []"]
+
+
+def test_missing_packages_are_all_named_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for package in ("bitsandbytes", "liger_kernel", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)
+    flags = ["--optimizer", "adamw_8bit", "--head-kernel", "liger"]
+    unused = tmp_path / "unused"
+    with pytest.raises(MissingPackage) as told:
+        loop.train(parse_settings([*TRAINER, *flags, "--save-path", str(unused)]))
+    assert str(told.value) == (
+        f"--optimizer adamw_8bit needs bitsandbytes: pip install {BITSANDBYTES_PIN}; "
+        f"--head-kernel liger needs liger_kernel: pip install {LIGER_PIN}"
+    )
+    assert not unused.exists()
+    pins = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    assert {BITSANDBYTES_PIN, LIGER_PIN} <= set(pins)
+
+
+@pytest.mark.parametrize("name", ["missing", "tiny"])
+def test_a_directory_without_a_model_is_refused_and_left_as_it_is(
+    name: str, tmp_path: Path
+) -> None:
+    """One named tiny is made only if it is missing: any other belongs to somebody."""
+    if name == "tiny":
+        (tmp_path / name).mkdir()
+    before = names(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"no config.json there; name a directory that"):
+        provide(str(tmp_path / name))
+    assert names(tmp_path) == before
+
+
+def test_a_save_path_is_made_or_refused(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new")
+    assert names(tmp_path / "new") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UnusableSavePath, match=rf"uid {os.getuid()} can write, or give it to that"):
+        require_writable(tmp_path / "file")
