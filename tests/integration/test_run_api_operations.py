@@ -1,11 +1,8 @@
-"""Request ids, the log and the token, on a run-api that asks for one."""
+"""The log, the token and `/metrics`. The metrics one by one: `unit/api/test_metrics`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import closing
-from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -14,8 +11,21 @@ import redis
 from grpo_api.redis_link import layout_prefix
 from grpo_core.errors import RequestRefused
 from grpo_core.run_api_client import TrainerClient
-from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
-from tests.integration.run_api_calls import probe, register, scrape
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import (
+    REGISTRATION,
+    acknowledge,
+    disconnect,
+    lease,
+    probe,
+    register,
+    register_environment,
+    run_facts,
+    scrape,
+    send,
+    start,
+    submit,
+)
 from tests.support.wait import DEADLINE_S, wait_for
 
 TOKEN = "correct-horse-battery-staple"
@@ -30,7 +40,7 @@ def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         redis_url,
         tmp_path_factory.mktemp("run-api"),
         run_id=RUN_ID,
-        environment={"RUN_API_TOKEN": TOKEN, "RUN_API_LOG_LEVEL": "DEBUG"},
+        environment={"RUN_API_TOKEN": TOKEN},
     )
     yield running
     running.process.stop()
@@ -51,38 +61,6 @@ def client(api: RunningApi) -> Iterator[httpx.Client]:
         yield known
 
 
-def connect(api: RunningApi) -> HTTPConnection:
-    return HTTPConnection(api.url.removeprefix("http://"), timeout=DEADLINE_S)
-
-
-def log_lines(api: RunningApi, request_id: str, event: str) -> list[str]:
-    """Log lines of a request, once there are any: those about its end follow its answer."""
-
-    def found() -> list[str]:
-        log = api.process.log_path.read_text().splitlines()
-        return [line for line in log if f"request_id={request_id}" in line and event in line]
-
-    return wait_for(found)
-
-
-def test_every_answer_names_its_request(client: httpx.Client) -> None:
-    for method, path, body, status in (
-        ("GET", "/status", b"", 200),
-        ("GET", "/nowhere", b"", 404),
-        ("DELETE", "/status", b"", 405),
-        ("POST", "/register", b"{}", 422),
-        ("POST", "/scored_data_list", b" " * (MAX_BODY_BYTES + 1), 413),
-    ):
-        headers = {"X-Request-Id": f"id-{status}"}
-        named = client.request(method, path, content=body, headers=headers)
-        assert named.status_code == status
-        assert named.headers.get_list("x-request-id") == [f"id-{status}"]
-        unnamed = [client.request(method, path, content=body).headers for _ in range(2)]
-        ids = {headers["x-request-id"] for headers in unnamed}
-        assert len(ids) == 2
-        assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids)
-
-
 def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
     api: RunningApi, client: httpx.Client, redis_url: str
 ) -> None:
@@ -92,30 +70,13 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
         connection.delete(f"{layout_prefix(RUN_ID)}trainer")
     assert answer.status_code == 500
     assert answer.json()["request_id"] == answer.headers["x-request-id"] == "defect-1"
-    (line,) = log_lines(api, "defect-1", "Exception in ASGI application")
-    assert "[error" in line
 
     def traceback() -> str:
-        return api.process.log_path.read_text().partition(line)[2].lstrip()
+        log = api.process.log_path.read_text()
+        return log.partition("request_id=defect-1")[2]
 
-    assert wait_for(traceback, lambda text: "WRONGTYPE" in text).startswith("Traceback")
-    assert "[warning" in log_lines(api, "defect-1", "request failed")[0]
+    assert "Traceback" in wait_for(traceback, lambda text: "WRONGTYPE" in text)
     assert client.get("/info").status_code == 200
-
-
-def test_a_sender_that_leaves_is_no_defect(api: RunningApi, client: httpx.Client) -> None:
-    with closing(connect(api)) as leaving:
-        leaving.putrequest("POST", "/scored_data")
-        for name, value in (*AUTHORIZATION.items(), ("X-Request-Id", "gone-1")):
-            leaving.putheader(name, value)
-        leaving.putheader("Content-Length", "100")
-        leaving.endheaders(b"half of it")
-        client.get("/healthz").raise_for_status()
-    (line,) = log_lines(api, "gone-1", "path=/scored_data")
-    assert "[debug" in line
-    assert "status=499" in line
-    counted = (("method", "POST"), ("route", "/scored_data"), ("status", "499"))
-    assert scrape(client)["run_api_requests_total", counted] == 1
 
 
 def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
@@ -148,3 +109,67 @@ def test_the_token_is_in_no_log(api: RunningApi, client: httpx.Client) -> None:
     log = api.process.log_path.read_text()
     assert "token_needed=True" in log
     assert TOKEN not in log
+
+
+def assert_facts(http: httpx.Client, **expected: float) -> None:
+    facts = run_facts(http)
+    assert {name: facts[name] for name in expected} == expected
+
+
+def test_requests_are_counted_by_route_and_status(http: httpx.Client) -> None:
+    before = scrape(http)
+    for path in ("/status", "/status", "/nowhere/1", "/nowhere/2"):
+        http.get(path)
+    for batch_id in (7, 8):
+        http.post(f"/batch/{batch_id}/ack")
+    after = scrape(http)
+    for method, route, status in (
+        ("GET", "/status", "200"),
+        ("GET", "unmatched", "404"),
+        ("POST", "/batch/{batch_id}/ack", "422"),
+    ):
+        labels = (("method", method), ("route", route), ("status", status))
+        series = ("run_api_requests_total", labels)
+        assert after[series] - before.get(series, 0) == 2
+    assert "nowhere" not in str(after.keys())
+
+
+def test_the_queue_and_what_waits_beside_it(http: httpx.Client) -> None:
+    empty = ("queued_groups", "queued_bytes", "leased_batches", "environments_alive", "step")
+    ages = ("oldest_queued_group_age_seconds", "oldest_lease_age_seconds")
+    assert_facts(http, **dict.fromkeys((*empty, *ages), 0.0))
+    start(http, starting_step=5)
+    env_id = register_environment(http)["env_id"]
+    register_environment(http)
+    submit(http, 1)
+    one = run_facts(http)
+    submit(http, 2, size=4)
+    send(http, 3, size=1, env_id=env_id)
+    two = run_facts(http)
+    assert 50 < one["queued_bytes"] < two["queued_bytes"]
+    assert two["buffered_bytes"] > 30
+    wait_for(lambda: run_facts(http)[ages[0]])
+    assert_facts(http, queued_groups=2, queued_sequences=6, buffered_parts=1)
+    assert_facts(http, step=5, batches_delivered_total=0)
+    assert_facts(http, environments_registered=2, environments_alive=2)
+    disconnect(http, env_id)
+    assert_facts(http, environments_alive=1, buffered_parts=0, buffered_bytes=0)
+
+
+def test_leases_until_they_are_acknowledged(http: httpx.Client) -> None:
+    start(http)
+    submit(http, 1, 2, 3, 4)
+    queued_bytes = run_facts(http)["queued_bytes"]
+    trainer = http.post("/register", json=REGISTRATION).json()["uuid"]
+    assert [lease(http, trainer, after).json()["batch_id"] for after in (0, 1)] == [1, 2]
+    assert_facts(http, step=2, batches_delivered_total=2, leased_batches=2)
+    assert_facts(http, queued_groups=0, queued_bytes=0, leased_bytes=queued_bytes)
+    wait_for(lambda: run_facts(http)["oldest_lease_age_seconds"])
+
+    assert lease(http, trainer).json()["batch_id"] == 1
+    assert_facts(http, batches_redelivered_total=1)
+    acknowledge(http, trainer, 1).raise_for_status()
+    assert_facts(http, batches_acknowledged_total=1, leased_batches=1)
+    assert 0 < run_facts(http)["leased_bytes"] < queued_bytes
+    acknowledge(http, trainer, 2).raise_for_status()
+    assert_facts(http, leased_bytes=0, oldest_lease_age_seconds=0, batches_delivered_total=2)

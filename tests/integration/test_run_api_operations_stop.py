@@ -115,16 +115,6 @@ def test_submissions_left_when_the_grace_has_passed_are_answered_503(
         assert "grace_s=1 " in api.process.log_path.read_text()
 
 
-def test_a_second_signal_ends_it_at_once(redis_url: str, tmp_path: Path) -> None:
-    with running_api(redis_url, tmp_path) as (api, _), closing(HalfSent(api)):
-        wait_for_arrival(api)
-        api.process.signal(signal.SIGINT)
-        api.process.wait_until(lambda: refuses_connections(api), DEADLINE_S)
-        assert api.process.exit_code is None
-        api.process.signal(signal.SIGTERM)
-        assert api.process.wait(DEADLINE_S) == -signal.SIGTERM
-
-
 async def test_a_server_that_stops_is_alive_and_not_ready(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
