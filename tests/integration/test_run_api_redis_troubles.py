@@ -12,7 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from structlog.testing import capture_logs
 
+from grpo_api.lifetime import Lifetime
+from grpo_api.persistence import report_persistence
+from grpo_api.redis_link import RedisLink
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api
@@ -32,7 +36,6 @@ from tests.integration.run_api_calls import (
     status,
     status_env,
     submit,
-    told,
 )
 from tests.support.wait import DEADLINE_S, wait_for
 
@@ -94,9 +97,7 @@ def http(api: httpx.Client, own_redis: redis.Redis) -> Iterator[httpx.Client]:
 
 def take_writes(own_redis: redis.Redis) -> None:
     own_redis.config_set("maxmemory", 0)
-    own_redis.config_set("min-replicas-to-write", 0)
     own_redis.config_set("save", "")
-    own_redis.replicaof("NO", "ONE")
 
 
 def fill_at_once(own_redis: redis.Redis) -> None:
@@ -119,14 +120,6 @@ def has_failed_to_snapshot(own_redis: redis.Redis) -> bool:
     return told["rdb_bgsave_in_progress"] == 0 and told["rdb_last_bgsave_status"] == "err"
 
 
-def miss_replicas(own_redis: redis.Redis) -> None:
-    own_redis.config_set("min-replicas-to-write", 1)
-
-
-def become_a_replica(own_redis: redis.Redis) -> None:
-    own_redis.replicaof("127.0.0.1", free_port())
-
-
 def assert_refused(answer: httpx.Response, code: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
@@ -140,12 +133,7 @@ def large_group() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("refuse", "code"),
-    [
-        (fill_at_once, "OOM"),
-        (fail_to_snapshot, "MISCONF"),
-        (miss_replicas, "NOREPLICAS"),
-        (become_a_replica, "READONLY"),
-    ],
+    [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")],
 )
 def test_submissions_are_503_and_nothing_is_queued(
     http: httpx.Client, own_redis: redis.Redis, refuse: Callable[[redis.Redis], None], code: str
@@ -209,29 +197,6 @@ def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(
         assert acknowledge(http, trainer, batch_id).json()["released"] == 1
     assert lease(http, trainer, after=4).json() == {"batch": None}
     assert status(http) == (4, 0)
-
-
-def test_a_run_without_leases_begins_and_goes_on_where_memory_is_full(
-    http: httpx.Client, own_redis: redis.Redis
-) -> None:
-    assert own_redis.flushall()
-    fill_at_once(own_redis)
-    start(http)
-    own_redis.config_set("maxmemory", 0)
-    submit(http, 1, 2, 3, 4)
-    fill_at_once(own_redis)
-    assert [next_batch(http) for _ in range(3)] == [[1, 2], [3, 4], None]
-
-
-def test_environments_that_poll_stay_where_memory_is_full(
-    http: httpx.Client, own_redis: redis.Redis
-) -> None:
-    register_environment(http)
-    (seen,) = own_redis.keys("*:seen")
-    before = own_redis.hincrby(seen, "0", -1000)  # both could be of the same millisecond
-    fill_at_once(own_redis)
-    assert told(http, 0)["env_weight"] > 0
-    assert int(own_redis.hget(seen, "0") or 0) >= before + 1000
 
 
 def test_memory_that_was_full_takes_submissions_again_once_batches_are_done(
@@ -301,3 +266,24 @@ def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["detail"].startswith(f"Redis did not answer within {deadline_s:g} s")
+
+
+async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
+    server: OwnRedis,
+) -> None:
+    async def report() -> Any:
+        link = RedisLink(server.url, "start", DEADLINE_S)
+        with capture_logs() as logs:
+            await report_persistence(link, Lifetime())
+        await link.close()
+        (line,) = logs
+        return line
+
+    server.admin.config_set("appendonly", "yes")
+    line = await report()
+    assert (line["log_level"], line["appendfsync"]) == ("info", "everysec")
+    server.admin.config_set("appendonly", "no")
+    line = await report()
+    assert line["log_level"] == "warning"
+    assert "--appendonly yes" in line["event"]
+    server.admin.config_set("appendonly", "yes")
