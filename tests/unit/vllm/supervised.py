@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,17 +143,14 @@ def supervised(
     run_id: str | None = None,
     port: int | None = None,
     waits: bool = True,
-    before: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Supervised]:
-    """Args: before: a command that starts the server's."""
     run_id, port, health_port = run_id or uuid.uuid4().hex, port or free_port(), free_port()
     (directory / "weights").mkdir(exist_ok=True)
     redis = ("--redis-url", redis_url) if redis_url else ()
     process = ManagedProcess(
         "vllm-server",
         [
-            *before,
             *(sys.executable, "-m", "tests.unit.vllm.stub_supervisor"),
             *("--model", "some-model"),
             *("--port", str(port)),

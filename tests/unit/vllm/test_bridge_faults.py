@@ -25,15 +25,6 @@ async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBr
     return bridge, session
 
 
-async def test_an_update_by_the_book() -> None:
-    engine = FakeEngine()
-    bridge, session = await paused(engine)
-    await bridge.resume(session, written=True)
-    assert not bridge.paused
-    assert bridge.version == NEXT
-    assert engine.calls == ["pause", "name 1.0", "resume"]
-
-
 @pytest.mark.parametrize(
     ("hangs", "what", "served"),
     [
@@ -110,18 +101,6 @@ async def test_asking_again_extends_the_lease() -> None:
     assert not bridge.paused
 
 
-async def test_nobody_gets_in_before_torn_weights_are_called_torn() -> None:
-    named = asyncio.Event()
-    bridge, _ = await paused(FakeEngine(held={"name 1.0": named}), lease_s=HANDOVER_S / 2)
-    entering = asyncio.create_task(bridge.open_session())
-    await asyncio.sleep(HANDOVER_S * 3 / 4)  # the lease has run out
-    assert not entering.done()
-    named.set()
-    await entering
-    assert not bridge.weights_intact
-    assert not bridge.paused
-
-
 async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
     bridge = WeightBridge(FakeEngine())
     first = await bridge.open_session()
@@ -133,25 +112,6 @@ async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
     assert isinstance(second, str)
     await bridge.pause(second, LEASE_S, NEXT)
     assert bridge.paused
-
-
-async def test_a_lease_that_runs_out_while_its_connection_closes_lets_one_in() -> None:
-    """Both ends of the session free the place; the later finds the next trainer attached."""
-    named = asyncio.Event()
-    engine = FakeEngine(held={"name 1.0": named})
-    bridge, first = await paused(engine, lease_s=HANDOVER_S / 4)
-    closing = asyncio.create_task(bridge.close_session(first))
-    await engine.called("name 1.0")
-    entering = asyncio.create_task(bridge.open_session())
-    stray = asyncio.create_task(bridge.pause("unknown", LEASE_S, NEXT))  # one that comes between
-    await asyncio.sleep(HANDOVER_S / 2)  # the lease runs out
-    named.set()
-    await closing
-    await entering
-    with pytest.raises(BridgeConflict, match="not attached"):
-        await stray
-    with pytest.raises(BridgeConflict, match="another trainer is attached"):
-        await bridge.open_session()
 
 
 async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:

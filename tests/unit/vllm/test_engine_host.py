@@ -12,24 +12,6 @@ from grpo_vllm import host_packets
 from grpo_vllm.engine_plan import EnginePlan
 
 
-@given(with_control=st.booleans(), parked=st.integers(0, 3))
-def test_descriptors_are_renumbered_in_their_own_order(with_control: bool, parked: int) -> None:
-    old, first_new = iter(range(100)), 100
-    plan = EnginePlan(
-        channel=next(old),
-        public=next(old),
-        private=next(old),
-        control=next(old) if with_control else None,
-        parked=tuple(next(old) for _ in range(parked)),
-    )
-    numbers = [first_new + number for number in plan.descriptors()]
-    new = plan.renumbered(tuple(numbers))
-    for name in ("channel", "public", "private", *(["control"] if with_control else [])):
-        assert getattr(new, name) == first_new + getattr(plan, name)
-    assert with_control or new.control is None
-    assert new.parked == tuple(first_new + number for number in plan.parked)
-
-
 @settings(max_examples=10)  # hundreds of real descriptors each
 @given(parked=st.integers(0, 2 * host_packets._DESCRIPTORS_PER_PACKET + 1))
 def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(parked: int) -> None:

