@@ -6,9 +6,7 @@ import pytest
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.patience import EveryGroupRefused, Patience, RefusalLimit
-from grpo_env.progress import Progress
-from grpo_env.registration import ENDLESS, AfterTheEnd, Membership, NoTrainer, Standstill
-from grpo_env.rollout import FailureReason, RolloutFailure
+from grpo_env.registration import ENDLESS, Membership, NoTrainer, Standstill
 
 
 class Clock:
@@ -62,35 +60,6 @@ def test_standing_still_is_borne_until_the_deadline() -> None:
         standstill.look(step=4, idle=True)
 
 
-def test_a_complete_run_is_waited_for_until_the_deadline_unless_groups_were_sent() -> None:
-    clock = Clock()
-    after_the_end = AfterTheEnd(10.0, clock)
-    clock.now += 1000.0  # until it was first asked
-    assert after_the_end.waits(groups_sent=0)
-    assert not after_the_end.waits(groups_sent=1)
-    clock.now += 10.0
-    assert not after_the_end.waits(groups_sent=0)
-
-
 def test_a_trainer_that_names_no_number_of_steps_leaves_the_run_open() -> None:
     member = Membership(env_id=0, wandb_name="n", starting_step=0, num_steps=-1)
     assert (member.total_steps(own=-1), member.total_steps(own=5)) == (ENDLESS, 5)
-
-
-def test_a_progress_line_covers_the_time_since_the_last_one() -> None:
-    clock = Clock()
-    progress = Progress(clock)
-    progress.record(RolloutFailure(FailureReason.EQUAL_SCORES, "", (1.0, 1.0), 30))
-    progress.record(RolloutFailure(FailureReason.TOO_LONG, "", (0.0, 1.0), 20))
-    assert progress.report_if_due() is None
-
-    clock.now += 5.0
-    assert progress.report_if_due() == {
-        "groups_sent": 0,
-        "failures": {"equal_scores": 1, "too_long": 1},
-        "mean_reward": 0.75,
-        "equal_scores_share": 0.5,
-        "tokens_per_s": 10.0,
-    }
-    clock.now += 5.0
-    assert (progress.report_if_due() or {})["mean_reward"] is None

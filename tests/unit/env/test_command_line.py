@@ -40,26 +40,17 @@ def run_each(*command_lines: list[str], **environment: str) -> tuple[list[Any], 
     return [json.loads(line) for line in ended.stdout.splitlines() if line[0] == "["], ended.stderr
 
 
-def test_mistakes_import_nothing_heavy_and_a_missing_tokenizer_is_one_named_line() -> None:
-    serve = ["arithmetic", "serve", "--openai.model-name", "/none"]
-    ends, errors = run_each(
-        ["arithmetic", "serve"],
-        [*serve, "--env.group_size", "x"],
-        [*serve, "--no-such-option"],
-        serve,
-    )
-    assert ends == [[2, []], [2, []], [2, []], [1, ["transformers"]]]
-    assert "Traceback" not in errors
-    assert "env-server: TokenizerUnusable: " in errors.splitlines()[-1]
-
-
-def test_no_environment_imports_torch(
+def test_mistakes_import_nothing_heavy_and_no_environment_imports_torch(
     tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
 ) -> None:
-    """The tokenizer has been loaded, the data been read (with datasets, which asks for torch by
-    itself) and the server been asked once run-api is looked for."""
+    """The last one has loaded the tokenizer, read the data (with datasets, which asks for torch by
+    itself) and asked the server once run-api is looked for."""
+    serve = ["arithmetic", "serve", "--openai.model-name", "/none"]
     with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
         ends, errors = run_each(
+            [*serve, "--env.group_size", "x"],
+            [*serve, "--no-such-option"],
+            serve,
             [
                 *("gsm8k", "serve", f"--env.data={hub_layout}"),
                 *(f"--openai.base-url={inference.url}", f"--openai.model-name={tokenizer_dir}"),
@@ -69,9 +60,11 @@ def test_no_environment_imports_torch(
             HF_HUB_OFFLINE="1",
         )
 
-    assert ends == [[1, ["transformers"]]]
+    assert ends == [[2, []], [2, []], [1, ["transformers"]], [1, ["transformers"]]]
+    assert "env-server: TokenizerUnusable: " in errors
     assert "not reachable" in errors
     assert "PyTorch was not found" not in errors
+    assert "Traceback" not in errors
 
 
 def test_sigterm_during_generation_ends_politely_and_takes_the_ready_file_along(

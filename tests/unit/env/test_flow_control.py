@@ -41,13 +41,11 @@ PAUSE, STOP = Plan(Action.PAUSE), Plan(Action.STOP)
         (0, 0, Load(0), start(24)),
         (0, 10, Load(10), start(4)),
         (0, 10, Load(10, sent_since_status=4), PAUSE),
-        (0, 40, Load(0), PAUSE),
         # Near the end: one batch left and one of margin are 16 groups.
         (49, 0, Load(0), start(16)),
         # A full queue is no reason to stop while a batch is still to be delivered.
         (49, 100, Load(0), PAUSE),
         (50, 0, Load(0), STOP),
-        (51, 0, Load(5), STOP),
     ],
 )
 def test_the_queue_is_filled_until_the_last_batch_is_delivered(
@@ -91,11 +89,8 @@ def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
     [
         # A quarter of the 24 groups that three batches hold are 6.
         (0.25, 24, 4, 0, start(2)),
-        (0.25, 24, 4, 2, PAUSE),
         # If the queue as a whole is short, there is more to do than that.
         (0.25, 10, 6, 0, start(14)),
-        # Rounded up: a share that is no whole group is not met by less than one.
-        (0.01, 24, 0, 0, start(1)),
     ],
 )
 def test_an_own_share_is_filled_however_much_the_others_have_queued(

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_env.inference_health import (
-    HealthClient,
     NotAnInferenceServer,
     SharedWeightsHaveOneServer,
     wait_for_servers,
@@ -43,11 +41,6 @@ def servers(*generates: Route) -> Iterator[list[StubServer]]:
         yield [
             stack.enter_context(stub_server({"POST /generate": generate})) for generate in generates
         ]
-
-
-async def generate(*urls: str, deadline_s: float = GENEROUS_S) -> None:
-    async with InferencePool(urls, deadline_s, max_requests=8) as pool:
-        await pool.generate(PROMPT, n=1)
 
 
 async def test_requests_go_to_the_server_with_the_fewest_under_way() -> None:
@@ -84,23 +77,9 @@ async def test_the_others_take_over_from_one_that_fails_and_is_left_alone_for_a_
 
 async def test_a_server_that_is_gone_does_not_hold_its_requests_back() -> None:
     with servers(ok) as (alive,):
-        await generate(NOBODY, alive.url, deadline_s=math.inf)
+        async with InferencePool([NOBODY, alive.url], math.inf, max_requests=8) as pool:
+            await pool.generate(PROMPT, n=1)
     assert len(alive.seen) == 1
-
-
-async def test_if_no_server_works_the_error_has_the_reason() -> None:
-    with (
-        servers(broken, broken) as (one, two),
-        pytest.raises(ServiceUnavailable, match="engine died"),
-    ):
-        await generate(one.url, two.url)
-
-
-async def test_a_request_that_is_refused_is_not_tried_elsewhere() -> None:
-    with servers(lambda _body: (422, {"detail": "n"}), ok) as (one, two):
-        with pytest.raises(RequestRefused):
-            await generate(one.url, two.url)
-        assert two.seen == []
 
 
 @contextmanager
@@ -108,25 +87,6 @@ def healthy_with(info: Route) -> Iterator[StubServer]:
     routes: dict[str, Route] = {"GET /health": lambda _: (200, {}), "GET /bridge/info": info}
     with stub_server(routes) as server:
         yield server
-
-
-async def test_health_is_waited_for() -> None:
-    answers = iter([503])
-
-    def health(_body: dict[str, Any]) -> Answer:
-        return next(answers, 200), {}
-
-    with stub_server({"GET /health": health}) as server:
-        await wait_for_servers([server.url + "/v1"], GENEROUS_S)
-    assert len(server.seen) == 2
-
-
-async def test_the_end_of_the_wait_names_the_url_and_the_last_answer() -> None:
-    with stub_server({"GET /health": lambda _: (503, {"detail": "loading"})}) as server:
-        async with HealthClient(server.url) as client:
-            says = rf"{server.url} not healthy after 0 s.*loading.*check --openai"
-            with pytest.raises(ServiceUnavailable, match=says):
-                await client.wait_until_healthy(0.0)
 
 
 async def test_something_else_at_the_url_is_not_waited_for() -> None:

@@ -25,18 +25,12 @@ def grader() -> Iterator[MathGrader]:
 @pytest.mark.parametrize(
     ("answer", "gold", "equal"),
     [
-        ("18.0", "18", True),
         ("1,080", "1080", True),
         ("$18", "18", True),
-        ("18 dollars", "18", True),
-        ("50%", "50", True),
         ("36/2", "18", True),
-        (r"\boxed{18}. That was question 5", "18", True),
         (r"$\frac{36}{2}$", "18", True),
-        ("-18", "18", False),
         ("17.999", "18", False),
         ("17 or 18 or 19", "18", False),
-        ("1, 2, 3, 18, 20", "18", False),
         ("0 < 18 < 100", "18", False),
         (r"\frac{\frac{", "18", False),
     ],

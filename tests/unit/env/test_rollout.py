@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.inference_client import Completion, GenerationClient
@@ -156,20 +154,11 @@ async def test_slow_grading_does_not_hold_up_other_groups_and_learns_what_was_cu
     assert slow.graded == [Answer("7", finished=True), Answer("8", finished=False)]
 
 
-async def test_a_prompt_that_leaves_no_room_is_never_sent() -> None:
-    outcome, server = await sample(SEVEN_OR_EIGHT, max_token_length=3)
-
-    assert isinstance(outcome, RolloutFailure)
-    assert outcome.reason is FailureReason.REFUSED
-    assert server.seen == []
-
-
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
         (generate_answer(["7"]), "1 completions instead of 2"),
         (generate_answer(["7", "8"], prompt_token_ids=[1, 5, 6, 7]), "not the ones sent"),
-        (generate_answer(["7", "8"], token_ids=[[90], [91, 91]]), "disagree"),
     ],
 )
 async def test_an_answer_against_the_contract_is_an_error(
@@ -179,18 +168,15 @@ async def test_an_answer_against_the_contract_is_an_error(
         await sample(answer)
 
 
-IMPOSSIBLE = st.just(math.nan) | st.just(-math.inf) | st.floats(min_value=1e-5)
-
-
 def completion(token_ids: list[int], logprobs: list[float]) -> Completion:
     return Completion("", "stop", token_ids, logprobs, PolicyVersion(0, 0), PolicyVersion(0, 0))
 
 
-@given(good=st.lists(st.floats(max_value=1e-6, allow_infinity=False)), bad=IMPOSSIBLE)
-def test_an_impossible_logprob_is_named_with_its_place(good: list[float], bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e-5])
+def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
     """Rounding may lift a log-probability to 1e-6 above 0."""
-    broken = completion([3] * (len(good) + 1), [*good, bad])
+    broken = completion([3, 3, 3], [-0.1, 1e-6, bad])
     with pytest.raises(MisalignedCompletion) as caught:
         align_group([1], [completion([2], [-0.1]), completion([], []), broken])
-    named = f"be trained on: completion 1: no tokens; completion 2: logprob {bad} at token"
-    assert str(caught.value).endswith(f"{named} {len(good)}")
+    named = f"completion 1: no tokens; completion 2: logprob {bad} at token 2"
+    assert str(caught.value).endswith(named)

@@ -95,34 +95,22 @@ async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:
         await run(RunApi(), right_and_wrong, "--env.group-size=8")
 
 
-class Concurrency:
-    """Answers while the wanted number of requests is under way; remembers the highest."""
+async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> None:
+    api, three_at_once = RunApi(num_steps=6), threading.Barrier(3)
+    under_way: list[dict[str, Any]] = []
+    counts: list[int] = []
 
-    def __init__(self, wanted: int) -> None:
-        self._barrier = threading.Barrier(wanted)
-        self._lock = threading.Lock()
-        self._now = 0
-        self.highest = 0
-
-    def generate(self, body: dict[str, Any]) -> Answer:
-        with self._lock:
-            self._now += 1
-            self.highest = max(self.highest, self._now)
-        self._barrier.wait(DEADLINE_S)
-        with self._lock:
-            self._now -= 1
+    def generate(body: dict[str, Any]) -> Answer:
+        under_way.append(body)
+        counts.append(len(under_way))
+        three_at_once.wait(DEADLINE_S)
+        under_way.pop()
         return right_and_wrong(body)
 
-
-async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> None:
-    concurrency = Concurrency(wanted=3)
-    api = RunApi(num_steps=6)
-    limits = ("--env.max-concurrent-groups=3", "--env.max-batches-offpolicy=8")
-
-    await run(api, concurrency.generate, *limits)
+    await run(api, generate, "--env.max-concurrent-groups=3", "--env.max-batches-offpolicy=8")
 
     assert len(api.groups) >= 12
-    assert concurrency.highest == 3
+    assert max(counts) == 3
 
 
 class LongAndShort(Sevens):
@@ -145,18 +133,7 @@ class PromptsOfLengthB:
         return [5] * int(messages[0]["content"].strip("=").partition("+")[2])
 
 
-@pytest.mark.parametrize(
-    ("max_token_length", "kept"),
-    [
-        # 4 tokens of completion below 40 leave 35 for the prompt.
-        (40, [KeptItems(kept=35, skipped=65)]),
-        # The trainer's 50 tokens leave 45.
-        (2048, [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]),
-    ],
-)
-async def test_prompts_without_room_for_a_completion_are_never_asked(
-    max_token_length: int, kept: list[KeptItems]
-) -> None:
+async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
     task, lengths = LongAndShort(), []
 
     def generate(body: dict[str, Any]) -> Answer:
@@ -167,12 +144,12 @@ async def test_prompts_without_room_for_a_completion_are_never_asked(
     await feed(
         RunApi(num_steps=3).routes(),
         inference_routes(generate),
-        f"--env.max-token-length={max_token_length}",
         task=task,
         prompts=PromptsOfLengthB(),
     )
-    assert task.kept == kept
-    assert 0 < max(lengths) <= kept[-1].kept
+    # 4 tokens of completion below the trainer's 50 leave 45 for the prompt.
+    assert task.kept == [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]
+    assert 0 < max(lengths) <= 45
 
 
 async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
