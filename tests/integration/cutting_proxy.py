@@ -1,19 +1,17 @@
-"""A TCP proxy that loses a request or its answer on demand, as a killed process does."""
+"""A proxy that loses a request or its answer on demand, as a killed process does."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from enum import Enum
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-import httpx
-
-_CHUNK = 65536
-_LAST_CHUNK = b"0\r\n\r\n"
 _ANSWER_S = 30.0
-_GATEWAY_TIMEOUT = b"HTTP/1.1 504 Gateway Timeout\r\ncontent-length: 0\r\n\r\n"
+_BY_HOP = ("connection", "content-length", "transfer-encoding")
 
 
 class Cut(Enum):
@@ -28,73 +26,52 @@ class Cut(Enum):
     """As ANSWER, and a gateway answers 504 in its place."""
 
 
-class CuttingProxy:
-    """Serves one connection after another; each carries one request."""
-
+class CuttingProxy(ThreadingHTTPServer):
     def __init__(self, target: str) -> None:
-        url = httpx.URL(target)
-        self._target = (url.host, url.port or 80)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        super().__init__(("127.0.0.1", 0), _Relay)
+        self.target = target.removeprefix("http://")
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.next_cut = Cut.NOTHING
-        self._client: socket.socket | None = None
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        if self._client is not None:
-            with suppress(OSError):  # closed already
-                self._client.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                self._client, _ = self._listener.accept()
-            except OSError:  # shut down
-                return
-            with self._client as client, suppress(OSError):  # whoever is left sees it closed
-                self._carry(client)
-
-    def _carry(self, client: socket.socket) -> None:
-        while request := _message(client):
-            cut, self.next_cut = self.next_cut, Cut.NOTHING
-            if cut is Cut.REQUEST:
-                return
-            with socket.create_connection(self._target, _ANSWER_S) as service:
-                service.sendall(request)
-                answer = _message(service)
-            if cut is Cut.ANSWER:
-                return
-            client.sendall(_GATEWAY_TIMEOUT if cut is Cut.GATEWAY else answer)
 
 
-def _message(connection: socket.socket) -> bytes:
-    """One HTTP message with its body; empty where the other end closes before it is whole."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        chunk = connection.recv(_CHUNK)
-        if not chunk:
-            return b""
-        data += chunk
-    head, _, body = data.partition(b"\r\n\r\n")
-    fields = dict(line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:])
-    length = int(fields.get(b"content-length", 0))
-    chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
-    while len(body) < length or (chunked and not body.endswith(_LAST_CHUNK)):
-        chunk = connection.recv(_CHUNK)
-        if not chunk:
-            return b""
-        body += chunk
-    return head + b"\r\n\r\n" + body
+class _Relay(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: CuttingProxy
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        cut, self.server.next_cut = self.server.next_cut, Cut.NOTHING
+        self.close_connection = cut in (Cut.REQUEST, Cut.ANSWER)
+        if cut is Cut.REQUEST:
+            return
+        with closing(HTTPConnection(self.server.target, timeout=_ANSWER_S)) as service:
+            service.request(self.command, self.path, body, dict(self.headers.items()))
+            answer = service.getresponse()
+            content = answer.read()
+        if cut is Cut.NOTHING:
+            self._answer(answer.status, content, answer.getheaders())
+        elif cut is Cut.GATEWAY:
+            self._answer(504, b"", [])
+
+    do_POST = do_GET
+
+    def _answer(self, status: int, content: bytes, headers: list[tuple[str, str]]) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in _BY_HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 @contextmanager
 def cutting_proxy(target: str) -> Iterator[CuttingProxy]:
-    proxy = CuttingProxy(target)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
+    with CuttingProxy(target) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.05,)).start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
