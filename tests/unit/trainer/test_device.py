@@ -1,11 +1,14 @@
+"""Obstacles between a trainer and the device of its weights are named when the run begins."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
+from grpo_core.weight_transport import CudaMemory, CudaPlace
 from grpo_trainer.device import device_to_load_on, require_device
-from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
-from grpo_trainer.settings import parse_settings
+from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights
+from grpo_trainer.weight_sync.cuda_memory import OpenedCuda, OwnPlace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -16,29 +19,38 @@ def test_without_a_gpu_auto_is_the_host_and_a_gpu_is_refused() -> None:
             device_to_load_on(wanted)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "shared", "fits"),
-    [
-        ("auto", "cuda:1", True),
-        ("cuda", "cuda:1", True),
-        ("cuda:1", "cuda:1", True),
-        ("cpu", "cuda:1", False),
-        ("cuda:0", "cuda:1", False),
-        ("cuda", "cpu", False),
-    ],
+def test_shared_weights_need_the_device_that_they_are_on() -> None:
+    for wanted in ("auto", "cuda", "cuda:1"):
+        require_device(wanted, torch.device("cuda:1"))
+    with pytest.raises(PolicyMismatch, match=r"--device cuda:0, but .* are on cuda:1"):
+        require_device("cuda:0", torch.device("cuda:1"))
+    with pytest.raises(PolicyMismatch, match=r"--device cuda, but .* are on cpu"):
+        require_device("cuda", torch.device("cpu"))
+
+
+SERVER = CudaPlace(
+    device_uuid="GPU-a",
+    device_name="H200",
+    torch="2.11 with CUDA 13",
+    pid_namespace=7,
+    shm_filesystem=9,
 )
-def test_the_device_of_shared_weights_is_the_servers(wanted: str, shared: str, fits: bool) -> None:
-    if fits:
-        require_device(wanted, torch.device(shared))
-        return
-    with pytest.raises(PolicyMismatch, match=f"--device {wanted}, but .* are on {shared}"):
-        require_device(wanted, torch.device(shared))
+OWN = OwnPlace(
+    devices={"GPU-b": 0, "GPU-a": 1}, torch="2.11 with CUDA 13", pid_namespace=7, shm_filesystem=9
+)
 
 
-@pytest.mark.parametrize("wanted", ["gpu", "cuda:", "xcuda"])
-def test_a_device_with_no_such_name_is_refused(
-    wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_settings(["--model-name", "m", "--device", wanted])
-    assert "--device" in capsys.readouterr().err
+def test_all_obstacles_to_memory_on_a_gpu_are_named_before_cuda_is_called() -> None:
+    assert OWN.obstacles(SERVER) == []
+    elsewhere = OwnPlace(
+        devices={"GPU-b": 0}, torch="2.13 with CUDA 13", pid_namespace=1, shm_filesystem=1
+    )
+    with pytest.raises(UnreachableWeights) as refused:
+        OpenedCuda.open(CudaMemory(place=SERVER, segments=()), elsewhere)
+    for named in (
+        "H200 GPU-a; this process sees GPU-b",
+        "torch 2.11 with CUDA 13, this process 2.13",
+        "pid: service",
+        "ipc: service",
+    ):
+        assert named in str(refused.value)
