@@ -1,4 +1,4 @@
-"""The summary of a run: numbers added up by hand, and the layout that users know."""
+"""The summary of a run."""
 
 from __future__ import annotations
 
@@ -28,17 +28,11 @@ def record(time_s: float, sync_s: float, **others: float) -> dict[str, float]:
     return {f"train/{name}": value for name, value in times.items()} | {"time_s": time_s} | others
 
 
-def stopped() -> Stopwatch:
+def test_every_number_in_the_file_by_hand(tmp_path: Path) -> None:
     watch = Stopwatch()
     watch.add(record(2.0, 0.0, **{"reward/mean": 0.25}), is_served=False)
     watch.add(record(63.0, 24.0, **{"reward/mean": 0.75}), is_served=True)
-    return watch
-
-
-def test_every_number_by_hand_in_the_file_and_in_the_layout_that_users_know(
-    tmp_path: Path,
-) -> None:
-    summary = stopped().summary("none", SERVER)
+    summary = watch.summary("none", SERVER)
     summary.write(tmp_path)
     written = json.loads((tmp_path / FILE_NAME).read_text())
     assert written.pop("peak_rss_bytes") > 10_000_000
@@ -49,27 +43,10 @@ def test_every_number_by_hand_in_the_file_and_in_the_layout_that_users_know(
         **{"restarts": 2, "dropped_requests": 0, "generation_tokens": 99},
         **{"reward_first": 0.25, "reward_last": 0.75},
     }
-    shown = str(summary).splitlines()
-    for line in (
-        "BENCHMARK SUMMARY (none)",
-        "  Total training time:     63.00s (1.05 min)",
-        "    Avg step time:         2.00s",
-        "    Avg sync time:         24.00s (x1 syncs)",
-        "    Restarts:              2",
-    ):
-        assert line in shown
+    assert "BENCHMARK SUMMARY (none)" in str(summary)
 
 
-def test_unknown_numbers_stay_empty() -> None:
-    watch = Stopwatch()
-    watch.add(record(2.0, 0.0), is_served=False)
-    summary = watch.summary("shared_vllm", None)
-    assert (summary.sync_s_mean, summary.restarts, summary.reward_first) == (None, None, None)
-    assert "INFERENCE SERVER" not in str(summary)
-    assert Stopwatch().summary("none", None).steps == 0
-
-
-def test_the_server_status_is_read_from_redis(
+def test_the_server_status_is_read_from_a_redis_that_answers(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 60.0)
@@ -82,9 +59,6 @@ def test_the_server_status_is_read_from_redis(
         redis.hset(status_key(run_id), mapping=SERVER.on_the_wire())  # type: ignore[arg-type]
     assert server_status(with_redis) == SERVER
 
-
-def test_an_unreachable_redis_does_not_spoil_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_trainer.benchmark.STATUS_DEADLINE_S", 0.2)
-    nobody = "redis://127.0.0.1:1/0"
-    away = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm", redis_url=nobody)
-    assert server_status(away) is None
+    nobody = TrainerSettings(**fields, redis_url="redis://127.0.0.1:1/0")
+    assert server_status(nobody) is None

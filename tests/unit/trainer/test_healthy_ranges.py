@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from grpo_trainer.healthy_ranges import RANGES, REPEAT_EVERY_STEPS, RangeWatch
+from grpo_trainer.healthy_ranges import REPEAT_EVERY_STEPS, RangeWatch
 
 
 def watch(records: Iterable[dict[str, float]]) -> list[EventDict]:
@@ -22,8 +22,6 @@ def watch(records: Iterable[dict[str, float]]) -> list[EventDict]:
     ("metric", "inside", "outside", "healthy"),
     [
         ("grpo/mean_ratio", [0.8, 1.0, 1.2], [0.79, 1.21], "0.8 to 1.2"),
-        ("grpo/clipped_fraction", [0.0, 0.3], [0.31], "0 to 0.3"),
-        ("alignment/diff_abs_mean", [0.0, 0.1], [0.11], "0 to 0.1"),
         ("train/loss", [-10.0, 1000.0], [-10.1], "at least -10"),
     ],
 )
@@ -35,19 +33,11 @@ def test_a_value_outside_is_named_with_its_range(
         (warning,) = watch([{}, {metric: value}])
         named = (warning["metric"], warning["value"], warning["healthy"], warning["step"])
         assert named == (metric, value, healthy, 2)
-        assert len(warning["look_at"]) > 20
 
 
-@pytest.mark.parametrize("pattern", [[1.5], [1.5, 1.0]], ids=["stays", "comes and goes"])
-def test_a_thousand_steps_outside_are_not_a_thousand_lines(pattern: list[float]) -> None:
-    values = pattern * (1000 // len(pattern))
-    warnings = watch({"grpo/mean_ratio": value} for value in values)
+def test_a_thousand_steps_outside_are_not_a_thousand_lines() -> None:
+    """Half of them: the value comes and goes."""
+    warnings = watch({"grpo/mean_ratio": value} for value in [1.5, 1.0] * 500)
     assert len(warnings) == 1000 // REPEAT_EVERY_STEPS
     assert [w["step"] for w in warnings[:2]] == [1, 1 + REPEAT_EVERY_STEPS]
-    outside = [w["steps_outside_since_last_warning"] for w in warnings]
-    assert outside[:2] == [1, REPEAT_EVERY_STEPS // len(pattern)]
-
-
-def test_each_metric_is_watched_by_itself() -> None:
-    outside = {healthy.metric: -100.0 for healthy in RANGES}
-    assert {w["metric"] for w in watch([outside] * 10)} == set(outside)
+    assert warnings[1]["steps_outside_since_last_warning"] == REPEAT_EVERY_STEPS // 2
