@@ -32,8 +32,7 @@ from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
 from tests.soak import environment, trainer
 from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Hit, Moment
-from tests.soak.journal import Started
-from tests.soak.records import Records, journal_path
+from tests.soak.journal import Records, Started, journal_path
 from tests.support.wait import wait_for
 
 BATCH_SIZE = 16

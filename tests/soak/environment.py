@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -43,28 +44,25 @@ class Options(BaseModel):
     seed: int
 
 
+@dataclass
 class Environment:
-    """Args: stopping: set when the environment is to leave the run for good."""
+    """`stopping` is set when the environment is to leave the run for good."""
 
-    def __init__(
-        self,
-        options: Options,
-        journal: Journal,
-        clients: Clients,
-        stopping: threading.Event,
-    ) -> None:
-        self._options = options
-        self._journal = journal
-        self._clients = clients
-        self._stopping = stopping
-        self._maker = GroupMaker(options.number, journal.life, options.seed)
-        self._dice = random.Random(f"{options.seed}/{options.number}/{journal.life}")
+    options: Options
+    journal: Journal
+    clients: Clients
+    stopping: threading.Event
+
+    def __post_init__(self) -> None:
+        options, life = self.options, self.journal.life
+        self._maker = GroupMaker(options.number, life, options.seed)
+        self._dice = random.Random(f"{options.seed}/{options.number}/{life}")
         self._calls_left = 0
 
     async def run(self) -> None:
-        joined = [entry.env_id for entry in self._journal.past if isinstance(entry, Joined)]
+        joined = [entry.env_id for entry in self.journal.past if isinstance(entry, Joined)]
         env_id = joined[-1] if joined else None
-        while not self._stopping.is_set() or env_id is not None:
+        while not self.stopping.is_set() or env_id is not None:
             if env_id is None:
                 env_id = await self._join()
             else:
@@ -73,7 +71,7 @@ class Environment:
 
     async def _join(self) -> int | None:
         """None while there is no trainer."""
-        options = self._options
+        options = self.options
         registration = EnvironmentRegistration(
             max_token_length=4096,
             desired_name=f"soak-{options.number}",
@@ -81,31 +79,31 @@ class Environment:
             group_size=options.group_size,
             min_batch_allocation=options.minimum or None,
         )
-        answer = await self._clients.patient.register(registration)
+        answer = await self.clients.patient.register(registration)
         if answer is None:
             await asyncio.sleep(_POLL_S)
             return None
-        self._journal.write(Joined(env_id=answer["env_id"]))
+        self.journal.write(Joined(env_id=answer["env_id"]))
         return int(answer["env_id"])
 
     async def _stay(self, env_id: int) -> None:
         """One membership, to its end."""
         self._calls_left = self._dice.randint(*_CALLS_OF_A_MEMBERSHIP)
         sender = Sender(
-            env_id, self._options.group_size, self._clients, self._maker, self._journal, self._dice
+            env_id, self.options.group_size, self.clients, self._maker, self.journal, self._dice
         )
         async with asyncio.TaskGroup() as workers:
             for _ in range(_WORKERS):
                 workers.create_task(self._work(env_id, sender))
         await sender.complete_parts()
         # Written first: killed in between, it must not resume a membership that has ended.
-        self._journal.write(Joined(env_id=None))
-        await self._clients.patient.disconnect(env_id)
+        self.journal.write(Joined(env_id=None))
+        await self.clients.patient.disconnect(env_id)
 
     async def _work(self, env_id: int, sender: Sender) -> None:
-        while self._calls_left > 0 and not self._stopping.is_set():
-            status = await self._clients.patient.status(env_id)
-            if status.queue_size * self._options.group_size >= _MAX_QUEUED_SEQUENCES:
+        while self._calls_left > 0 and not self.stopping.is_set():
+            status = await self.clients.patient.status(env_id)
+            if status.queue_size * self.options.group_size >= _MAX_QUEUED_SEQUENCES:
                 await asyncio.sleep(_POLL_S)
                 continue
             self._calls_left -= 1

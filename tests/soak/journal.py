@@ -6,15 +6,16 @@ A line is written before the process goes on, so that `SIGKILL` of the process l
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
 from grpo_core.closing import ClosesOnExit
+from tests.soak.hits import ENVIRONMENTS, TRAINER
 
 
 class Outcome(StrEnum):
@@ -86,8 +87,21 @@ class Saved(BaseModel):
     batches: list[TrainedBatch]
 
 
+@dataclass(frozen=True)
+class Submission:
+    """One group on its way to run-api, as its environment saw it."""
+
+    digest: str
+    sequences: int
+    outcome: Outcome
+
+
 Entry = Started | Joined | Sent | Settled | Noted | Delivered | Saved
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="event")])
+E = TypeVar("E", bound=Entry)
+
+FILLER = "filler"
+"""Writes the journal of the groups that fill up the last batch."""
 
 
 class Reader:
@@ -97,7 +111,6 @@ class Reader:
         self._path = path
         self.bytes_read = 0
         self.entries: list[Entry] = []
-        self.counts: Counter[type[Entry]] = Counter()
 
     def read_on(self) -> None:
         if not self._path.exists():
@@ -106,12 +119,8 @@ class Reader:
             file.seek(self.bytes_read)
             for line in file:
                 if line.endswith(b"\n"):
-                    self._add(_ENTRY.validate_json(line))
+                    self.entries.append(_ENTRY.validate_json(line))
                     self.bytes_read += len(line)
-
-    def _add(self, entry: Entry) -> None:
-        self.entries.append(entry)
-        self.counts[type(entry)] += 1
 
 
 class Journal(ClosesOnExit):
@@ -146,3 +155,53 @@ class Journal(ClosesOnExit):
 
     def settled(self, call: str, outcome: Outcome) -> None:
         self.write(Settled(call=call, outcome=outcome))
+
+
+def journal_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.jsonl"
+
+
+class Records:
+    """The journals of one soak."""
+
+    def __init__(self, directory: Path) -> None:
+        # The trainer first: whatever it has trained on was submitted when the others are read.
+        names = (TRAINER, *ENVIRONMENTS, FILLER)
+        self._readers = {name: Reader(journal_path(directory, name)) for name in names}
+
+    def read_on(self) -> None:
+        for reader in self._readers.values():
+            reader.read_on()
+
+    def of_kind(self, kind: type[E]) -> Iterator[E]:
+        for reader in self._readers.values():
+            yield from (entry for entry in reader.entries if isinstance(entry, kind))
+
+    def last(self, name: str, kind: type[E]) -> E | None:
+        """The newest entry of one kind and writer."""
+        reader = self._readers[name]
+        reader.read_on()
+        return next((entry for entry in reversed(reader.entries) if isinstance(entry, kind)), None)
+
+    def batches_received(self) -> int:
+        """By the trainer, those that were delivered again included."""
+        trainer = self._readers[TRAINER]
+        trainer.read_on()
+        return sum(isinstance(entry, Delivered) for entry in trainer.entries)
+
+    def line(self) -> list[TrainedBatch]:
+        """Every batch in the line of checkpoints, in order."""
+        return [batch for saved in self.of_kind(Saved) for batch in saved.batches]
+
+    def submissions(self) -> list[Submission]:
+        return [found for reader in self._readers.values() for found in submissions(reader.entries)]
+
+
+def submissions(entries: list[Entry]) -> Iterator[Submission]:
+    """Of one writer. A call that its process did not see the end of is unanswered."""
+    outcomes = {entry.call: entry.outcome for entry in entries if isinstance(entry, Settled)}
+    for entry in entries:
+        if isinstance(entry, Sent):
+            outcome = outcomes.get(entry.call, Outcome.UNANSWERED)
+            for digest, sequences in entry.groups.items():
+                yield Submission(digest, sequences, outcome)

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from tests.soak.hits import HITS
-from tests.soak.journal import Noted, Outcome
-from tests.soak.records import Records
+from tests.soak.journal import Noted, Outcome, Records
 from tests.soak.sending import OTHER_BODY_REFUSED, REPEATED
 from tests.soak.verdict import Evidence, judge
 

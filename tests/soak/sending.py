@@ -42,13 +42,13 @@ class Clients:
     lists: ListClient
 
 
+@dataclass(frozen=True)
 class ListClient:
     """Sends lists under a key that the caller chooses, through whichever replica answers."""
 
-    def __init__(self, urls: Sequence[str], deadline_s: float, http: httpx.AsyncClient) -> None:
-        self._urls = urls
-        self._deadline_s = deadline_s
-        self._http = http
+    urls: Sequence[str]
+    deadline_s: float
+    http: httpx.AsyncClient
 
     async def send(self, groups: Sequence[ScoredGroup], key: str) -> Any:
         """Until an answer comes; every repeat goes to the other replica.
@@ -58,8 +58,8 @@ class ListClient:
             ServiceUnavailable: an error that no repeat mends
             TimeoutError: no answer within the deadline
         """
-        async with asyncio.timeout(self._deadline_s):
-            for url in cycle(self._urls):
+        async with asyncio.timeout(self.deadline_s):
+            for url in cycle(self.urls):
                 try:
                     return await self.post(url, groups, key, _ATTEMPT_S)
                 except (httpx.TransportError, TransientAnswer):
@@ -68,13 +68,13 @@ class ListClient:
     async def hang_up(self, groups: Sequence[ScoredGroup], key: str, after_s: float) -> Any:
         """Raises `ServiceUnavailable` after closing the connection: no answer within `after_s`."""
         try:
-            return await self.post(self._urls[0], groups, key, after_s)
+            return await self.post(self.urls[0], groups, key, after_s)
         except (httpx.TransportError, TransientAnswer) as error:
             raise ServiceUnavailable(f"hung up: {error!r}") from error
 
     async def post(self, url: str, groups: Sequence[ScoredGroup], key: str, read_s: float) -> Any:
         body = b"[" + b",".join(group.model_dump_json().encode() for group in groups) + b"]"
-        response = await self._http.post(
+        response = await self.http.post(
             f"{url}/scored_data_list",
             content=body,
             headers={"content-type": "application/json", "idempotency-key": key},
@@ -84,27 +84,16 @@ class ListClient:
         return response.json()
 
 
+@dataclass(frozen=True)
 class Sender:
-    """Args:
-    env_id: of the environment at run-api
-    group_size: sequences in a whole group
-    """
+    """`env_id` is run-api's; `group_size` is in sequences, of a whole group."""
 
-    def __init__(
-        self,
-        env_id: int,
-        group_size: int,
-        clients: Clients,
-        maker: GroupMaker,
-        journal: Journal,
-        dice: random.Random,
-    ) -> None:
-        self._env_id = env_id
-        self._group_size = group_size
-        self._clients = clients
-        self._maker = maker
-        self._journal = journal
-        self._dice = dice
+    env_id: int
+    group_size: int
+    clients: Clients
+    maker: GroupMaker
+    journal: Journal
+    dice: random.Random
 
     async def act(self) -> None:
         """Send in one of the ways, drawn by weight.
@@ -119,7 +108,7 @@ class Sender:
             self._send_impatiently: 7,
             self._hang_up: 7,
         }
-        (way,) = self._dice.choices(list(ways), list(ways.values()))
+        (way,) = self.dice.choices(list(ways), list(ways.values()))
         await way()
 
     async def complete_parts(self) -> None:
@@ -128,40 +117,40 @@ class Sender:
             answer = await self._submit(self._make(1))
             if not answer.get("buffer_size"):
                 return
-        raise PromiseBroken(f"environment {self._env_id}: {_MAX_FILLERS} parts complete no group")
+        raise PromiseBroken(f"environment {self.env_id}: {_MAX_FILLERS} parts complete no group")
 
     async def _send_whole(self) -> None:
-        await self._submit(self._make(self._group_size))
+        await self._submit(self._make(self.group_size))
 
     async def _send_parts(self) -> None:
         for size in self._split():
             await self._submit(self._make(size))
 
     async def _send_impatiently(self) -> None:
-        group = self._make(self._group_size)
-        await self._try(self._begin([group]), self._clients.impatient.submit(group))
+        group = self._make(self.group_size)
+        await self._try(self._begin([group]), self.clients.impatient.submit(group))
 
     async def _send_list(self) -> None:
         """Sometimes a second time under the same key, sometimes followed by another body."""
         groups, key = self._some_groups(), uuid.uuid4().hex
-        answer = await self._deliver(self._begin(groups), self._clients.lists.send(groups, key))
-        if self._dice.random() < 0.3:
-            if (again := await self._clients.lists.send(groups, key)) != answer:
+        answer = await self._deliver(self._begin(groups), self.clients.lists.send(groups, key))
+        if self.dice.random() < 0.3:
+            if (again := await self.clients.lists.send(groups, key)) != answer:
                 raise PromiseBroken(f"answered {answer}, then {again} under the same key")
-            self._journal.write(Noted(what=REPEATED))
-        if self._dice.random() < 0.1:
+            self.journal.write(Noted(what=REPEATED))
+        if self.dice.random() < 0.1:
             await self._send_other_body(key)
 
     async def _send_other_body(self, key: str) -> None:
         others = self._some_groups()
         call = self._begin(others)
         try:
-            await self._clients.lists.send(others, key)
+            await self.clients.lists.send(others, key)
         except RequestRefused as error:
             if error.status != _UNPROCESSABLE:
                 raise
-            self._journal.settled(call, Outcome.REFUSED)
-            self._journal.write(Noted(what=OTHER_BODY_REFUSED))
+            self.journal.settled(call, Outcome.REFUSED)
+            self.journal.write(Noted(what=OTHER_BODY_REFUSED))
         else:
             raise PromiseBroken("another body under a used key was taken")
 
@@ -169,24 +158,24 @@ class Sender:
         """Break a call off; half of the time, ask for its answer later."""
         groups, key = self._some_groups(), uuid.uuid4().hex
         call = self._begin(groups)
-        after_s = self._dice.random() * _MAX_HANG_UP_S
-        await self._try(call, self._clients.lists.hang_up(groups, key, after_s))
-        if self._dice.random() < 0.5:
-            await self._deliver(call, self._clients.lists.send(groups, key))
+        after_s = self.dice.random() * _MAX_HANG_UP_S
+        await self._try(call, self.clients.lists.hang_up(groups, key, after_s))
+        if self.dice.random() < 0.5:
+            await self._deliver(call, self.clients.lists.send(groups, key))
 
     async def _submit(self, group: ScoredGroup) -> dict[str, Any]:
         answer: dict[str, Any] = await self._deliver(
-            self._begin([group]), self._clients.patient.submit(group)
+            self._begin([group]), self.clients.patient.submit(group)
         )
         return answer
 
     def _begin(self, groups: Sequence[ScoredGroup]) -> str:
-        return self._journal.sent({digest(group): group.size for group in groups})
+        return self.journal.sent({digest(group): group.size for group in groups})
 
     async def _deliver(self, call: str, sending: Awaitable[Any]) -> Any:
         """A call that must be acknowledged; anything else ends the process."""
         answer = await sending
-        self._journal.settled(call, Outcome.ACKNOWLEDGED)
+        self.journal.settled(call, Outcome.ACKNOWLEDGED)
         return answer
 
     async def _try(self, call: str, sending: Awaitable[Any]) -> None:
@@ -194,19 +183,19 @@ class Sender:
         try:
             await self._deliver(call, sending)
         except ServiceUnavailable:
-            self._journal.settled(call, Outcome.UNANSWERED)
+            self.journal.settled(call, Outcome.UNANSWERED)
 
     def _some_groups(self) -> list[ScoredGroup]:
         """Whole groups, and parts that make up one, mixed."""
         sizes: list[int] = []
-        for _ in range(self._dice.randint(1, 3)):
-            sizes += self._split() if self._dice.random() < 0.4 else [self._group_size]
+        for _ in range(self.dice.randint(1, 3)):
+            sizes += self._split() if self.dice.random() < 0.4 else [self.group_size]
         return [self._make(size) for size in sizes]
 
     def _split(self) -> list[int]:
         """Sizes of two parts of one group."""
-        first = self._dice.randint(1, self._group_size - 1)
-        return [first, self._group_size - first]
+        first = self.dice.randint(1, self.group_size - 1)
+        return [first, self.group_size - first]
 
     def _make(self, size: int) -> ScoredGroup:
-        return self._maker.make(size, self._env_id)
+        return self.maker.make(size, self.env_id)

@@ -7,17 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.soak.hits import HITS
-from tests.soak.journal import Delivered, Outcome, TrainedBatch
+from tests.soak.journal import Delivered, Outcome, Submission, TrainedBatch
 from tests.soak.report import missing
-from tests.soak.verdict import Evidence, LeftOver, Submission, judge
+from tests.soak.verdict import Evidence, LeftOver, judge
 
 
 def submission(digest: str, outcome: Outcome = Outcome.ACKNOWLEDGED) -> Submission:
     return Submission(digest, sequences=2, outcome=outcome)
-
-
-def delivered(after: int, id_: int, content: str) -> Delivered:
-    return Delivered(after=after, id=id_, content=content)
 
 
 def line(*batches: str) -> list[TrainedBatch]:
@@ -34,10 +30,10 @@ KEPT = Evidence(
     ],
     line=line("ab", "ce", "dg"),
     deliveries=[
-        delivered(0, 1, "ab"),
-        delivered(1, 2, "ce"),
-        delivered(1, 2, "ce"),
-        delivered(2, 3, "dg"),
+        Delivered(after=0, id=1, content="ab"),
+        Delivered(after=1, id=2, content="ce"),
+        Delivered(after=1, id=2, content="ce"),
+        Delivered(after=2, id=3, content="dg"),
     ],
     left_over=LeftOver(queued=1, acknowledged=1, unanswered=1),
 )
@@ -52,14 +48,12 @@ def test_a_kept_promise_has_no_problems() -> None:
     ("trained", "problem"),
     [
         (line("ab", "ce"), "lost: acknowledged and never trained: 2 groups (d, g)"),
-        (line("ab", "ce", "df"), "lost: acknowledged and never trained: 1 groups (g)"),
         (line("ab", "ce", "dg", "ab"), "doubled: trained more than once: 2 groups (a, b)"),
         (line("ab", "ce", "dg", "ee"), "doubled: trained more than once: 1 groups (e)"),
         (line("ab", "ce", "dg", "xy"), "invented: trained and never submitted: 2 groups (x, y)"),
         (line("ab", "ce", "dg", "fh"), "refused and trained: 1 groups (h)"),
         ([*line("ab"), *line("", "ce")[1:], *line("dg")], "batch 1 was trained as step 3"),
         (line("ab", "ceg", "d"), "batch 2 holds 6 sequences instead of 4"),
-        (line(*["a"] * 10), "and 5 more of this kind"),
     ],
 )
 def test_what_is_wrong_in_the_line_is_named(trained: list[TrainedBatch], problem: str) -> None:
@@ -67,15 +61,17 @@ def test_what_is_wrong_in_the_line_is_named(trained: list[TrainedBatch], problem
 
 
 @pytest.mark.parametrize(
-    ("delivery", "problem"),
+    ("after", "id_", "content", "problem"),
     [
-        (delivered(3, 2, "ce"), "asked for the batch after 3, the trainer got 2"),
-        (delivered(3, 5, "xy"), "asked for the batch after 3, the trainer got 5"),
-        (delivered(1, 2, "ec"), "batch 2 was delivered again with another content"),
+        (3, 5, "xy", "asked for the batch after 3, the trainer got 5"),
+        (1, 2, "ec", "batch 2 was delivered again with another content"),
     ],
 )
-def test_what_is_wrong_in_a_delivery_is_named(delivery: Delivered, problem: str) -> None:
-    assert judge(replace(KEPT, deliveries=[*KEPT.deliveries, delivery])) == [problem]
+def test_what_is_wrong_in_a_delivery_is_named(
+    after: int, id_: int, content: str, problem: str
+) -> None:
+    wrong = Delivered(after=after, id=id_, content=content)
+    assert judge(replace(KEPT, deliveries=[*KEPT.deliveries, wrong])) == [problem]
 
 
 @pytest.mark.parametrize(("queued", "is_right"), [(1, False), (2, True), (3, True), (4, False)])
@@ -89,13 +85,10 @@ def test_the_queue_holds_what_is_acknowledged_and_perhaps_what_is_unanswered(
     assert any(problem.startswith("the queue held") for problem in found) is not is_right
 
 
-def test_groups_that_stay_behind_are_named() -> None:
+def test_what_stays_behind_and_what_proves_nothing_is_named() -> None:
     assert judge(replace(KEPT, left_behind={"queued_groups": 3, "queued_bytes": 0})) == [
         "queued_groups is 3 after everything was trained and acknowledged"
     ]
-
-
-def test_groups_that_are_not_unique_and_an_early_end_prove_nothing() -> None:
     twice = [*KEPT.submissions, submission("a", Outcome.UNANSWERED)]
     assert judge(replace(KEPT, submissions=twice, left_over=None)) == [
         "submitted under one digest twice: 1 groups (a)",

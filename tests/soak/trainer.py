@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -43,33 +44,29 @@ class _Stopped(Exception):
     """SIGTERM came while there was no batch."""
 
 
+@dataclass
 class Trainer:
-    """Args: stopping: set when the trainer is to save and end."""
+    """`stopping` is set when the trainer is to save and end."""
 
-    def __init__(
-        self,
-        options: Options,
-        api: TrainerClient,
-        journal: Journal,
-        stopping: threading.Event,
-    ) -> None:
-        self._options = options
-        self._api = api
-        self._journal = journal
-        self._stopping = stopping
-        self._die_at = options.journal.with_name(DIE_AT)
-        self._dice = random.Random(f"{options.seed}/trainer/{journal.life}")
-        saved = [entry for entry in journal.past if isinstance(entry, Saved)]
+    options: Options
+    api: TrainerClient
+    journal: Journal
+    stopping: threading.Event
+
+    def __post_init__(self) -> None:
+        self._die_at = self.options.journal.with_name(DIE_AT)
+        self._dice = random.Random(f"{self.options.seed}/trainer/{self.journal.life}")
+        saved = [entry for entry in self.journal.past if isinstance(entry, Saved)]
         self._last_id = saved[-1].batches[-1].id if saved else 0
         self._unsaved: list[TrainedBatch] = []
         self._save_at = 1
 
     def run(self) -> None:
-        self._api.register(self._registration())
-        self._api.resume_after(self._last_id)
+        self.api.register(self._registration())
+        self.api.resume_after(self._last_id)
         self._acknowledge()
         try:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 self._train()
                 if len(self._unsaved) >= self._save_at:
                     self._save()
@@ -78,9 +75,9 @@ class Trainer:
         self._save()
 
     def _train(self) -> None:
-        batch = self._api.next_batch(self._options.deadline_s, self._between_polls)
+        batch = self.api.next_batch(self.options.deadline_s, self._between_polls)
         content = content_digest(batch.groups)
-        self._journal.write(Delivered(after=self._last_id, id=batch.id, content=content))
+        self.journal.write(Delivered(after=self._last_id, id=batch.id, content=content))
         time.sleep(self._dice.random() * _MAX_TRAINING_S)
         digests = [digest(group) for group in batch.groups]
         self._unsaved.append(TrainedBatch(id=batch.id, digests=digests))
@@ -89,14 +86,14 @@ class Trainer:
 
     def _between_polls(self) -> None:
         """While there is no batch, what is trained is saved all the same."""
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise _Stopped
         self._save()
 
     def _save(self) -> None:
         if not self._unsaved:
             return
-        self._journal.write(Saved(batches=self._unsaved))
+        self.journal.write(Saved(batches=self._unsaved))
         self._unsaved = []
         self._save_at = self._dice.randint(*_SAVES_AFTER_BATCHES)
         self._die_if_asked(Moment.SAVED)
@@ -104,7 +101,7 @@ class Trainer:
 
     def _acknowledge(self) -> None:
         if self._last_id:
-            self._api.acknowledge(self._last_id)
+            self.api.acknowledge(self._last_id)
 
     def _die_if_asked(self, moment: Moment) -> None:
         if self._die_at.exists() and self._die_at.read_text() == moment:
@@ -115,7 +112,7 @@ class Trainer:
         return Registration(
             wandb_group="",
             wandb_project="",
-            batch_size=self._options.batch_size,
+            batch_size=self.options.batch_size,
             max_token_len=UNSET,
             checkpoint_dir="",
             save_checkpoint_interval=UNSET,

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from tests.soak.journal import Delivered, Outcome, TrainedBatch
+from tests.soak.journal import Delivered, Outcome, Submission, TrainedBatch
 
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One group on its way to run-api, as its environment saw it."""
-
-    digest: str
-    sequences: int
-    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,9 @@ def judge(evidence: Evidence) -> list[str]:
     return [
         *_on_groups(evidence),
         *_on_the_end(evidence),
-        *_first(list(_on_batches(evidence))),
-        *_first(list(_on_deliveries(evidence.deliveries))),
+        # One broken batch tends to break all that follow.
+        *islice(_on_batches(evidence), _NAMED),
+        *islice(_on_deliveries(evidence.deliveries), _NAMED),
     ]
 
 
@@ -117,12 +110,6 @@ def _on_deliveries(deliveries: Sequence[Delivered]) -> Iterator[str]:
             yield f"asked for the batch after {delivery.after}, the trainer got {delivery.id}"
         if contents.setdefault(delivery.id, delivery.content) != delivery.content:
             yield f"batch {delivery.id} was delivered again with another content"
-
-
-def _first(problems: list[str]) -> list[str]:
-    """One broken batch tends to break all that follow."""
-    more = len(problems) - _NAMED
-    return [*problems[:_NAMED], *([f"and {more} more of this kind"] if more > 0 else [])]
 
 
 def _repeated(counts: Counter[str]) -> set[str]:
