@@ -8,6 +8,7 @@ process that imports vLLM once more, 9 s on a core. `grpo_vllm.engine_internals`
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -34,7 +35,9 @@ def main() -> None:
         registry._run_in_subprocess = lambda ask: ask()
         for architecture in ARCHITECTURES:
             registry.ModelRegistry.models[architecture].inspect_model_cls()
-        Path(cache, "modelinfos").rename(Path(sys.prefix, "share", "vllm-modelinfos"))
+        kept = Path(sys.prefix, "share", "vllm-modelinfos")
+        # vLLM's files are for their owner alone, and an image is built by another than runs it.
+        shutil.copytree(Path(cache, "modelinfos"), kept, copy_function=shutil.copyfile)
 
 
 if __name__ == "__main__":
