@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from grpo_api.lifetime import Lifetime
 from tests.fixtures.run_api import RunningApi, start_run_api
-from tests.integration.in_process_api import in_process_api
 from tests.integration.run_api_calls import group, start
 from tests.support.wait import DEADLINE_S
 
@@ -113,20 +110,3 @@ def test_submissions_left_when_the_grace_has_passed_are_answered_503(
             assert int(answer.headers["retry-after"]) >= 1
         assert api.process.wait(DEADLINE_S) == 0
         assert "grace_s=1 " in api.process.log_path.read_text()
-
-
-async def test_a_server_that_stops_is_alive_and_not_ready(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_api.redis_link._PING_DEADLINE_S", DEADLINE_S)
-    lifetime = Lifetime()
-    options = {"redis_url": redis_url, "run_id": "stopping", "redis_deadline_s": DEADLINE_S}
-    async with in_process_api(lifetime, **options) as client:
-        assert (await client.get("/readyz")).status_code == 200
-        lifetime.closing.set()
-        answer = await client.get("/readyz")
-        assert (await client.get("/healthz")).status_code == 200
-    assert answer.status_code == 503
-    assert "shutting down" in answer.json()["detail"]
-    assert int(answer.headers["retry-after"]) >= 1
-    assert answer.headers["connection"] == "close"

@@ -14,13 +14,15 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
+from grpo_api.app import create_app
 from grpo_api.lifetime import Lifetime
 from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
+from grpo_api.settings import RunApiSettings
+from grpo_api.store import RunStore
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api
-from tests.integration.in_process_api import in_process_api
 from tests.integration.run_api_calls import (
     acknowledge,
     bulky,
@@ -39,7 +41,6 @@ from tests.integration.run_api_calls import (
 )
 from tests.support.wait import DEADLINE_S, wait_for
 
-ROOM_BYTES = 256 * 1024
 SHORT_S = 0.5
 """How long a request waits for a Redis that does not come back while it waits."""
 PROBE_S = 1.0
@@ -111,24 +112,16 @@ def fail_to_snapshot(own_redis: redis.Redis) -> None:
     own_redis.config_set("dbfilename", blocked.name)
     own_redis.config_set("save", "3600 1")
     own_redis.bgsave()
-    wait_for(lambda: has_failed_to_snapshot(own_redis))
-
-
-def has_failed_to_snapshot(own_redis: redis.Redis) -> bool:
-    """The one that was begun last: an earlier one may have failed as well."""
-    told = own_redis.info("persistence")
-    return told["rdb_bgsave_in_progress"] == 0 and told["rdb_last_bgsave_status"] == "err"
+    wait_for(
+        lambda: own_redis.info("persistence"),
+        lambda told: (told["rdb_bgsave_in_progress"], told["rdb_last_bgsave_status"]) == (0, "err"),
+    )
 
 
 def assert_refused(answer: httpx.Response, code: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["detail"].startswith(f"Redis takes no writes ({code}): ")
-
-
-def large_group() -> dict[str, Any]:
-    """One that is sent to Redis in pieces ahead of being queued."""
-    return group(9, **bulky(9, tokens=140_000))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,8 @@ def test_submissions_are_503_and_nothing_is_queued(
     register_environment(http, group_size=4)
     submit(http, 1)
     refuse(own_redis)
-    for body in (group(2), group(3, env_id=0), large_group()):
+    large = group(9, **bulky(9, tokens=140_000))  # sent in pieces ahead of being queued
+    for body in (group(2), group(3, env_id=0), large):
         assert_refused(http.post("/scored_data", json=body), code)
         assert_refused(http.post("/scored_data_list", json=[body]), code)
     assert status(http) == (0, 1)
@@ -199,21 +193,6 @@ def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(
     assert status(http) == (4, 0)
 
 
-def test_memory_that_was_full_takes_submissions_again_once_batches_are_done(
-    http: httpx.Client, own_redis: redis.Redis
-) -> None:
-    own_redis.config_set("maxmemory", own_redis.info("memory")["used_memory"] + ROOM_BYTES)
-    taken = 0
-    while (answer := http.post("/scored_data", json=group(taken, **bulky(taken)))).is_success:
-        taken += 1
-    assert taken > 4
-    assert_refused(answer, "OOM")
-    assert status(http) == (0, taken)
-    for first in range(0, taken - 1, 2):
-        assert next_batch(http) == [first, first + 1]
-    submit(http, taken, **bulky(taken))
-
-
 def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> None:
     register_environment(http)
     submit(http, 1, 2)
@@ -231,9 +210,13 @@ def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> No
 @pytest.fixture
 async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
     """A replica that waits for Redis for `SHORT_S`."""
-    options = {"redis_url": server.url, "run_id": RUN_ID, "redis_deadline_s": SHORT_S}
-    async with in_process_api(**options) as replica:
+    settings = RunApiSettings(redis_url=server.url, run_id=RUN_ID, redis_deadline_s=SHORT_S)
+    link = RedisLink(server.url, RUN_ID, SHORT_S)
+    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    transport = httpx.ASGITransport(create_app(store, settings, Lifetime()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as replica:
         yield replica
+    await store.close()
 
 
 async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(

@@ -1,4 +1,4 @@
-"""Returns from silence, and the keys left in Redis when things are over."""
+"""What is left in Redis when things are over."""
 
 from __future__ import annotations
 
@@ -6,28 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from grpo_api.errors import GroupRefused
-from tests.integration.run_store_rig import TIMEOUT_S, Run, open_run
+from tests.integration.run_store_rig import Run, open_run
 
 
 @pytest.fixture
 async def run(redis_url: str) -> AsyncIterator[Run]:
     async with open_run(redis_url, "state-tests") as run:
         yield run
-
-
-async def test_groups_of_a_size_that_lost_its_partner_are_refused(run: Run) -> None:
-    await run.register(batch_size=10)
-    partner = await run.start_environment(group_size=2)
-    await run.start_environment(group_size=4)
-    await run.submit(1, size=4, env_id=1)
-    await run.stay_silent(partner, TIMEOUT_S + 5)
-    with pytest.raises(GroupRefused, match="groups of 4 do not fill"):
-        await run.submit(2, size=4, env_id=1)
-    await run.store.environments.poll(partner)
-    await run.submit(3, size=4, env_id=1)
-    await run.submit(4, env_id=partner)
-    assert await run.poll() == [1, 3, 4]
 
 
 async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
