@@ -58,9 +58,9 @@ class StandIn:
         written = Outcome(state=state, **fields).on_the_wire()
         self.redis.hset(outcome_key(self.run_id, command.id), mapping=written)
 
-    def serve(self, command: Command, path: str | None = None) -> None:
+    def serve(self, command: Command) -> None:
         self.says = self.says.model_copy(
-            update={"epoch": command.epoch, "step": command.step, "path": path or command.path}
+            update={"epoch": command.epoch, "step": command.step, "path": command.path}
         )
 
     def lose_commands(self) -> None:

@@ -22,7 +22,7 @@ from grpo_core.inference_client import BridgeInfo, Completion
 from grpo_core.weight_files import WeightKind, check_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.adapter import trained_parameters
-from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.trained_weights import Adapter, WholeModel
 from grpo_trainer.weight_sync.handed_off import Cadence, HandedOff
@@ -51,7 +51,6 @@ class StandInServer:
         self._model, self._root, self._takes_adapters = str(model), root, takes_adapters
         self._engine = ServedModel(_loaded(model))
         self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
-        self.loads = True
         self.version = PolicyVersion(0, 0)
 
     def _take(self, supervisor: StandIn, command: Command) -> None:
@@ -59,11 +58,10 @@ class StandInServer:
             return
         kind = command.action.kind
         directory = check_weights(kind, command.path, command.sha256, self._root)
-        if self.loads:
-            adapted = kind is WeightKind.ADAPTER
-            model = _loaded(self._model, directory) if adapted else _loaded(directory)
-            self._engine.swap(model, command.version)
-        self._engine.version = self.version = command.version
+        adapted = kind is WeightKind.ADAPTER
+        model = _loaded(self._model, directory) if adapted else _loaded(directory)
+        self._engine.swap(model, command.version)
+        self.version = command.version
         supervisor.serve(command)
         supervisor.says = supervisor.says.model_copy(update={"kind": kind.value})
         supervisor.answer(command, OutcomeState.DONE, in_use=json.dumps([]))
@@ -212,16 +210,6 @@ def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> No
     assert rig.asked_for[5:] == []
 
 
-def test_a_new_run_restarts_a_server_of_an_old_one(bench: NewBench) -> None:
-    rig = bench("none")
-    with rig.trainer() as sync:
-        take_steps(sync, begun(sync), range(1))
-    with rig.trainer() as sync:
-        begun(sync)
-        assert sync.begun_as is None
-    assert rig.asked_for == [(1, 1), (2, 0)]
-
-
 @pytest.mark.parametrize("known_from", ["a directory", "a saved state", "a command"])
 def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: NewBench) -> None:
     """A killed trainer may have written or requested weights that nobody serves yet."""
@@ -237,21 +225,10 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
 
 
-def test_weights_that_are_announced_but_not_loaded_are_refused(bench: NewBench) -> None:
-    rig = bench("none")
-    with rig.trainer() as sync:
-        optimizer = begun(sync)
-        rig.server.loads = False
-        with pytest.raises(ServedWeightsDiffer, match="that it was started with"):
-            take_steps(sync, optimizer, range(1))
-    assert names(rig.root) == ["epoch_1_step_1"]
-
-
 @pytest.mark.parametrize(
     ("mode", "takes_adapters", "version", "told"),
     [
         ("lora_only", False, (0, 0), "it takes no adapters: start vllm-api-server with"),
-        ("none", True, (0, 0), "it takes adapters, not checkpoints"),
         ("none", False, (3, 1), r"\(3, 1\).*\(0, 0\): they are two"),
     ],
 )

@@ -61,10 +61,6 @@ def rig(redis_url: str) -> Iterator[Rig]:
         yield Rig(redis_url, link)
 
 
-def stands_still() -> float:
-    return 100.0
-
-
 # --- commands and their answers -------------------------------------------------------------------
 
 
@@ -84,16 +80,10 @@ def test_busy_and_failed_are_retried_under_another_id(rig: Rig) -> None:
     assert len({command.id for command in server.seen}) == 3
 
 
-def serves_another_directory(server: StandIn, command: Command) -> None:
-    server.serve(command, path="/weights/of_another_run")
-    server.answer(command, OutcomeState.REFUSED, reason="taken")
-
-
 @pytest.mark.parametrize(
     ("reply", "error", "told"),
     [
         (says(OutcomeState.REFUSED, "rank 64, at most 16"), WeightsRefused, "rank 64, at most 16"),
-        (serves_another_directory, WeightsRefused, "taken"),
         (FAILED, NotPublished, r"\(1, 3\) is not served after 60 s \(failed: no memory"),
     ],
 )
@@ -113,14 +103,6 @@ def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
 def test_a_command_without_an_answer_is_named_at_the_deadline(rig: Rig) -> None:
     with rig.supervisor(silence), pytest.raises(NotPublished, match="not seen"):
         rig.serve(deadline_s=0.5)
-
-
-def test_a_command_that_redis_lost_is_sent_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.0)
-    replies = [lambda server, _: server.lose_commands(), done]
-    with rig.supervisor(*replies) as server:
-        rig.serve()
-    assert len(server.seen) == 2
 
 
 def test_served_weights_count_although_the_answer_was_lost(
@@ -156,40 +138,7 @@ def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None
     with rig.supervisor() as server:
         server.becomes(state=SupervisorState.FAILED, reason="5 crashes in 60 s")
         with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
-            rig.watch(0.0, stands_still).look()
-
-
-def test_a_server_that_never_reported_is_lost(rig: Rig) -> None:
-    with pytest.raises(LostServer, match="says nothing in Redis"):
-        rig.watch(0.0, stands_still).await_serving()
-
-
-def test_the_server_is_looked_at_once_a_second_at_most(rig: Rig) -> None:
-    now = [100.0]
-    watch = rig.watch(0.0, lambda: now[0])
-    with rig.supervisor() as server:
-        watch.look()
-        server.becomes(state=SupervisorState.FAILED)
-        now[0] += 0.5
-        watch.look()
-        now[0] += 0.5
-        with pytest.raises(LostServer):
-            watch.look()
-
-
-def test_a_server_that_returns_in_time_is_awaited(rig: Rig) -> None:
-    readings: list[float] = []
-
-    def returns_meanwhile() -> float:
-        readings.append(100.0)
-        if len(readings) == 4:
-            server.becomes(state=SupervisorState.SERVING, epoch=4, step=2)
-        return 100.0
-
-    with rig.supervisor() as server:
-        server.becomes(state=SupervisorState.RESTARTING)
-        assert rig.watch(60.0, returns_meanwhile).await_serving().version == (4, 2)
-    assert len(readings) >= 4
+            rig.watch(0.0, lambda: 100.0).look()
 
 
 # --- is Redis there? ------------------------------------------------------------------------------

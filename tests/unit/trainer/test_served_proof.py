@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
@@ -121,15 +119,3 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
         run.proof.require(VERSION, "After step 3")
     run.server.swap(run.policy, VERSION)
     assert 0.003 < run.proof.require(VERSION, "After step 3").moved < 0.05
-
-
-@given(st.none() | st.integers(1, 256), st.none() | st.integers(4, 4096))
-def test_probes_fit_the_server_and_fill_a_block_of_its_cache(
-    block: int | None, longest: int | None
-) -> None:
-    probe = ProbeLengths.fitting(block, longest)
-    room = longest or 1000
-    assert probe.fixed < room
-    assert probe.prompt + probe.sampled <= room
-    assert min(probe.fixed, probe.prompt, probe.sampled) >= 2
-    assert probe.prompt > (block or BLOCK) or probe.prompt + probe.sampled == longest

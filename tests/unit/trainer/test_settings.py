@@ -9,14 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.settings import load_settings
-from grpo_trainer.forward_options import Choice, ForwardOptions
 from grpo_trainer.mode_settings import LoraOptions
 from grpo_trainer.option_lists import numbers_in
 from grpo_trainer.settings import TrainerSettings, parse_settings
-from grpo_trainer.weight_sync.handed_off import Cadence
 
 REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
-WANDB = ("--use-wandb", "--wandb-project", "p")
 
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
@@ -43,10 +40,8 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ("none", "--redis-url http://x", "--redis-url"),
         ("shared_vllm", "--use-wandb", "--wandb-project: "),
         ("shared_vllm", "--packing yes", "--packing: "),
-        *(
-            ("lora_only", f"--lora-layer-indices={wrong}", "--lora-layer-indices: ")
-            for wrong in ("3-1", "x", "-1", "1-", "")
-        ),
+        ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
+        ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),
     ],
 )
 def test_a_mistake_ends_it_with_the_name_of_the_option(
@@ -56,14 +51,6 @@ def test_a_mistake_ends_it_with_the_name_of_the_option(
         settings(mode, *flags.split())
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_all_mistakes_are_listed_at_once(capsys: pytest.CaptureFixture[Any]) -> None:
-    for flags in ("--lr -1 --seed x", "--lora-r 8 --lora-dropout 0"):
-        with pytest.raises(SystemExit):
-            settings("none", *flags.split())
-        told = capsys.readouterr().err
-        assert all(f"{word}: " in told for word in flags.split() if word.startswith("--"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +93,6 @@ def test_defaults_are_those_of_the_archived_trainer() -> None:
     [
         "--lora-target-modules a b --lora-layer-indices 0-2,7",
         "--lora_target_modules a,b --lora_layer_indices 0 1 2 7",
-        "--lora-layer-indices=7,0-2,1 --lora-target-modules a b a",
     ],
 )
 def test_lists_may_be_written_as_for_the_archived_trainer(written: str) -> None:
@@ -127,18 +113,6 @@ def test_ranges_and_numbers_in_any_order_are_their_union(
     assert numbers_in(text) == tuple(sorted(numbers))
 
 
-def test_options_for_a_server_that_exists_are_left_alone() -> None:
-    """Command lines of the archived trainer have them in every mode."""
-    sizes = ["--vllm-gpu", "1", "--vllm-gpu-memory-utilization", "0.3", "--max-model-len", "99"]
-    chosen = settings("shared_vllm", *sizes)
-    assert (chosen.vllm_gpu, chosen.gpu_memory_utilization) == (1, 0.3)
-
-
-def test_options_of_the_forward_pass() -> None:
-    asked = settings("none", "--packing", "on", "--fused-head", "off", "--compile")
-    assert asked.forward_options == ForwardOptions(Choice.ON, Choice.OFF, compile=True)
-
-
 # --- publication ----------------------------------------------------------------------------------
 
 
@@ -146,10 +120,8 @@ def test_options_of_the_forward_pass() -> None:
     ("mode", "flags", "every"),
     [
         ("shared_vllm", "", 1),
-        ("lora_only", "", 1),
         ("lora_only", "--adapter-sync-interval 4", 4),
         ("lora_only", "--vllm-restart-interval 5", 5),
-        ("lora_only", "--vllm-restart-interval 5 --adapter-sync-interval 5", 5),
         ("lora_restart", "", 3),
         ("none", "--vllm-restart-interval 7 --max-staleness 6", 7),
     ],
@@ -160,21 +132,9 @@ def test_the_mode_decides_how_often_weights_are_published(
     assert settings(mode, *flags.split()).publish_every_steps == every
 
 
-def test_weights_are_published_after_the_last_step_too() -> None:
-    cadence = Cadence(every_steps=3, last_step=7, at_start=False)
-    assert [step for step in range(1, 8) if cadence.is_due(step)] == [3, 6, 7]
-
-
-# --- W&B, as environments are told ----------------------------------------------------------------
-
-
 def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:
-    told = settings("none", *WANDB, "--wandb-group", "g").registration(first_step=0)
+    flags = ("--use-wandb", "--wandb-project", "p")
+    told = settings("none", *flags, "--wandb-group", "g").registration(first_step=0)
     assert (told.wandb_project, told.wandb_group) == ("p", "g")
-    assert settings("none", "--wandb-project", "p").registration(0).wandb_group == ""
-
-
-def test_without_a_group_a_random_one_is_chosen_once() -> None:
-    chosen, other = (settings("shared_vllm", *WANDB) for _ in range(2))
-    assert len(chosen.wandb_group) == 8
-    assert chosen.registration(0).wandb_group == chosen.wandb_group != other.wandb_group
+    chosen = settings("none", *flags)  # without a group, a random one is chosen once
+    assert chosen.registration(0).wandb_group == chosen.wandb_group != ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,6 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-# --- the real package -----------------------------------------------------------------------------
-
-
 def test_the_real_package_takes_every_record_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,20 +74,6 @@ def test_the_real_package_takes_every_record_offline(
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for word in (b"proj", b"grp", b"train/loss_1", b"train/loss_2", b"train/loss_3"):
         assert word in log.read_bytes()
-
-
-@pytest.mark.full
-def test_without_a_login_the_start_fails_in_the_words_of_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("WANDB_MODE", "online"), ("HOME", tmp_path), ("WANDB_DIR", tmp_path)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(WandbUnavailable, match=r"API key|log in"):
-        start_wandb(settings())
-
-
-# --- a stand-in -----------------------------------------------------------------------------------
 
 
 class StandIn:
@@ -141,9 +123,8 @@ def test_a_run_has_the_settings_every_record_and_its_end(
         ({"log": "os._exit(3)"}, "its process is gone"),
         ({"log": HANG}, "it takes nothing any more"),
         ({"finish": HANG}, "did not finish the run"),
-        ({"finish": "os._exit(3)"}, "ended with status 3"),
     ],
-    ids=["dies", "hangs", "hangs at the end", "fails at the end"],
+    ids=["dies", "hangs", "hangs at the end"],
 )
 def test_wandb_that_fails_is_reported_once_and_training_goes_on(
     does: dict[str, str], why: str, wandb: StandIn
@@ -171,26 +152,10 @@ def test_a_start_that_fails_says_why_and_what_to_do(wandb: StandIn) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-@pytest.mark.parametrize(("content", "passed_on"), [("s3cret\n", "s3cret"), ("", None)])
-def test_only_a_key_in_the_file_reaches_wandb(
-    content: str, passed_on: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_in_the_file_reaches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    (tmp_path / "key").write_text(content)
+    (tmp_path / "key").write_text("s3cret\n")
     with start_wandb(settings(wandb_key_file=tmp_path / "key")) as sink:
-        assert psutil.Process(sink.pid).environ().get("WANDB_API_KEY") == passed_on
-
-
-def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
+        assert psutil.Process(sink.pid).environ()["WANDB_API_KEY"] == "s3cret"
     with pytest.raises(WandbUnavailable, match=r"--wandb-key-file .*nowhere"):
         start_wandb(settings(wandb_key_file=tmp_path / "nowhere"))
-
-
-def test_without_the_flag_no_process_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    before = set(psutil.Process().children())
-    with open_sinks(settings(use_wandb=False, metrics_file=tmp_path / "m.jsonl")) as write:
-        write({"step": 1})
-        assert set(psutil.Process().children()) <= before
