@@ -16,12 +16,14 @@ import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, ScoredGroup
+from grpo_trainer.batch import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.policy import token_logprobs
 from grpo_trainer.rollout_causes import Cause
 from grpo_trainer.rollout_check import RolloutCheck
-from grpo_trainer.token_table import Distance
+from grpo_trainer.shared_beginnings import unlikely_groups
+from grpo_trainer.token_table import Distance, TokenTable
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import collated
 
@@ -121,10 +123,6 @@ def unmasked(values: Callable[[list[int]], list[float]]) -> Fault:
     return fault
 
 
-def constant(_: list[int]) -> list[float]:
-    return [-0.5] * (PROMPT - 1)
-
-
 def judge(
     policy: Any,
     batches: Sequence[list[ScoredGroup]],
@@ -145,13 +143,12 @@ def judge(
 FAULTS: dict[str, tuple[dict[str, Any], Cause, str]] = {
     "late": ({"fault": late}, Cause.LOGPROBS_LATE, "asked now: "),
     "early": ({"fault": early}, Cause.LOGPROBS_EARLY, "asked now: "),
-    "prompt": ({"fault": unmasked(constant)}, Cause.PROMPT_TRAINED, "asked now: "),
-    "temperature": ({"temperature": 0.7}, Cause.TEMPERATURE, "at temperature 0.70"),
-    "temperature as said": (
-        {"temperature": 0.7, "says": {"temperature": 1.0}},
-        Cause.TEMPERATURE,
-        "at temperature 0.70",
+    "prompt": (
+        {"fault": unmasked(lambda _: [-0.5] * (PROMPT - 1))},
+        Cause.PROMPT_TRAINED,
+        "asked now: ",
     ),
+    "temperature": ({"temperature": 0.7}, Cause.TEMPERATURE, "at temperature 0.70"),
 }
 
 
@@ -175,7 +172,6 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
 
     passed, message = judge(policy, [Sampler(policy, fault=too_low).groups()], served=silent)
     assert passed == 0
-    assert "None of these explains it" in message
     places = [message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)]
     assert places == sorted(places)
     assert "not answered: no answer" in message
@@ -183,8 +179,7 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
 
 @pytest.mark.parametrize("version", [OLDER, None])
 @pytest.mark.parametrize(
-    ("fault", "drift", "batches"),
-    [("late", 0.02, 1), ("early", 0.3, 2), ("temperature", 0.005, 1), ("temperature", 0.05, 2)],
+    ("fault", "drift", "batches"), [("late", 0.02, 1), ("early", 0.3, 2), ("temperature", 0.05, 2)]
 )
 def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
     policy: Any, fault: str, drift: float, batches: int, version: PolicyVersion | None
@@ -204,14 +199,13 @@ def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any
     assert judge(policy, batches) == (6, "")
 
 
-@pytest.mark.parametrize("version", [HELD, OLDER, None])
-@pytest.mark.parametrize("has_true_values", [True, False])
+@pytest.mark.parametrize("version", [HELD, None])
 def test_a_shared_beginning_that_sampling_cannot_give_is_a_trained_prompt(
-    policy: Any, version: PolicyVersion | None, has_true_values: bool
+    policy: Any, version: PolicyVersion | None
 ) -> None:
     """Even with the true log-probabilities of the prompt, where every ratio is one."""
-    values = (lambda prompt: logprobs(policy, prompt)) if has_true_values else constant
-    groups = Sampler(policy, version=version, fault=unmasked(values)).groups()
+    fault = unmasked(lambda prompt: logprobs(policy, prompt))
+    groups = Sampler(policy, version=version, fault=fault).groups()
     passed, message = judge(policy, [groups])
     assert passed == 0
     assert f"ikely cause: {Cause.PROMPT_TRAINED}." in message
@@ -223,7 +217,6 @@ def test_a_shared_beginning_that_sampling_cannot_give_is_a_trained_prompt(
         {},
         {"temperature": 0.6, "says": {"temperature": 0.6}},
         {"version": OLDER, "drift": 0.3},
-        {"version": None, "drift": 0.3},
         {"version": None, "temperature": 1.4, "says": {"temperature": 1.4}, "drift": 0.1},
     ],
 )
@@ -247,12 +240,42 @@ def test_a_few_outliers_among_few_tokens_prove_nothing(policy: Any) -> None:
     assert judge(policy, [groups]) == (1, "")
 
 
-def test_the_reported_distance_covers_fresh_tokens_only(policy: Any) -> None:
-    fresh, old = Sampler(policy).groups(), Sampler(policy, version=OLDER, drift=0.3).groups()
-    batch = collated(*fresh, *old)
-    table = accumulate_gradients(policy, batch, clip_eps=0.2, step=0).tokens
-    check = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
-    found = check.require_match(batch, table, HELD, step=0)
-    assert found.tokens == len(PROMPTS) * SIZE * LENGTH
-    assert found.max < 1e-4
-    assert Distance.of(table).mean > 0.05
+def table_of(logp: list[list[float]]) -> TokenTable:
+    """One row per sequence; its second token is the first that is trained on."""
+    values = torch.tensor([value for row in logp for value in row])
+    return TokenTable(
+        logp=values,
+        behaviour_logp=values,
+        temperature=torch.ones_like(values),
+        sequence=torch.tensor([i for i, row in enumerate(logp) for _ in row]),
+        position=torch.tensor([1 + t for row in logp for t in range(len(row))]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("logp", "shared_tokens", "siblings", "unlikely"),
+    [
+        # (nats beyond 0.2) times (siblings - 1): 4.8 * 3 = 14.4 for each token
+        ([-5.0] * 2, 9, 4, False),
+        ([-5.0] * 3, 9, 4, True),
+        ([-5.0] * 3, 3, 4, False),  # the third is beyond what they share
+        ([-5.0] * 99, 99, 1, False),  # nobody to share with
+        ([-0.15] * 300, 400, 8, False),  # all but certain, and a little less so by now
+        ([-1.2] * 4, 9, 64, False),  # 4 nats by 7 siblings, not by 63
+        ([-1.2] * 5, 9, 64, True),
+    ],
+)
+def test_unlikely_shared_beginnings_by_hand(
+    logp: list[float], shared_tokens: int, siblings: int, unlikely: bool
+) -> None:
+    origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
+    found = unlikely_groups(table_of([logp] * siblings), origins)
+    assert found == ({0} if unlikely else set())
+
+
+def test_below_temperature_one_the_noise_of_logits_counts() -> None:
+    """Dividing the logits by 0.5 doubles their rounding errors as well."""
+    logp, index = torch.full((10,), -1.0), torch.zeros(10, dtype=torch.long)
+    for temperature, surely in ((0.5, 0.04), (2.0, 0.08)):
+        tokens = TokenTable(logp, logp - 0.08, torch.full((10,), temperature), index, index)
+        assert Distance.of(tokens).surely == pytest.approx(surely, abs=1e-6)
