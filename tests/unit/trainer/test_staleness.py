@@ -17,7 +17,7 @@ from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.trainer_state import Position
-from tests.unit.trainer.groups import VOCABULARY, bad, good, sampled_by
+from tests.unit.trainer.groups import VOCABULARY, good, sampled_by
 
 RESUMED = Lineage(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
 OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
@@ -32,7 +32,6 @@ OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
         ((1, 6), 9, 3),
         ((1, 5), 7, 2),  # as it would have been without an end in between
         ((1, 8), 9, 5),  # two steps that are lost, and three of ours
-        ((1, 50), 6, 44),
     ],
 )
 def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> None:
@@ -43,7 +42,7 @@ def door(max_staleness: int | None) -> Doorkeeper:
     return Doorkeeper(VOCABULARY, RESUMED, max_staleness)
 
 
-@pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1)])
 def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, stale: int) -> None:
     groups = [
         sampled_by(1, (2, 9), (2, 9)),
@@ -55,32 +54,13 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
     assert (len(intake.groups), intake.stale_groups) == (4 - stale, stale)
 
 
-def test_a_batch_of_stale_and_unusable_groups_is_empty_and_no_error() -> None:
-    intake = door(1).admit([sampled_by(1, (1, 1), (1, 1)), bad(2)], step=9)
-    assert (intake.groups, intake.stale_groups, intake.unusable_groups) == ([], 1, 1)
-
-
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
-    groups = [
-        good(1),
-        good(2),
-        sampled_by(3, (2, 8), (2, 8)),
-        sampled_by(4, (2, 6), (2, 6)),
-        good(5),
-    ]
+    named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
+    groups = [good(1), good(2), *named, good(5)]
     under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names comes first
     intake = door(2).admit(groups, 9, under)
     assert [one.version_bound for one in intake.groups] == [YOUNG, None, None]
     assert intake.stale_groups == 2
-    for generous in (None, 3):
-        assert door(generous).admit(groups, 9, under).stale_groups == 0
-
-
-def test_admitted_groups_carry_the_trainers_names_of_versions() -> None:
-    groups, under = [sampled_by(1, (1, 6), (1, 6)), good(2)], [None, PolicyVersion(1, 6)]
-    named, bound = door(None).admit(groups, 6, under).groups
-    assert named.facts.policy_version == [((2, 6), (2, 6))] * 2
-    assert bound.version_bound == PolicyVersion(2, 6)
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
