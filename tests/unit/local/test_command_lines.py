@@ -14,16 +14,11 @@ MISTAKES = {
     demo: {
         "--task gsm8k": "--data: Value error, gsm8k needs data: pass --data (with make: DATA=)",
         "--task gsm8k --data /none": "--data: Value error, no such directory",
-        "--task chess": "--task.0: Input should be 'arithmetic' or 'gsm8k'",
         "--seq-len 100 --max-model-len 50": "less than --seq-len 100",
-        "--dtype int8": "--dtype: Input should be 'float32'",
         "--mode lora": "should be 'shared_vllm', 'lora_only', 'lora_restart' or 'none'",
-        "--lora-r 513": "--lora-r: Input should be less than or equal to 512",
-        "--lora-target-modules=": "--lora-target-modules: List should have at least 1 item",
     },
     compare: {
         "--modes none,some": "--modes.1: Input should be 'shared_vllm'",
-        "--gpu-ids 0": "--gpu-ids is for --side-by-side",
         "--side-by-side --gpu-ids 0,1": "2 --gpu-ids for 4 --modes",
         "-- --mode none": "grpo-compare: --mode: the same for all, or set here",
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,21 @@ def note(event):
 
 here, run = pathlib.Path(os.environ["STAND_IN"]), pathlib.Path(option("--run-dir"))
 mode = option("--mode")
-does = os.environ.get("STAND_IN_DOES", "").removeprefix(f"{mode}:")
+told = os.environ.get("STAND_IN_DOES", "").split(",")
+does = [word.removeprefix(f"{mode}:") for word in told]
 print(*sys.argv[1:], "on GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 note("begins")
 run.mkdir()
 (run / "metrics.jsonl").write_text((here / "metrics.jsonl").read_text())
-while does == "waits for others" and (here / "events").read_text().count("begins") < 2:
+while "waits for others" in does and (here / "events").read_text().count("begins") < 2:
     time.sleep(0.01)
-if does == "fails":
+if "fails" in does:
     sys.exit("failed (ProcessFailed): trainer ended with status 1")
-if does == "stops all":
+if "stops all" in does:
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(600)
 facts = json.loads((here / "facts.json").read_text()) | {"mode": mode}
-if does == "drops":
+if "drops" in does:
     facts["server"]["dropped_requests"] = 2
 (run / "summary.json").write_text(json.dumps(facts))
 note("ends")
@@ -89,10 +89,6 @@ class Comparing:
     def events(self) -> list[str]:
         return (self.folder / "events").read_text().splitlines()
 
-    @property
-    def rounds(self) -> list[str]:
-        return [line for line in self.shown.out.splitlines() if line.startswith("running")]
-
     def said(self, mode: str) -> str:
         return (self.directory / "logs" / f"{mode}.log").read_text()
 
@@ -118,8 +114,6 @@ def comparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparing:
 def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: Comparing) -> None:
     assert comparing.run("--modes none,lora_only --seed 5 -- --lr 0.125") == 0
     assert comparing.shown.err == ""
-    assert "20 steps in each of none, lora_only" in comparing.shown.out
-    assert comparing.rounds == ["running none", "running lora_only"]
     assert comparing.events == ["begins none", "ends none", "begins lora_only", "ends lora_only"]
     for mode in ("none", "lora_only"):
         run = comparing.directory / mode
@@ -132,48 +126,31 @@ def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing)
     expected = {
         "": ["`none`", "`lora_only`"],
         "result": ["ok"] * 2,
-        "steps": ["20"] * 2,
         # rewards 1/20, 2/20, ... 1; a tenth of 20 steps is 2
         "reward, first tenth of the steps": ["0.075"] * 2,
         "reward, last tenth of the steps": ["0.975"] * 2,
-        "all steps (s)": ["30.0"] * 2,
         "all weight sync (s)": ["1.0"] * 2,
-        "wait for data per step, mean (s)": ["0.30"] * 2,
         "generated tokens per second": ["125"] * 2,
-        "publications": ["20"] * 2,
-        "engine restarts": ["2"] * 2,
         "dropped requests": ["0"] * 2,
         "peak memory, server (MiB)": ["100"] * 2,
-        "peak memory, trainer (MiB)": ["-"] * 2,
     }
     assert {title: comparing.row(title) for title in expected} == expected
-    for line in comparing.table.splitlines():
-        assert not line.startswith("|") or line in comparing.shown.out
     recorded: Any = json.loads((comparing.directory / "comparison.json").read_text())
     assert recorded["results"][1]["facts"]["server"]["generation_tokens"] == 5000
-    width_and_height = (comparing.directory / "comparison.png").read_bytes()[16:24]
-    assert struct.unpack(">II", width_and_height) == (1800, 720)
+    assert (comparing.directory / "comparison.png").stat().st_size > 5_000
 
 
-def test_a_mode_that_fails_is_told_and_the_others_still_run(
+def test_a_mode_that_fails_or_drops_requests_is_told_and_the_others_still_run(
     comparing: Comparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STAND_IN_DOES", "none:fails")
-    assert comparing.run("--modes none,lora_only") == 1
-    assert comparing.row("result") == ["failed", "ok"]
-    assert comparing.row("steps") == ["-", "20"]
-    failed = "none failed: failed (ProcessFailed): trainer ended with status 1; see "
-    assert comparing.shown.err.startswith(failed)
-    assert f"- {failed}" in comparing.table
-
-
-def test_dropped_requests_are_no_success(
-    comparing: Comparing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAND_IN_DOES", "drops")
-    assert comparing.run("--modes none") == 1
-    assert comparing.row("dropped requests") == ["2"]
-    assert comparing.shown.err == "none: 2 dropped requests, must be 0\n"
+    monkeypatch.setenv("STAND_IN_DOES", "none:fails,lora_restart:drops")
+    assert comparing.run("--modes none,lora_restart,lora_only") == 1
+    assert comparing.row("result") == ["failed", "ok", "ok"]
+    assert comparing.row("dropped requests") == ["-", "2", "0"]
+    failed, dropped = comparing.shown.err.splitlines()
+    expected = "none failed: failed (ProcessFailed): trainer ended with status 1; see "
+    assert failed.startswith(expected)
+    assert dropped == "lora_restart: 2 dropped requests, must be 0"
 
 
 def test_side_by_side_each_run_sees_its_own_gpu(
@@ -183,8 +160,6 @@ def test_side_by_side_each_run_sees_its_own_gpu(
     assert comparing.run("--modes none,lora_only --side-by-side --gpu-ids 2,5") == 0
     for mode, gpu in (("none", 2), ("lora_only", 5)):
         assert comparing.said(mode).endswith(f"on GPU {gpu}\n")
-    assert comparing.rounds == ["running none, lora_only"]
-    assert "all at once" in comparing.table
 
 
 def test_a_stop_signal_ends_the_run_and_starts_no_other(
@@ -195,11 +170,3 @@ def test_a_stop_signal_ends_the_run_and_starts_no_other(
     said = "stopped by SIGTERM; every process of this comparison has ended\n"
     assert comparing.shown.err == said
     assert comparing.events == ["begins none"]
-
-
-def test_a_used_directory_is_refused(comparing: Comparing) -> None:
-    comparing.directory.mkdir()
-    (comparing.directory / "comparison.md").write_text("precious")
-    assert comparing.run() == 1
-    assert comparing.shown.err.startswith("failed (RunDirectoryUnusable): ")
-    assert comparing.table == "precious"

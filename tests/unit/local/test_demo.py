@@ -19,7 +19,7 @@ from grpo_local.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.metrics_file import MetricsFile
 from grpo_local.modes import MODES
 from grpo_local.processes import ProcessFailed
-from grpo_local.run_directory import RunDirectory
+from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.run_facts import read_facts
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK
@@ -131,8 +131,6 @@ def test_every_service_starts_and_ends_and_leaves_its_log(finished: Finished) ->
 def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
     lines = finished.out.splitlines()
     assert "\x1b" not in finished.out
-    assert max(len(line) for line in lines) <= 110
-    assert "25 steps on arithmetic and gsm8k" in lines[0]
     steps = [line.split()[0] for line in lines if "/25 " in line]
     assert steps == [f"{step}/25" for step in range(1, 26)]
     # rewards 0.04, 0.08, ... 1.0; a tenth of 25 steps is 2
@@ -142,7 +140,6 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
 
 def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
     facts = read_facts(finished.run.summary)
-    assert finished.run.path.name.endswith("-4")
     assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)
     assert (facts.publishes, facts.restarts, facts.dropped_requests) == (25, 2, 0)
     assert facts.generation_tokens_per_s == 5000 / facts.summary.training_s
@@ -162,7 +159,6 @@ def test_every_task_has_an_environment_of_its_own(finished: Finished) -> None:
     ("number", "status"),
     [
         (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.full),
     ],
 )
@@ -187,10 +183,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(
     "name",
     [
         "vllm-server",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("redis", "run-api", "trainer", "environment")
-        ),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("redis", "trainer")),
     ],
 )
 def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: str) -> None:
@@ -206,43 +199,34 @@ def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: 
         assert demo.all_ended()
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """Follows a trainer that has done 2 of 5 steps already."""
-
-    stack: Stack
-    run: RunDirectory
-    shown: Shown
-
-    def follow(self, code: str, deadline_s: float = 300.0) -> int:
-        """While it runs `code`; returns the number of records."""
-        self.run.metrics.write_text(metrics_line(1) + metrics_line(2))
-        command = [sys.executable, "-c", code, str(self.run.metrics)]
-        self.stack.start(Service("trainer", command, lambda: True, 60.0, may_finish=True))
-        sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
-        return len(follow_training(self.stack, self.run, sizes, MODES["none"], self.shown))
+def follow(folder: Path, code: str, deadline_s: float = 300.0) -> None:
+    """A trainer that has done 2 of 5 steps and runs `code`."""
+    run = RunDirectory(folder)
+    run.metrics.write_text(metrics_line(1) + metrics_line(2))
+    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
+    with StopRequest() as request, Stack(folder / "logs", request) as stack:
+        command = [sys.executable, "-c", code]
+        stack.start(Service("trainer", command, lambda: True, 60.0, may_finish=True))
+        follow_training(stack, run, sizes, MODES["none"], Shown())
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
-        yield Trainer(stack, RunDirectory(tmp_path), Shown())
-
-
-def test_steps_are_followed_to_the_last(trainer: Trainer) -> None:
-    lines = "".join(metrics_line(step) for step in (3, 4, 5))
-    assert trainer.follow(f"import sys; open(sys.argv[1], 'a').write({lines!r})") == 5
-    assert "5/40" in trainer.shown.out
-
-
-def test_a_trainer_that_makes_no_step_in_time_is_named(trainer: Trainer) -> None:
+def test_a_trainer_that_makes_no_step_in_time_is_named(tmp_path: Path) -> None:
     with pytest.raises(NoTrainingStep, match=r"no training step within 0\.1 s, 2 of 5 done"):
-        trainer.follow(SLEEP, deadline_s=0.1)
+        follow(tmp_path, SLEEP, deadline_s=0.1)
 
 
-def test_a_trainer_that_ends_early_is_no_success(trainer: Trainer) -> None:
+def test_a_trainer_that_ends_early_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match=r"trainer ended with status 0 after 2 of 5 steps; see"):
-        trainer.follow("")
+        follow(tmp_path, "")
+
+
+def test_latest_follows_runs_in_the_default_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_run_directory(None, seed=3)
+    second = create_run_directory(Path("runs/second"), seed=3)
+    assert Path("runs/latest").resolve() == second.path.resolve()
 
 
 def test_a_used_run_directory_is_refused(tmp_path: Path) -> None:
@@ -251,17 +235,3 @@ def test_a_used_run_directory_is_refused(tmp_path: Path) -> None:
     assert run_demo(load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), shown) == 1
     assert shown.err.startswith(f"failed (RunDirectoryUnusable): {tmp_path} holds an earlier run")
     assert shown.out == ""
-
-
-def test_help_and_mistakes_answer_without_heavy_imports() -> None:
-    code = (
-        "import sys\n"
-        "from grpo_local.__main__ import main\n"
-        "for word in ('--help', '--no-such-option', '--steps=0'):\n"
-        "    sys.argv = ['grpo-demo', word]\n"
-        "    try: main()\n"
-        "    except SystemExit as end: print(end.code)\n"
-        "print(sorted({'matplotlib', 'httpx', 'rich', 'redis'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-4:] == ["0", "2", "2", "[]"], done.stderr

@@ -1,3 +1,5 @@
+"""What the trainer writes for every step, and what a user sees of it."""
+
 from __future__ import annotations
 
 import tempfile
@@ -10,7 +12,10 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
 from grpo_local.metrics_file import MetricsFile
-from tests.unit.local.records import metrics_line
+from grpo_local.progress import header_lines, step_line
+from grpo_local.summary import summarise
+from tests.unit.local.records import metrics_line, record
+from tests.unit.local.shown import Shown
 
 TEXT = "".join(metrics_line(step) for step in range(1, 4))
 
@@ -26,16 +31,8 @@ def test_every_line_is_read_once_however_it_is_written(cuts: set[int]) -> None:
         for start, stop in pairwise(edges):
             with path.open("a") as file:
                 file.write(TEXT[start:stop])
-            seen += [record.step for record in metrics.read_new()]
+            seen += [new.step for new in metrics.read_new()]
             assert seen == list(range(1, TEXT[:stop].count("\n") + 1))
-
-
-def test_values_reach_their_fields(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(metrics_line(7, **{"alignment/diff_abs_mean": None, "new/key": 1}))
-    (record,) = MetricsFile(path).read_new()
-    assert (record.reward_mean, record.clipped_fraction, record.sync_s) == (0.7, 0.025, 0.05)
-    assert record.alignment_abs_mean is None
 
 
 def test_a_complete_line_that_is_no_record_names_file_line_and_field(tmp_path: Path) -> None:
@@ -43,3 +40,45 @@ def test_a_complete_line_that_is_no_record_names_file_line_and_field(tmp_path: P
     path.write_text(metrics_line(1) + metrics_line(2, **{"train/loss": "high"}))
     with pytest.raises(ProtocolViolation, match=r"metrics\.jsonl line 2: train/loss: "):
         MetricsFile(path).read_new()
+
+
+def test_a_line_shows_each_value_under_its_title() -> None:
+    titles, _ = header_lines()
+    shown = dict(zip(titles.split(), step_line(record(3)).split(), strict=True))
+    assert shown == {
+        "step": "3/40",
+        "reward": "0.300",
+        "loss": "-0.0123",
+        "ratio": "1.002",
+        "clip": "2.5",
+        "align": "2.5e-06",
+        "stale": "0.50",
+        "speed": "1234",
+        "generate": "0.80",
+        "wait": "0.30",
+        "train": "0.60",
+        "publish": "0.05",
+    }
+    unmeasured = ("alignment/diff_abs_mean", "staleness/mean", "rollout/generation_time")
+    assert step_line(record(1, **dict.fromkeys(unmeasured))).split().count("-") == 3
+
+
+def test_a_pipe_gets_whole_plain_lines() -> None:
+    shown = Shown()
+    long = "see [run]/logs/trainer.log :warning: " + "x" * 200
+    shown.line(long, style="bold red")
+    with shown.activity("starting"):
+        pass
+    shown.failure("what\nwhere")
+    assert shown.out == f"{long}\nstarting\n"
+    assert shown.err == "what\nwhere\n"
+
+
+def test_summary_by_hand() -> None:
+    # rewards 0.1, 0.2, ... 4.0; a tenth of 40 steps is 4
+    records = [record(step, **{"train/data_fetch_time": step % 2}) for step in range(1, 41)]
+    summary = summarise(records, total_s=100.0, training_s=60.0)
+    assert (summary.steps, summary.tenth_steps) == (40, 4)
+    assert summary.first_reward == pytest.approx(0.25)
+    assert summary.last_reward == pytest.approx(3.85)
+    assert summary.fetch_s == pytest.approx(0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,11 @@ from grpo_local.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
 from grpo_local.settings import DemoSettings
-from grpo_local.sizes import sizes_for
+from grpo_local.sizes import BY_TASK, Sizes, sizes_for
 from grpo_local.stack import Service
+
+LONGEST_GSM8K_PROMPT = 1072
+"""Tokens of the longest training problem with one token per byte, instruction and template."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +54,13 @@ def following(service: Service, option: str) -> str:
     return service.command[service.command.index(option) + 1]
 
 
-def test_without_a_gpu_no_service_is_told_of_one(told: Told) -> None:
+def test_server_and_trainer_share_a_gpu_where_there_is_one(told: Told) -> None:
     server, trainer = told.server_and_trainer()
     assert "--gpu-memory-utilization" not in server.command
     assert following(trainer, "--device") == "auto"
-    assert "--enforce-eager" in server.command
-    assert "--enforce-eager" not in told.server_and_trainer("--no-eager")[0].command
-
-
-def test_on_a_gpu_the_server_leaves_room_for_the_trainer(told: Told) -> None:
     (told.directory / "nvidiactl").touch()
     server, _ = told.server_and_trainer()
-    assert following(server, "--gpu-memory-utilization") == "0.4"
-    given = ("--gpu-memory-utilization", "0.3", "--device", "cuda:1")
-    server, trainer = told.server_and_trainer(*given)
-    assert following(server, "--gpu-memory-utilization") == "0.3"
-    assert following(trainer, "--device") == "cuda:1"
+    assert following(server, "--gpu-memory-utilization") == "0.4", "room for the trainer"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,6 @@ def test_on_a_gpu_the_server_leaves_room_for_the_trainer(told: Told) -> None:
     [
         (("--mode", "lora_only"), "bfloat16"),  # whose kernels take no float32 there
         (("--mode", "shared_vllm"), "float32"),
-        (("--mode", "lora_only", "--dtype", "float16"), "float16"),
     ],
 )
 def test_server_and_trainer_compute_in_one_type(
@@ -106,3 +99,20 @@ def test_the_token_of_run_api_reaches_its_clients_and_no_command_line(told: Told
     assert [service.environment["RUN_API_TOKEN"] for service in clients] == ["a-secret"] * 3
     assert not [word for service in clients for word in service.command if "secret" in word]
     assert "a-secret" not in repr(factory.settings)
+
+
+def sizes(*argv: str) -> Sizes:
+    return sizes_for(load_settings(DemoSettings, ["--data", "openai/gsm8k", *argv]))
+
+
+def test_every_problem_of_gsm8k_fits_with_its_completion() -> None:
+    of_gsm8k = sizes("--task", "arithmetic,gsm8k")
+    assert LONGEST_GSM8K_PROMPT + of_gsm8k.max_completion_tokens < of_gsm8k.seq_len
+    assert of_gsm8k.seq_len <= of_gsm8k.max_model_len
+
+
+def test_options_win_and_the_server_makes_room_for_them() -> None:
+    given = ("--task", "gsm8k", "--steps", "7", "--lr", "1e-6", "--seq-len", "4000")
+    expected = replace(BY_TASK["gsm8k"], steps=7, lr=1e-6, seq_len=4000, max_model_len=4000)
+    assert sizes(*given) == expected
+    assert sizes(*given, "--max-model-len", "5000") == replace(expected, max_model_len=5000)

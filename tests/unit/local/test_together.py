@@ -102,12 +102,9 @@ def test_the_exit_status_is_the_trainers_and_its_last_words_are_shown(together: 
     assert "no such module: lm_tail" in together.shown.out
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_a_signal_reaches_the_trainer_which_may_finish(
-    together: Together, name: str, status: int
-) -> None:
-    assert together.run(trainer=("--signal", name)) == status
-    assert f"ending after {name}" in together.shown.out
+def test_a_signal_reaches_the_trainer_which_may_finish(together: Together) -> None:
+    assert together.run(trainer=("--signal", "SIGINT")) == 130
+    assert "ending after SIGINT" in together.shown.out
 
 
 def test_a_server_that_dies_ends_the_trainer(together: Together) -> None:
