@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +23,6 @@ from tests.integration.stored_keys import nothing_stored_changes
 
 GROUP = json.dumps(group(9)).encode()
 DEADLINE_S = 60.0
-BEYOND = "9" * 5000
 
 
 @pytest.fixture
@@ -56,18 +54,8 @@ def refused(answer: httpx.Response) -> list[str]:
 def test_values_in_queries_and_paths_are_refused_by_name(
     started: httpx.Client, method: str, path: str, location: list[str]
 ) -> None:
-    for text in ("-1", "nan", "x", "true", "%00", "%ff", str(2**128), BEYOND):
+    for text in ("-1", "nan", "x", "%ff", "9" * 5000):
         assert refused(started.request(method, path.format(text))) == location, text[:24]
-
-
-def test_the_longest_wait_is_a_minute(started: httpx.Client) -> None:
-    for text in ("60.1", "inf", "1e400", ""):
-        assert refused(started.get(f"/batch?wait_s={text}")) == ["query", "wait_s"]
-
-
-def test_acknowledging_needs_a_trainer_and_a_batch(started: httpx.Client) -> None:
-    assert refused(started.post("/batch/1/ack")) == ["query", "trainer"]
-    assert refused(started.post("/batch/0/ack?trainer=1")) == ["path", "batch_id"]
 
 
 def test_a_batch_that_never_was_is_404_and_another_trainer_409(http: httpx.Client) -> None:
@@ -77,31 +65,17 @@ def test_a_batch_that_never_was_is_404_and_another_trainer_409(http: httpx.Clien
     assert lease(http, uuid, after=7).status_code == 409
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/scored_data", group(9)),
-        ("/scored_data_list", [group(9)]),
-        ("/register-env", ENVIRONMENT),
-    ],
-    ids=["group", "list", "environment"],
-)
-def test_idempotency_keys_are_1_to_255_visible_characters(
-    started: httpx.Client, path: str, body: Any
-) -> None:
-    for key in ("", "k" * 256, "two words", "tab\tbed", "é"):
-        answer = started.post(path, json=body, headers={"Idempotency-Key": key.encode("latin1")})
-        assert refused(answer) == ["header", "idempotency-key"], key
-
-
-def connection(url: httpx.URL) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", url.port), DEADLINE_S)
+def test_idempotency_keys_are_1_to_255_visible_characters(started: httpx.Client) -> None:
+    for path, body in (("/scored_data", group(9)), ("/register-env", ENVIRONMENT)):
+        for key in (b"", b"k" * 256, b"two words", b"\xe9"):
+            answer = started.post(path, json=body, headers={"Idempotency-Key": key})
+            assert refused(answer) == ["header", "idempotency-key"], key
 
 
 def talk(url: httpx.URL, sent: bytes, until: bytes | None = None) -> bytes:
     """Everything received before the server closes the connection, or up to `until`."""
     received = b""
-    with connection(url) as peer:
+    with socket.create_connection(("127.0.0.1", url.port), DEADLINE_S) as peer:
         peer.sendall(sent)
         while (until is None or until not in received) and (chunk := peer.recv(65536)):
             received += chunk
@@ -118,15 +92,9 @@ WHOLE = request(b"Content-Length: %d\r\n" % len(GROUP), GROUP)
 NO_HTTP = {
     "garbage": b"\x16\x03\x01\x02\x00\x01garbage\r\n\r\n",
     "negative length": request(b"Content-Length: -1\r\n", GROUP),
-    "endless length": request(b"Content-Length: " + b"9" * 5000 + b"\r\n", GROUP),
-    "two lengths": request(b"Content-Length: 5\r\nContent-Length: 6\r\n", GROUP),
     "length and chunks": request(b"Content-Length: 5\r\n" + CHUNKED, CHUNK),
-    "chunks of no length": request(CHUNKED, b"zz\r\n" + GROUP),
-    "unknown encoding": request(b"Transfer-Encoding: banana\r\n", CHUNK),
-    "NUL in a header": request(b"Idempotency-Key: a\0b\r\n" + CHUNKED, CHUNK),
     "line without end": request(b"", line=b"GET /batch?trainer=" + b"1" * 66_000),
     "length too short": request(b"Content-Length: 10\r\n", GROUP),
-    "garbage behind a GET": request(b"", line=b"GET /healthz") + b"GARBAGE\0\r\n\r\n",
     "garbage behind groups": 3 * WHOLE + b"GARBAGE\0\r\n\r\n",
 }
 
@@ -144,15 +112,10 @@ def test_bytes_that_are_not_http_are_400_and_the_connection_closed(
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        pytest.param(request(CHUNKED, b"3\r\n{{{\r\n0\r\n\r\n"), 422, id="chunked garbage"),
-        pytest.param(request(b""), 422, id="no body"),
         pytest.param(request(b"", line=b"GET /status-env"), 422, id="no body of a GET"),
         pytest.param(request(b"Content-Length: 1000000000000000\r\n"), 413, id="declared"),
         pytest.param(
             request(CHUNKED, b"%x\r\n" % 10**8 + b" " * (5 * 1024 * 1024)), 413, id="streamed"
-        ),
-        pytest.param(
-            request(b"Content-Length: 3\r\nExpect: 100-continue\r\n", b"{{{"), 422, id="expected"
         ),
     ],
 )
@@ -161,20 +124,9 @@ def test_bodies_without_a_plain_length(started: httpx.Client, sent: bytes, statu
     assert answer in talk(started.base_url, sent, until=answer)
 
 
-@pytest.mark.parametrize(
-    "header", [lambda i: b"X-%d: y\r\n" % i, lambda i: b"X: " * (not i) + b"y" * 1000]
-)
-def test_headers_without_end_are_cut_off(
-    started: httpx.Client, header: Callable[[int], bytes]
-) -> None:
-    endless = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"".join(map(header, range(100_000)))
+def test_headers_without_end_are_cut_off(started: httpx.Client) -> None:
     received = b""
-    with connection(started.base_url) as peer, suppress(ConnectionError):
+    with suppress(ConnectionError):
         # the server may close, and with that discard its answer, while this is still sending
-        peer.sendall(endless)
-        received = peer.recv(4096)
+        received = talk(started.base_url, request(b"X: y\r\n" * 200_000, line=b"GET /healthz"))
     assert not received or received.startswith(b"HTTP/1.1 400 ")
-
-
-def test_long_headers_that_end_are_read(started: httpx.Client) -> None:
-    assert started.get("/healthz", headers={"X": "y" * 60_000}).status_code == 200

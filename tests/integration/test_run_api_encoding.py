@@ -8,20 +8,14 @@ import json
 import httpx
 import pytest
 
-from tests.integration.run_api_calls import group, next_batch, start, submit
+from tests.integration.run_api_calls import group, next_batch, start
 
 BIG_GROUP = json.dumps(group(1, size=4, images="x" * 5000)).encode()
 MEMBERS = gzip.compress(BIG_GROUP[:2000]) + gzip.compress(BIG_GROUP[2000:])
 
 
 @pytest.mark.parametrize(
-    ("encoding", "body"),
-    [
-        ("gzip", gzip.compress(BIG_GROUP)),
-        ("x-gzip", MEMBERS),
-        ("identity, GZip", MEMBERS),
-        ("", BIG_GROUP),
-    ],
+    ("encoding", "body"), [("gzip", MEMBERS), ("identity, GZip", MEMBERS), ("", BIG_GROUP)]
 )
 def test_bodies_are_read_in_any_encoding_and_content_type(
     http: httpx.Client, encoding: str, body: bytes
@@ -33,7 +27,9 @@ def test_bodies_are_read_in_any_encoding_and_content_type(
     assert next_batch(http) == [1]
 
 
-@pytest.mark.parametrize(("accepted", "encoding"), [("deflate, gzip;q=0.1", "gzip"), ("br", None)])
+@pytest.mark.parametrize(
+    ("accepted", "encoding"), [("deflate, gzip;q=0.1", "gzip"), ("gzip;q=0, br", None)]
+)
 def test_long_answers_are_gzip_for_who_accepts_it(
     http: httpx.Client, accepted: str, encoding: str | None
 ) -> None:
@@ -44,18 +40,3 @@ def test_long_answers_are_gzip_for_who_accepts_it(
         assert answer.headers.get("content-encoding") == encoding
         assert answer.headers["vary"] == "Accept-Encoding"
         assert "x" * 5000 in answer.text
-
-
-def test_answers_are_gzip_beyond_1000_bytes_only(http: httpx.Client) -> None:
-    start(http)
-    encodings = {}
-    for length in (100, 990, 2000):
-        submit(http, 1, images="x" * length)
-        answer = http.get("/latest_example", headers={"Accept-Encoding": "gzip"})
-        encodings[len(answer.content) > 1000] = answer.headers.get("content-encoding")
-    assert encodings == {False: None, True: "gzip"}
-
-
-def test_no_origin_is_given_credentials(http: httpx.Client) -> None:
-    answer = http.get("/status", headers={"Origin": "http://evil.example"})
-    assert not [name for name in answer.headers if name.startswith("access-control")]
