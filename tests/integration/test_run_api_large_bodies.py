@@ -1,4 +1,4 @@
-"""Large submissions are decoded beside the server: nobody else waits for them."""
+"""Large submissions are decoded beside the server, in a process that may hang or die."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gzip
 import http.client
 import json
 import select
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,21 @@ import psutil
 import pytest
 
 from grpo_api.batch_answer import group_pieces
+from grpo_api.decode_worker import DecodeWorker
+from grpo_api.decoding import RawBody, decode_group
+from grpo_api.errors import StoreUnavailable
 from grpo_api.payloads import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
-from tests.integration.decode_processes import decode_processes
 from tests.integration.run_api_calls import group, start, status, submit
+from tests.support.wait import wait_for_async
 
 TOKENS = 100_000
 """In each of two sequences: more than a megabyte of JSON, decoded beside the server."""
 GZIP = {"content-encoding": "gzip"}
+DECODING_S = 600.0
+DEADLINE_S = 120.0
+BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)
+"""More than the pipe to the process takes at once."""
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +62,18 @@ def gzipped(body: Any) -> bytes:
     return gzip.compress(json.dumps(body).encode(), compresslevel=1)
 
 
-def worker_of(api: RunningApi) -> psutil.Process:
-    (worker,) = decode_processes(psutil.Process(api.process.pid))
-    return worker
+def decode_processes(parent: int | None = None) -> list[psutil.Process]:
+    """Those that `parent`, or this process, started; resource trackers live on."""
+    children = psutil.Process(parent).children()
+    return [child for child in children if "spawn_main" in " ".join(command(child))]
+
+
+def command(process: psutil.Process) -> list[str]:
+    """Empty where it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # zombies are among them
+        return []
 
 
 def test_large_groups_and_lists_are_taken_like_others(large: httpx.Client) -> None:
@@ -84,7 +101,7 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     api: RunningApi, large: httpx.Client
 ) -> None:
     post(large, large_group()).raise_for_status()
-    worker, body = worker_of(api), gzipped(large_group())
+    (worker,), body = decode_processes(api.process.pid), gzipped(large_group())
     decoding = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=60.0)
     worker.suspend()
     try:
@@ -97,16 +114,6 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     assert json.load(decoding.getresponse()) == {"status": "received"}
     decoding.close()
     assert status(large) == (0, 7)
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "identity"])
-def test_a_large_latest_example_is_sent_in_pieces(large: httpx.Client, encoding: str) -> None:
-    post(large, large_group()).raise_for_status()
-    answer = large.get("/latest_example", headers={"Accept-Encoding": encoding})
-    assert answer.json()["tokens"] == large_group()["tokens"]
-    assert answer.headers.get("Content-Encoding", "identity") == encoding
-    assert answer.headers["Vary"] == "Accept-Encoding"
-    assert "Content-Length" not in answer.headers
 
 
 async def test_others_are_served_between_the_pieces_of_a_group() -> None:
@@ -132,6 +139,88 @@ async def test_others_are_served_between_the_pieces_of_a_group() -> None:
 def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: Path) -> None:
     api = start_run_api(redis_url, tmp_path, run_id="large-killed")
     httpx.post(f"{api.url}/scored_data", content=b" " * 2_000_000)
-    worker = worker_of(api)
+    (worker,) = decode_processes(api.process.pid)
     api.process.kill()
     worker.wait(timeout=60)
+
+
+class Clock:
+    """The event loop's clock, which a test may put forward: what hangs is not waited for."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def time(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.time)
+    return clock
+
+
+@pytest.fixture
+def worker() -> Iterator[DecodeWorker]:
+    worker = DecodeWorker(8_000_000, decoding_s=DECODING_S)
+    yield worker
+    left = decode_processes()
+    worker.close()
+    for process in left:
+        process.wait(DEADLINE_S)
+
+
+async def decode(worker: DecodeWorker) -> int:
+    """How many sequences there were."""
+    return sum(item.sequences for item in (await worker.run(decode_group, BODY)).groups)
+
+
+async def hanging_process(worker: DecodeWorker) -> psutil.Process:
+    assert await decode(worker) == 2
+    (process,) = decode_processes()
+    process.suspend()
+    return process
+
+
+async def stuck(worker: DecodeWorker) -> asyncio.Task[int]:
+    """A submission of which the process, which hangs, has been sent a part."""
+    task = asyncio.create_task(decode(worker))
+    assert worker._worker is not None
+    pipe = worker._worker.pool._call_queue._reader  # type: ignore[attr-defined]
+    await wait_for_async(pipe.poll)
+    return task
+
+
+async def test_a_process_that_hangs_is_replaced(worker: DecodeWorker, clock: Clock) -> None:
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
+    clock.ahead_s += DECODING_S
+    with pytest.raises(StoreUnavailable, match="is replaced; send the same groups again"):
+        await hanging
+    assert await decode(worker) == 2
+    await wait_for_async(lambda: not process.is_running())
+    assert len(decode_processes()) == 1
+
+
+async def test_a_process_that_dies_is_replaced(worker: DecodeWorker) -> None:
+    process = await hanging_process(worker)
+    hanging = await stuck(worker)
+    process.kill()
+    with pytest.raises(StoreUnavailable, match="ended; is memory short"):
+        await hanging
+    assert await decode(worker) == 2
+
+
+async def test_a_cancelled_request_leaves_its_turn_once_the_process_is_free(
+    worker: DecodeWorker,
+) -> None:
+    process = await hanging_process(worker)
+    cancelled = await stuck(worker)
+    behind = asyncio.create_task(decode(worker))
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    process.resume()
+    assert await behind == 2
+    assert decode_processes() == [process]
