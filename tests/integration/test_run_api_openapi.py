@@ -10,15 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from jsonschema import Draft202012Validator
 
-from grpo_api.app import create_app
-from grpo_api.lifetime import Lifetime
-from grpo_api.redis_link import RedisLink
-from grpo_api.settings import RunApiSettings
-from grpo_api.store import RunStore
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     ENVIRONMENT,
@@ -34,23 +28,12 @@ from tests.integration.run_api_calls import (
     status_env,
     submit,
 )
-from tests.integration.stored_keys import stored_keys
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 FULL_EXAMPLES = 20
 """Of each operation in each phase, beside those that cover its schema."""
 DEADLINE_S = 3600.0
-SETTLE_S = 60.0
 RUN_ID = "openapi"
-SHORT_LIVED = ("receipt:", "last_group_id", "seen")
-"""Answers kept for repeats; ids that were reserved and not used; the time of the last poll."""
-WRONG = (
-    *("--mode", "negative", "--phases", "fuzzing"),
-    *("--include-path-regex", "^/(register|scored_data|disconnect-env|status-env|batch/)"),
-)
-"""What each route that takes something refuses."""
-GROWTH_BYTES = 64 * 1024 * 1024
-"""A leak in every request adds up to more."""
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +72,6 @@ def ask(url: str, directory: Path, *options: str) -> str:
     return done.stdout
 
 
-def clients_of(server: psutil.Process, port: int) -> int:
-    return sum(
-        connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
-        for connection in server.net_connections("tcp")
-    )
-
-
 def document(url: str) -> dict[str, Any]:
     answer = httpx.get(f"{url}/openapi.json").raise_for_status()
     read: dict[str, Any] = answer.json()
@@ -127,48 +103,6 @@ def test_every_answer_is_one_that_is_declared(
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
     assert "request failed" not in log
-
-
-@pytest.mark.full
-@pytest.mark.timeout(2 * DEADLINE_S)
-def test_refused_requests_leave_nothing_behind(
-    api: RunningApi, client: httpx.Client, redis_url: str, tmp_path: Path
-) -> None:
-    """Of what they store: `test_run_api_bad_input`."""
-    server, port = psutil.Process(api.process.pid), int(api.url.rpartition(":")[2])
-    ask(api.url, tmp_path, *WRONG, "--max-examples", str(FULL_EXAMPLES))
-    before = stored_keys(redis_url, RUN_ID, SHORT_LIVED)
-    used, files = server.memory_info().rss, server.num_fds()
-    report = ask(api.url, tmp_path, *WRONG, "--max-examples", str(4 * FULL_EXAMPLES))
-    assert "7 selected" in report
-    assert stored_keys(redis_url, RUN_ID, SHORT_LIVED) == before
-    client.close()
-    api.process.wait_until(lambda: clients_of(server, port) == 0, SETTLE_S)
-    # a connection is closed a moment after it has left that state
-    api.process.wait_until(lambda: server.num_fds() <= files, SETTLE_S)
-    assert server.memory_info().rss - used < GROWTH_BYTES
-
-
-def test_a_token_is_declared_for_every_route_but_probes_if_there_is_one() -> None:
-    """That it is asked for: `test_run_api_operations`."""
-    store = RunStore(RedisLink("redis://127.0.0.1:1/0", RUN_ID, 1.0), 60.0, 1024)
-    for token, is_open in (("x", {"GET /health", "GET /healthz", "GET /readyz"}), (None, None)):
-        settings = RunApiSettings(token=token)  # type: ignore[arg-type]
-        declared = operations(create_app(store, settings, Lifetime()).openapi())
-        open_ones = {name for name, found in declared.items() if "security" not in found}
-        assert open_ones == (is_open or {*declared})
-        for name, found in declared.items():
-            assert ("401" in found["responses"]) == (name not in open_ones), name
-
-
-def test_headers_and_keys_are_declared(api: RunningApi) -> None:
-    for name, operation in operations(document(api.url)).items():
-        for status, answer in operation["responses"].items():
-            assert "X-Request-Id" in answer["headers"], (name, status)
-            assert ("Retry-After" in answer["headers"]) == (status == "503"), (name, status)
-        takes_keys = name.startswith(("POST /scored_data", "POST /register-env"))
-        parameters = {parameter["name"] for parameter in operation.get("parameters", ())}
-        assert ("idempotency-key" in parameters) == takes_keys
 
 
 class DeclaredAnswers:
