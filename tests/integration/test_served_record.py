@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -50,13 +49,6 @@ async def record(redis_url: str, run_id: str) -> AsyncIterator[ServedRecord]:
         yield record
 
 
-@contextmanager
-def redis_that_hangs() -> Iterator[str]:
-    """Its URL. It takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as hanging:
-        yield f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
-
-
 async def stored(url: str, run_id: str) -> ServedWeights | None:
     async with ServedRecord(url, run_id) as reader:
         return await reader.read(DEADLINE_S)
@@ -91,7 +83,7 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
 
 
 class NotesAttempts(ServedRecord):
-    """With the deadline of each."""
+    """A record that keeps the deadline of each attempt."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id)
@@ -102,25 +94,13 @@ class NotesAttempts(ServedRecord):
         return await super()._write(served, deadline_s)
 
 
-class NotesMeanwhile(ServedRecord):
-    """Learns of newer weights while the first are on their way to Redis."""
-
-    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
-        written = await super()._write(served, deadline_s)
-        if written and served == FIRST:
-            await self.note(LATEST)
-        return written
-
-
-@pytest.mark.parametrize("notes_meanwhile", [False, True])
 async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back(
-    tmp_path: Path, run_id: str, notes_meanwhile: bool
+    tmp_path: Path, run_id: str
 ) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    kind, notes = (NotesMeanwhile, [FIRST]) if notes_meanwhile else (ServedRecord, [FIRST, LATEST])
-    async with kind(url, run_id) as record:
-        for served in notes:
+    async with ServedRecord(url, run_id) as record:
+        for served in (FIRST, LATEST):
             await record.note(served)
         server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
         try:
@@ -130,19 +110,18 @@ async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back(
             server.stop()
 
 
-@pytest.fixture
-def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed attempt is not repeated during a test."""
-    monkeypatch.setattr(served_record, "RETRY_S", 1000.0)
+NEVER_AGAIN_S = 1000.0
 
 
-@pytest.mark.usefixtures("never_again")
 async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(served_record, "RETRY_S", NEVER_AGAIN_S)
     monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
     monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", 0.2)
-    with redis_that_hangs() as url, capture_logs() as events:
+    # takes connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as hanging, capture_logs() as events:
+        url = f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
         async with NotesAttempts(url, "run") as record:
             for served in (FIRST, TORN, LATEST):
                 await record.note(served)
@@ -152,10 +131,10 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
     assert events[-1]["event"] == "the weights served last are not in Redis"
 
 
-@pytest.mark.usefixtures("never_again")
 async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
-    tmp_path: Path, run_id: str
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served_record, "RETRY_S", NEVER_AGAIN_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     record = ServedRecord(url, run_id)
@@ -167,23 +146,3 @@ async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
         assert await stored(url, run_id) == LATEST
     finally:
         server.stop()
-
-
-@pytest.mark.usefixtures("never_again")
-async def test_the_last_attempt_outlasts_a_redis_that_hangs_longer_than_the_others_wait(
-    redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
-    record = NotesAttempts(redis_url, run_id)
-    with redis.Redis.from_url(redis_url) as client:
-        client.client_pause(1000 * int(DEADLINE_S), all=False)
-        try:
-            await record.note(LATEST)
-            closing = asyncio.create_task(record.close())
-            await wait_for_async(lambda: len(record.deadlines_s) == 2)
-            await asyncio.sleep(0.3)  # longer than the first attempt had
-        finally:
-            client.client_unpause()
-    await closing
-    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
-    assert await stored(redis_url, run_id) == LATEST
