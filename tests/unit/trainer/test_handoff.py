@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,8 @@ class Rig:
     url: str
     link: HandoffLink
 
-    @property
-    def run_id(self) -> str:
-        return self.link.run_id
-
     def supervisor(self, *replies: Reply) -> StandIn:
-        return StandIn(self.url, self.run_id, replies)
-
-    def watch(self, return_s: float, clock: Callable[[], float]) -> SupervisorWatch:
-        return SupervisorWatch(self.link, return_s, clock)
+        return StandIn(self.url, self.link.run_id, replies)
 
     def serve(self, deadline_s: float = 60.0) -> frozenset[Path]:
         watch = SupervisorWatch(self.link, return_deadline_s=60.0)
@@ -59,9 +52,6 @@ class Rig:
 def rig(redis_url: str) -> Iterator[Rig]:
     with HandoffLink(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
         yield Rig(redis_url, link)
-
-
-# --- commands and their answers -------------------------------------------------------------------
 
 
 def test_a_command_holds_everything_and_its_answer_what_must_stay(rig: Rig) -> None:
@@ -120,15 +110,12 @@ def test_served_weights_count_although_the_answer_was_lost(
         assert rig.serve() == frozenset()
 
 
-# --- is the server there? -------------------------------------------------------------------------
-
-
 def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
     def fall_silent(server: StandIn, _command: Command) -> None:
         server.speaks = False
 
     a_second_per_reading = map(float, itertools.count()).__next__
-    watch = rig.watch(20.0, a_second_per_reading)
+    watch = SupervisorWatch(rig.link, 20.0, a_second_per_reading)
     told = r"away for 20 s \(its supervisor says nothing in Redis"
     with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
         Handoff(rig.link, watch, Action.LOAD_ADAPTER, deadline_s=120.0).serve(FILES)
@@ -138,10 +125,7 @@ def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None
     with rig.supervisor() as server:
         server.becomes(state=SupervisorState.FAILED, reason="5 crashes in 60 s")
         with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
-            rig.watch(0.0, lambda: 100.0).look()
-
-
-# --- is Redis there? ------------------------------------------------------------------------------
+            SupervisorWatch(rig.link, 0.0, lambda: 100.0).look()
 
 
 class BreaksOnce(HandoffLink):

@@ -81,7 +81,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     optimizer = MasterOptimizer(model.parameters(), 0.1, 0, 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5})}
-    with stub_server(routes) as run_api, TrainerClient(run_api.url, deadline_s=0.3) as api:
+    with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
         rig = Bench(Saver(chosen, model, optimizer, api, store), save_path)
         for batch_id in range(1, STEPS + 1):

@@ -49,13 +49,6 @@ class Run:
         move(self.policy, self.optimizer, step)
         self.proof.prime()
 
-    def of_another_run(self) -> Any:
-        other = copy.deepcopy(self.previous)
-        optimizer = optimizer_of(other)
-        for step in (7, 8):
-            move(other, optimizer, step)
-        return other
-
     def keep_cache(self) -> None:
         """Only the sampled part can find it: the fixed tokens are computed afresh."""
         self.server.blocks.clear()  # the server had forgotten the prompt since the last proof
@@ -81,11 +74,10 @@ def run(request: pytest.FixtureRequest, model: str) -> Run:
     [
         (lambda r: r.server.swap(r.base, VERSION), "the model that it was started with"),
         (lambda r: r.server.swap(r.previous, VERSION), "the weights of the publication before"),
-        (lambda r: r.server.swap(r.of_another_run(), VERSION), "it serves weights of another run"),
         (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"server's answer names \(2, 0\)"),
         (Run.keep_cache, r"afresh agrees .* are still in its KV cache"),
     ],
-    ids=["base", "previous", "another run", "another version", "kept keys and values"],
+    ids=["base", "previous", "another version", "kept keys and values"],
 )
 def test_other_weights_are_refused_with_the_likely_cause(
     serve: Callable[[Run], None], told: str, run: Run

@@ -152,8 +152,7 @@ def test_a_start_that_fails_says_why_and_what_to_do(wandb: StandIn) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_the_key_in_the_file_reaches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+def test_the_key_in_the_file_reaches_wandb(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("s3cret\n")
     with start_wandb(settings(wandb_key_file=tmp_path / "key")) as sink:
         assert psutil.Process(sink.pid).environ()["WANDB_API_KEY"] == "s3cret"

@@ -30,7 +30,8 @@ def test_the_steps_after_a_state_are_the_same_to_the_last_bit(
     before: int, after: int, seed: int
 ) -> None:
     side, other = Side(seed), Side(seed + 1)
-    numbers = [side.step(step) for step in range(before)]
+    for step in range(before):
+        side.step(step)
     with tempfile.TemporaryDirectory() as directory:
         store = StateStore(Path(directory))
         side.save(store, step=before)
