@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
-from tests.unit.env.scripted_run_api import RunApi
 
 
 class Prompts:
@@ -35,12 +33,51 @@ class Sevens:
         return Sum(3, 4)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The servers, for what came in."""
+class RunApi:
+    """Its trainer takes every batch of 4 sequences as soon as two groups are queued."""
 
-    run_api: StubServer
-    inference: StubServer
+    def __init__(self, num_steps: int = 3, polls_before_trainer: int = 0) -> None:
+        self.num_steps = num_steps
+        self.waits = polls_before_trainer
+        self.groups: list[dict[str, Any]] = []
+        self.disconnected: list[int] = []
+        self.takes_batches = True
+        self.steps_before = 0
+        self.prolonged_to: int | None = None
+        self.status_polls = 0
+
+    def routes(self) -> dict[str, Route]:
+        return {
+            "POST /register-env": self.register,
+            "GET /info": lambda _body: (200, {"batch_size": 4, "max_token_len": 50}),
+            "GET /status-env": self.status,
+            "POST /scored_data": self.submit,
+            "POST /disconnect-env": self.disconnect,
+        }
+
+    def register(self, body: dict[str, Any]) -> Answer:
+        self.waits -= 1
+        if self.waits >= 0:
+            return 200, {"status": "wait for trainer to start"}
+        answer = {"status": "success", "env_id": 0}
+        answer |= {"starting_step": self.steps_before}
+        return 200, answer | {"wandb_name": body["desired_name"], "num_steps": self.num_steps}
+
+    def status(self, _body: dict[str, Any]) -> Answer:
+        self.status_polls += 1
+        step, queue = divmod(len(self.groups), 2) if self.takes_batches else (0, len(self.groups))
+        told = {} if self.prolonged_to is None else {"num_steps": self.prolonged_to}
+        sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
+        weights = {"unallocated_fraction": 1.0, "env_weight": 1.0}
+        return 200, {"current_step": self.steps_before + step, **sizes, **weights, **told}
+
+    def submit(self, body: dict[str, Any]) -> Answer:
+        self.groups.append(body)
+        return 200, {"status": "received"}
+
+    def disconnect(self, body: dict[str, Any]) -> Answer:
+        self.disconnected.append(body["env_id"])
+        return 200, {"status": "success"}
 
 
 def right_and_wrong(_body: dict[str, Any]) -> Answer:
@@ -58,7 +95,8 @@ async def feed(
     *options: str,
     task: Task | None = None,
     prompts: PromptEncoder | None = None,
-) -> Seen:
+) -> tuple[StubServer, StubServer]:
+    """Returns run-api and the inference server, for what came in."""
     with (
         stub_server(api_routes) as run_api,
         stub_server(engine_routes) as inference,
@@ -76,4 +114,4 @@ async def feed(
         )
         async with asyncio.timeout(DEADLINE_S):
             await worker.serve(settings, task or Sevens(), prompts or Prompts())
-    return Seen(run_api, inference)
+    return run_api, inference

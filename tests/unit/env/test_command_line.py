@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import inference_routes
+from tests.unit.env.feeding import RunApi
 from tests.unit.env.http_stub import Answer, stub_server
-from tests.unit.env.scripted_run_api import RunApi
 
 _RUN_EACH = """
 import json, sys

@@ -85,18 +85,15 @@ def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
 
 
 @pytest.mark.parametrize(
-    ("share", "queue", "own", "in_flight", "expected"),
-    [
-        # A quarter of the 24 groups that three batches hold are 6.
-        (0.25, 24, 4, 0, start(2)),
-        # If the queue as a whole is short, there is more to do than that.
-        (0.25, 10, 6, 0, start(14)),
-    ],
+    ("queue", "own", "in_flight", "expected"),
+    # If the queue as a whole is short, there is more to do than the own share.
+    [(24, 4, 0, start(2)), (24, 4, 2, PAUSE), (10, 6, 0, start(14))],
 )
 def test_an_own_share_is_filled_however_much_the_others_have_queued(
-    share: float, queue: int, own: int, in_flight: int, expected: Plan
+    queue: int, own: int, in_flight: int, expected: Plan
 ) -> None:
-    pace = replace(PACE, min_batch_allocation=share)
+    # A quarter of the 24 groups that three batches hold are 6.
+    pace = replace(PACE, min_batch_allocation=0.25)
     plan = decide(Load(in_flight), pace=pace, queue_size=queue, self_queue_size=own)
     assert plan == expected
 

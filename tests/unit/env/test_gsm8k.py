@@ -11,33 +11,28 @@ from hypothesis import strategies as st
 from grpo_env.grading import grade_all
 from grpo_env.math_grader import NotGraded
 from grpo_env.tasks import Answer, DatasetTask
-from grpo_env.tasks.final_answer import LONGEST_RESULT_CHARS, Form, read_final_answer
+from grpo_env.tasks.final_answer import LONGEST_RESULT_CHARS, read_final_answer
 from grpo_env.tasks.gsm8k import INSTRUCTION, AskedProblem, Gsm8k
 from grpo_env.tasks.gsm8k_data import DatasetsMissing, DataUnusable, Problem, read_problems
-
-MARKED, BARE, ENDS, NONE = Form.MARKED_NUMBER, Form.BARE_NUMBER, Form.ENDS_IN_NUMBER, Form.NONE
 
 PROBLEMS = [Problem("How many eggs?", "13"), Problem("How much?", "1080000")]
 
 
 @pytest.mark.parametrize(
-    ("text", "result", "form"),
+    ("text", "result"),
     [
-        ("9 eggs at 2 dollars.\n#### $1,080.50\n\n", "$1,080.50", MARKED),
-        ("#### " + "7" * (LONGEST_RESULT_CHARS + 1), None, MARKED),
-        ("so it is\n18%", "18%", BARE),
-        ("#### 17\nno\n#### 18", "18", BARE),
-        ("she makes 18.", None, ENDS),
-        ("#### 18\nGood luck!", "18", NONE),
-        (r"so \boxed{18}.", r"\boxed{18}.", NONE),
+        ("9 eggs at 2 dollars.\n#### $1,080.50\n\n", "$1,080.50"),
+        ("#### 17\nno\n#### 18\nGood luck!", "18"),
+        (r"so \boxed{18}.", r"\boxed{18}."),
+        ("so it is\n18%", "18%"),
+        ("she makes 18.", None),
+        ("#### " + "7" * (LONGEST_RESULT_CHARS + 1), None),
     ],
 )
-def test_the_last_marked_place_is_the_result_and_the_last_line_has_the_form(
-    text: str, result: str | None, form: Form
+def test_the_last_marked_place_or_a_bare_last_line_is_the_result(
+    text: str, result: str | None
 ) -> None:
-    final = read_final_answer(Answer(text))
-
-    assert (final.result, final.form) == (result, form)
+    assert read_final_answer(Answer(text)).result == result
 
 
 FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it is {}", "no {} ?"]
@@ -63,6 +58,8 @@ def asked(share: float = 0.3) -> AskedProblem:
         ("9 * 2 = 18\n18", True, 1.2),
         ("#### 18\nI hope th", False, 1.0),
         ("9 + 2 = 11\n#### 11", True, 0.3),
+        ("it is 11", True, 0.1),
+        ("#### 18\nGood luck!", True, 1.0),
         ("no idea", True, 0.0),
         # Cut off in its last line, whose number may lack digits.
         ("#### 18", False, 0.0),

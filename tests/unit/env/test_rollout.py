@@ -90,15 +90,6 @@ async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_re
     assert isinstance(kept, Rollout)
 
 
-async def test_equal_scores_are_dropped_only_if_configured() -> None:
-    dropped = await failure(generate_answer(["7", "7"]))
-    kept, _ = await sample(generate_answer(["7", "7"]), drop_equal_scores=False)
-
-    assert dropped.reason is FailureReason.EQUAL_SCORES
-    assert dropped.rewards == (1.0, 1.0)
-    assert isinstance(kept, Rollout)
-
-
 class NotGradable:
     """Grades "nan" and "inf" as such, any other number as itself; refuses "?"."""
 

@@ -16,9 +16,8 @@ from grpo_env.tasks.shuffled import Shuffled
 from grpo_env.worker import GroupLargerThanBatch
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import generate_answer, inference_routes
-from tests.unit.env.feeding import Sevens, feed, right_and_wrong, run
+from tests.unit.env.feeding import RunApi, Sevens, feed, right_and_wrong, run
 from tests.unit.env.http_stub import Answer
-from tests.unit.env.scripted_run_api import RunApi
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
@@ -32,9 +31,9 @@ async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     }
     options = ("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x")
 
-    seen = await feed(api.routes(), inference_routes(right_and_wrong), *options)
+    run_api, _ = await feed(api.routes(), inference_routes(right_and_wrong), *options)
 
-    assert seen.run_api.bodies("POST /register-env") == [registration] * 2
+    assert run_api.bodies("POST /register-env") == [registration] * 2
     assert len(api.groups) >= 6
     assert {group["env_id"] for group in api.groups} == {0}
     assert api.groups[0]["scores"] == [1.0, 0.0]
@@ -47,16 +46,6 @@ async def test_total_steps_ends_the_run_earlier_than_the_trainer() -> None:
     await run(api, right_and_wrong, "--env.total-steps=1")
 
     assert 2 <= len(api.groups) < 20
-
-
-async def test_a_run_that_was_complete_before_is_left_unless_told_to_wait() -> None:
-    api = RunApi(num_steps=3)
-    api.steps_before = 3
-
-    await run(api, right_and_wrong)
-
-    assert api.groups == []
-    assert api.disconnected == [0]
 
 
 async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:

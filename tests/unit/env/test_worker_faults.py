@@ -11,9 +11,8 @@ from grpo_env.inference_pool import NoGenerateRoute
 from grpo_env.patience import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
 from grpo_env.registration import NoTrainer
 from tests.unit.env.canned import inference_routes
-from tests.unit.env.feeding import feed, right_and_wrong, run
+from tests.unit.env.feeding import RunApi, feed, right_and_wrong, run
 from tests.unit.env.http_stub import Answer, DropConnection, Route
-from tests.unit.env.scripted_run_api import RunApi
 
 
 def failing_twice(route: Route) -> Route:
@@ -53,11 +52,13 @@ async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
     full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
     routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
 
-    seen = await feed(routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1")
+    _, inference = await feed(
+        routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1"
+    )
 
     assert len(api.groups) >= 4
     # What is being sampled when the last batch is delivered is dropped.
-    assert len(seen.inference.bodies("POST /generate")) <= len(api.groups) + 2
+    assert len(inference.bodies("POST /generate")) <= len(api.groups) + 2
 
 
 async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> None:
