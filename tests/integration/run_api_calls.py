@@ -69,7 +69,6 @@ def disconnect(http: httpx.Client, env_id: int) -> dict[str, Any]:
 
 
 def send(http: httpx.Client, marker: int, **changes: Any) -> dict[str, Any]:
-    """One group; returns the answer to it."""
     answer = http.post("/scored_data", json=group(marker, **changes)).raise_for_status()
     received: dict[str, Any] = answer.json()
     return received
@@ -138,10 +137,7 @@ def refused_field(answer: httpx.Response) -> str:
     return str(field)
 
 
-Series = tuple[str, tuple[tuple[str, str], ...]]
-
-
-def scrape(http: httpx.Client) -> dict[Series, float]:
+def scrape(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Every series of `/metrics`, by name and sorted labels."""
     answer = http.get("/metrics").raise_for_status()
     return {

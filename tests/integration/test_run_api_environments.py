@@ -67,15 +67,6 @@ def test_disconnecting_twice_is_fine_and_nobody_is_named(http: httpx.Client) -> 
     assert "env_id 9" in unknown.json()["detail"]
 
 
-def test_parts_of_one_environment_are_apart_from_those_of_the_next(http: httpx.Client) -> None:
-    """One that starts again is another: what it sent halfway is not completed by what it sends."""
-    start(http)
-    for env_id, name in enumerate(["math_0", "math_1"]):
-        assert register_environment(http)["wandb_name"] == name
-        part = send(http, 1, size=1, env_id=env_id)
-        assert part == {"status": "buffered", "buffer_size": 1}
-
-
 def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
     http: httpx.Client, redis_url: str
 ) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +45,15 @@ def connect(api: RunningApi) -> HTTPConnection:
     return HTTPConnection(api.url.removeprefix("http://"), timeout=DEADLINE_S)
 
 
-class HalfSent:
-    """A submission of which the server has the headers and half of the body."""
-
-    def __init__(self, api: RunningApi, **changes: Any) -> None:
-        body = json.dumps(group(1, **changes)).encode()
-        self._rest = body[len(body) // 2 :]
-        self._connection = connect(api)
-        self._connection.putrequest("POST", "/scored_data")
-        self._connection.putheader("Content-Length", str(len(body)))
-        self._connection.endheaders(body[: len(body) // 2])
-
-    def finish(self) -> HTTPResponse:
-        self._connection.send(self._rest)
-        return self.answer()
-
-    def answer(self) -> HTTPResponse:
-        return self._connection.getresponse()
-
-    def close(self) -> None:
-        self._connection.close()
+@contextmanager
+def half_sent(api: RunningApi, **changes: Any) -> Iterator[tuple[HTTPConnection, bytes]]:
+    """A submission of which the server has the headers and half of the body, and the rest."""
+    body = json.dumps(group(1, **changes)).encode()
+    with closing(connect(api)) as connection:
+        connection.putrequest("POST", "/scored_data")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[: len(body) // 2])
+        yield connection, body[len(body) // 2 :]
 
 
 def wait_for_arrival(api: RunningApi) -> None:
@@ -84,14 +73,15 @@ def test_submissions_under_way_are_answered_and_polls_released(
     """After Ctrl-C in a terminal, which reaches the process that decodes large bodies too."""
     with running_api(redis_url, tmp_path) as (api, client):
         client.post("/scored_data", json=group(1, images=LARGE)).raise_for_status()
-        with closing(HalfSent(api, images=LARGE)) as submission, closing(connect(api)) as poll:
+        with half_sent(api, images=LARGE) as (submission, rest), closing(connect(api)) as poll:
             poll.request("GET", f"/batch?wait_s={POLL_S}")
             wait_for_arrival(api)
             os.killpg(api.process.pid, signal.SIGINT)
             released = poll.getresponse()
             assert (released.status, json.load(released)) == (200, {"batch": None})
             api.process.wait_until(lambda: refuses_connections(api), DEADLINE_S)
-            answer = submission.finish()
+            submission.send(rest)
+            answer = submission.getresponse()
             assert (answer.status, json.load(answer)) == (200, {"status": "received"})
             assert answer.headers["connection"] == "close"
         assert api.process.wait(DEADLINE_S) == 0
@@ -101,10 +91,10 @@ def test_submissions_left_when_the_grace_has_passed_are_answered_503(
     redis_url: str, tmp_path: Path
 ) -> None:
     with running_api(redis_url, tmp_path, grace_s=1) as (api, _):
-        with closing(HalfSent(api)) as submission:
+        with half_sent(api) as (submission, _):
             wait_for_arrival(api)
             api.process.signal(signal.SIGTERM)
-            answer = submission.answer()
+            answer = submission.getresponse()
             assert answer.status == 503
             assert "shutting down" in json.load(answer)["detail"]
             assert int(answer.headers["retry-after"]) >= 1

@@ -83,17 +83,12 @@ def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def own_redis(server: OwnRedis) -> redis.Redis:
-    return server.admin
-
-
-@pytest.fixture
-def http(api: httpx.Client, own_redis: redis.Redis) -> Iterator[httpx.Client]:
+def http(api: httpx.Client, server: OwnRedis) -> Iterator[httpx.Client]:
     """A client of a run that a trainer has asked for a batch; Redis takes writes afterwards."""
     api.get("/reset_data").raise_for_status()
     start(api)
     yield api
-    take_writes(own_redis)
+    take_writes(server.admin)
 
 
 def take_writes(own_redis: redis.Redis) -> None:
@@ -124,34 +119,31 @@ def assert_refused(answer: httpx.Response, code: str) -> None:
     assert answer.json()["detail"].startswith(f"Redis takes no writes ({code}): ")
 
 
-@pytest.mark.parametrize(
-    ("refuse", "code"),
-    [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")],
-)
+@pytest.mark.parametrize(("refuse", "code"), [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")])
 def test_submissions_are_503_and_nothing_is_queued(
-    http: httpx.Client, own_redis: redis.Redis, refuse: Callable[[redis.Redis], None], code: str
+    http: httpx.Client, server: OwnRedis, refuse: Callable[[redis.Redis], None], code: str
 ) -> None:
     register_environment(http, group_size=4)
     submit(http, 1)
-    refuse(own_redis)
+    refuse(server.admin)
     large = group(9, **bulky(9, tokens=140_000))  # sent in pieces ahead of being queued
     for body in (group(2), group(3, env_id=0), large):
         assert_refused(http.post("/scored_data", json=body), code)
         assert_refused(http.post("/scored_data_list", json=[body]), code)
     assert status(http) == (0, 1)
-    take_writes(own_redis)
+    take_writes(server.admin)
     assert status(http) == (0, 1)
     submit(http, 2)
     assert next_batch(http) == [1, 2]
 
 
 def test_where_nothing_can_be_written_every_route_answers(
-    http: httpx.Client, own_redis: redis.Redis
+    http: httpx.Client, server: OwnRedis
 ) -> None:
     register_environment(http)
     submit(http, 1, 2, 3, 4)
     assert next_batch(http) == [1, 2]
-    fail_to_snapshot(own_redis)
+    fail_to_snapshot(server.admin)
     needs_writes = (
         http.get("/batch"),
         register(http),
@@ -164,17 +156,17 @@ def test_where_nothing_can_be_written_every_route_answers(
         assert http.get(path).status_code == 200, path
     for path in ("/readyz", "/health"):
         assert_refused(probe(http, path), "MISCONF")
-    take_writes(own_redis)
+    take_writes(server.admin)
     assert probe(http, "/readyz").status_code == 200
     assert next_batch(http) == [3, 4]
 
 
 def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(
-    http: httpx.Client, own_redis: redis.Redis
+    http: httpx.Client, server: OwnRedis
 ) -> None:
     submit(http, *range(6))
     submit(http, 6, size=4)
-    fill_at_once(own_redis)
+    fill_at_once(server.admin)
     trainer = register(http).raise_for_status().json()["uuid"]
     first = lease(http, trainer)
     assert leased(first) == (1, [0, 1])
@@ -262,7 +254,6 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
         (line,) = logs
         return line
 
-    server.admin.config_set("appendonly", "yes")
     line = await report()
     assert (line["log_level"], line["appendfsync"]) == ("info", "everysec")
     server.admin.config_set("appendonly", "no")

@@ -24,11 +24,7 @@ EXAMPLE_KEYS = (
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
     *("inference_logprobs", "messages", "images"),
 )
-NOT_REGISTERED = {
-    "status": "error",
-    "message": "Trainer not registered. Call /register first.",
-    "batch": [],
-}
+NO_TRAINER = "Trainer not registered. Call /register first."
 BEFORE_A_TRAINER = {
     "/": {"message": "AtroposLib API"},
     "/health": {"status": "ok"},
@@ -36,7 +32,7 @@ BEFORE_A_TRAINER = {
     "/info": {"batch_size": -1, "max_token_len": -1},
     "/wandb_info": {"group": None, "project": None},
     "/environments": [],
-    "/batch": NOT_REGISTERED,
+    "/batch": {"status": "error", "message": NO_TRAINER, "batch": []},
     "/latest_example": {name: [] for name in EXAMPLE_KEYS},
 }
 
