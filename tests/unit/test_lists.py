@@ -1,9 +1,14 @@
-"""Lists kept by hand are complete: the README's tree and commands, the parts of `make test-gpu`."""
+"""Lists kept by hand are complete: in the README, in docs/trainer.md, in tests/gpu/run.sh."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_trainer import errors
+from grpo_trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -51,3 +56,31 @@ def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist(
         assert test == "" or f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
     present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert present <= {file for file, _ in named}
+
+
+def section(title: str) -> str:
+    page = (ROOT / "docs/trainer.md").read_text()
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_trainers_page_names_every_option() -> None:
+    named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
+    fields = {name.replace("_", "-") for name in TrainerSettings.model_fields}
+    assert named == fields | {"model", "vllm-gpu-memory-utilization"}
+
+
+def test_the_trainers_page_names_every_error() -> None:
+    named = set(re.findall(r"`([A-Z]\w+)`", section("Errors and exit status")))
+    ours = {
+        name
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, GrpoError) and not kind.__subclasses__()
+    }
+    of_services = {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
+    of_run_api = {"TrainerSuperseded", "LeasesFull", "UnknownBatch"}
+    assert named == ours | of_services | of_run_api
+
+
+def test_the_trainers_page_names_every_reason() -> None:
+    named = re.findall(r"(?m)^\| `(\w+)` \|", section("Groups that cannot be trained on"))
+    assert sorted(named) == sorted(errors.UnusableReason)
