@@ -19,7 +19,12 @@ from grpo_trainer.errors import LostServer, TornWeights
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer
-from tests.inference.trainer_side import AttachedTrainer, attached_trainer
+from tests.inference.trainer_side import (
+    AttachedTrainer,
+    attached_trainer,
+    next_epoch,
+    write_weights,
+)
 from tests.support.wait import wait_for
 
 LONG_LEASE_S = 600.0
@@ -59,22 +64,12 @@ def paused_by_another_process(server: InferenceServer) -> Iterator[subprocess.Po
 
 @pytest.fixture
 def bridge(shared_server: InferenceServer) -> Iterator[BridgeClient]:
+    """Restores whole weights afterwards, as a trainer with a checkpoint does."""
     with BridgeClient(shared_server.url) as client:
         yield client
-
-
-def next_version(bridge: BridgeClient) -> PolicyVersion:
-    epoch, _ = bridge.info().policy_version
-    return PolicyVersion(epoch + 1, 0)
-
-
-def write_everything_again(server: InferenceServer, bridge: BridgeClient) -> None:
-    """As a trainer with a checkpoint does after another was cut off."""
-    with connect_weights(server.socket) as connection:
-        session = connection.grant.session
-        bridge.pause(session, LONG_LEASE_S, next_version(bridge))
-        bridge.resume(session, written=True)
-    assert bridge.info().weights_intact
+        if not client.info().weights_intact:
+            write_weights(shared_server, next_epoch(shared_server))
+            assert client.info().weights_intact
 
 
 def test_a_trainer_killed_during_its_pause_leaves_a_serving_server_with_torn_weights(
@@ -94,7 +89,6 @@ def test_a_trainer_killed_during_its_pause_leaves_a_serving_server_with_torn_wei
     with pytest.raises(TornWeights, match="may hold half an update"):
         sync.load_policy()
     sync.close()
-    write_everything_again(shared_server, bridge)
 
 
 def test_a_trainer_that_outlives_its_lease_has_lost_its_session(
@@ -102,16 +96,15 @@ def test_a_trainer_that_outlives_its_lease_has_lost_its_session(
 ) -> None:
     with connect_weights(shared_server.socket) as connection:
         session = connection.grant.session
-        bridge.pause(session, 0.2, next_version(bridge))
+        bridge.pause(session, 0.2, next_epoch(shared_server))
         wait_for(lambda: not bridge.info().paused)
         served = bridge.info()
         assert not served.weights_intact
         with pytest.raises(RequestRefused, match="does not hold the pause: its lease ran out"):
             bridge.resume(session, written=True)
         with pytest.raises(RequestRefused, match="is not attached to this server"):
-            bridge.pause(session, LONG_LEASE_S, next_version(bridge))
+            bridge.pause(session, LONG_LEASE_S, next_epoch(shared_server))
         assert bridge.info().policy_version == served.policy_version
-    write_everything_again(shared_server, bridge)
 
 
 def test_a_second_trainer_is_refused_while_one_is_attached(shared_server: InferenceServer) -> None:
