@@ -1,4 +1,5 @@
-"""Every way of computing gives the plain way's numbers, or is refused when the run begins."""
+"""A step's loss and gradients: every way of computing gives the plain way's numbers, or is refused
+when the run begins."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
 
 from grpo_trainer import packed_attention
-from grpo_trainer.errors import FastPathRefused
+from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.forward_options import Choice, ForwardOptions
 from grpo_trainer.forward_pass import (
     FastForward,
@@ -81,6 +81,25 @@ def test_a_step_is_the_one_that_padded_rows_and_all_logits_give(
     assert torch.equal(plain_forward(policy, ragged()), logp)
 
 
+def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient_nor_metrics() -> None:
+    """The archived trainer divided by a constant instead of by what it had accumulated."""
+    whole, expected = step_of(qwen(), 6, plain_forward)
+    for size in (1, 2, 4):
+        stats, found = step_of(qwen(), size, plain_forward)
+        assert stats.loss == pytest.approx(whole.loss, rel=1e-4)
+        assert vars(stats.sums) == pytest.approx(vars(whole.sums), rel=1e-4, abs=1e-6)
+        assert torch.equal(stats.tokens.sequence, whole.tokens.sequence)
+        require_equal((stats.tokens.logp, found), (whole.tokens.logp, expected))
+
+
+def test_a_non_finite_loss_stops_the_run_by_name() -> None:
+    policy = qwen()
+    with torch.no_grad():
+        policy.model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteLoss, match="step 3, micro-batch 0"):
+        accumulate_gradients(policy, ragged_batch(), clip_eps=0.2, step=3)
+
+
 @pytest.mark.parametrize("choices", FAST.values(), ids=FAST)
 def test_bfloat16_stays_within_its_rounding(choices: tuple[Choice, Choice]) -> None:
     """Each is about as near to float32 as the plain way is: a temperature that is off by 2 % takes
@@ -131,22 +150,6 @@ def test_a_refusal_is_logged_unless_the_way_was_asked_for_by_name() -> None:
         is_taken("fused-head", ON, GPU, refuse)
     assert not is_taken("packing", OFF, GPU, refuse)
     assert not is_taken("packing", AUTO, CPU, refuse)
-
-
-class Hotter(Qwen2ForCausalLM):
-    """Does something with its logits that no configuration tells."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
-        found.logits = found.logits * 1.1
-        return found
-
-
-def test_a_head_that_does_something_unknown_is_found_by_its_numbers() -> None:
-    policy = qwen()
-    policy.__class__ = Hotter
-    with pytest.raises(FastPathRefused, match="Hotter then answers otherwise"):
-        built(policy, OFF, ON)
 
 
 def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
