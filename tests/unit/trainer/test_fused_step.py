@@ -80,21 +80,6 @@ def test_memory_beyond_the_end_stays_as_it_is(build: Callable[[], FusedAdamW]) -
     assert rows[1].unique().tolist() == pytest.approx([0.99])
 
 
-def test_the_nearest_bf16_is_right_in_its_hard_cases(build: Callable[[], FusedAdamW]) -> None:
-    """A learning rate of 0 leaves the master as it is."""
-    bits = [0x3F808000, 0x3F818000]  # ties to even
-    bits += [0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, -1]  # up to infinity; NaN that a carry would end
-    master = torch.tensor(bits).to(torch.int32).view(torch.float32)
-    expected, fused = master.to(torch.bfloat16), build()
-    state, none = fused.initial_state(master), torch.zeros(len(bits))
-    low = fused.take(master, none, state, Pace(0.0, 0.0), served=torch.bfloat16)
-    assert low is not None
-    is_nan = expected.isnan()
-    assert is_nan.sum() == 2
-    assert torch.equal(low.isnan(), is_nan)
-    assert torch.equal(low[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
-
-
 def test_a_whole_optimizer_resumes_with_either_step(build: Callable[[], FusedAdamW]) -> None:
     """It clips, stages and writes as well: all but rounding is that of the plain step."""
     alone, first, second = Model(), Model(build()), Model(seed=1)

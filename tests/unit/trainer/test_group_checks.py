@@ -12,7 +12,6 @@ from grpo_trainer.group_checks import LOGPROB_SLACK, NEUTRAL_SAMPLING, usable_gr
 from tests.unit.trainer.groups import VOCABULARY, P, group
 
 MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
-TRAINED_PROMPT = [[5, MASKED, 7], MASKED_PROMPTS[1]]
 
 
 def refusal(**changes: Any) -> UnusableGroup:
@@ -33,14 +32,9 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
         "group 4, sequence 1: ref_logprobs avg 1.000 (should be negative!) at 1 of 3 trained",
     ),
     (
-        {"masks": TRAINED_PROMPT},
+        {"masks": [[5, MASKED, 7], MASKED_PROMPTS[1]]},
         UnusableReason.PROMPT_TRAINED,
         "group 4: the first token of 1 of 2 sequences is trained on",
-    ),
-    (  # whatever logprob is sent with it: nothing can have predicted the first token
-        {"masks": TRAINED_PROMPT, "inference_logprobs": [[-2.0] * 3, [-2.0] * 5]},
-        UnusableReason.PROMPT_TRAINED,
-        "the prompt is not masked",
     ),
     ({"masks": [[MASKED] * 3, [MASKED] * 5]}, UnusableReason.NOTHING_TRAINED, "every mask is"),
     (

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
@@ -18,21 +17,13 @@ def watch(records: Iterable[dict[str, float]]) -> list[EventDict]:
     return [dict(entry) for entry in logs]
 
 
-@pytest.mark.parametrize(
-    ("metric", "inside", "outside", "healthy"),
-    [
-        ("grpo/mean_ratio", [0.8, 1.0, 1.2], [0.79, 1.21], "0.8 to 1.2"),
-        ("train/loss", [-10.0, 1000.0], [-10.1], "at least -10"),
-    ],
-)
-def test_a_value_outside_is_named_with_its_range(
-    metric: str, inside: list[float], outside: list[float], healthy: str
-) -> None:
-    assert watch([{}, *({metric: value} for value in inside)]) == []
-    for value in outside:
-        (warning,) = watch([{}, {metric: value}])
-        named = (warning["metric"], warning["value"], warning["healthy"], warning["step"])
-        assert named == (metric, value, healthy, 2)
+def test_a_value_outside_is_named_with_its_range() -> None:
+    assert watch({"grpo/mean_ratio": value} for value in (0.8, 1.0, 1.2)) == []
+    (low,) = watch([{}, {"grpo/mean_ratio": 0.79}])
+    assert (low["metric"], low["value"], low["step"]) == ("grpo/mean_ratio", 0.79, 2)
+    assert low["healthy"] == "0.8 to 1.2"
+    (high,) = watch([{"grpo/mean_ratio": 1.21}])
+    assert high["value"] == 1.21
 
 
 def test_a_thousand_steps_outside_are_not_a_thousand_lines() -> None:

@@ -132,14 +132,6 @@ def test_sums_by_hand() -> None:
     assert sums.mean("kl_k3") == pytest.approx((-LOG_3_2 - LOG_HALF) / 3, abs=1e-6)
 
 
-def test_tokens_of_good_and_of_bad_sequences_are_told_apart() -> None:
-    logp = [[-1.0, -2.0], [-4.0, -4.0], [-8.0, -8.0]]
-    *_, sums = judged(logp, logp, [0.5, -0.5, 0.0], [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    assert (sums.positive_tokens, sums.positive_logp) == (2, -3.0)
-    assert (sums.negative_tokens, sums.negative_logp) == (1, -4.0)
-    assert sums.tokens == 5
-
-
 def test_a_batch_without_trained_tokens_has_loss_zero_and_not_nan() -> None:
     loss, _, sums = judged([[0.0, 0.0]], [[1.0, 1.0]], [1.0], [[0.0, 0.0]])
     assert loss == 0.0

@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GptOssConfig,
-    MambaConfig,
     Qwen3NextConfig,
 )
 
@@ -40,7 +39,6 @@ def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
 REFUSED: dict[str, Any] = {
     "attn_logit_softcapping = 50": Gemma2Config(**SMALL),
     "computes its attention as 'eager'": GptOssConfig(**SMALL, num_local_experts=2),
-    "not one that flash kernels compute": MambaConfig(**SMALL),
     "layers of other kinds than attention: linear_attention": Qwen3NextConfig(**SMALL),
 }
 
@@ -50,13 +48,6 @@ def test_an_attention_that_it_cannot_compute_is_named(reason: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(REFUSED[reason])
     assert reason in "; ".join(packed_attention.obstacles(model))
-
-
-def test_a_plain_model_has_no_obstacle() -> None:
-    model = qwen(**WINDOW)
-    assert packed_attention.obstacles(model) == []
-    packed_attention.use(model)
-    assert packed_attention.obstacles(model) == []
 
 
 def never(*_: Any) -> Any:

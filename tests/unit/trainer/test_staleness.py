@@ -85,17 +85,15 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
     """
     leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
     passed_over: list[tuple[int, int]] = []
-    asked: list[int] = []
 
-    def next_batch(_deadline_s: float, _meanwhile: object, batches_left: int) -> LeasedBatch:
-        asked.append(batches_left)
+    def next_batch(*_: object) -> LeasedBatch:
         return next(leased)
 
     def batch_passed_over(at: Position) -> None:
         passed_over.append((at.step, at.batch_id))
 
     return SimpleNamespace(
-        api=SimpleNamespace(next_batch=next_batch, asked=asked),
+        api=SimpleNamespace(next_batch=next_batch),
         sync=SimpleNamespace(tend=lambda: None),
         saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
         settings=SimpleNamespace(
@@ -113,7 +111,6 @@ def test_batches_of_stale_groups_are_passed_over_by_name() -> None:
     assert taken.batch_id == 7
     assert (len(taken.intake.groups), taken.intake.stale_groups) == (1, 5)
     assert run.saver.passed_over == [(9, 5), (9, 6)]
-    assert run.api.asked == [3, 3, 3]  # no step is taken on what is passed over
     assert [entry["batch_id"] for entry in logs if entry["log_level"] == "warning"] == [5, 6]
 
 
