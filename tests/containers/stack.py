@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.wait import wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("redis", "run-api", "environment", "vllm-server", "trainer")
 UP_WITHIN_S = 900
+RUN_WITHIN_S = 1800
 TEST_WITHIN_S = 4 * 3600
 """More than all that a test waits for, images that are built included: what is late is named."""
-POLL_S = 0.5
+NOISE = 1e-4
+"""Of log-probabilities of float32 weights, computed by two programs."""
+Done = subprocess.CompletedProcess[str]
 
 
 @dataclass
@@ -27,26 +30,27 @@ class Stack:
     project: str
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    def up(self, **settings: str) -> subprocess.CompletedProcess[str]:
+    def up(self, **settings: str) -> Done:
         return self.make("up", **settings)
 
-    def up_well(self) -> None:
-        done = self.up()
+    def up_well(self, **settings: str) -> None:
+        done = self.up(**settings)
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
 
     def down(self) -> None:
+        """Nothing of it is left."""
         done = self.make("down", VOLUMES="1")
         assert done.returncode == 0, done.stderr
+        assert self.left_behind() == []
 
-    def make(self, target: str, **settings: str) -> subprocess.CompletedProcess[str]:
-        command = ["make", "--no-print-directory", target, f"MODE={self.mode}"]
-        command += [f"PROJECT={self.project}"]
-        return self._run(command, UP_WITHIN_S, settings)
+    def make(self, target: str, **settings: str) -> Done:
+        targets = [target, f"MODE={self.mode}", f"PROJECT={self.project}"]
+        return self._run(["make", "--no-print-directory", *targets], settings)
 
-    def compose(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def compose(self, *arguments: str, **settings: str) -> Done:
         """Compose without make."""
         command = ["docker", "compose", "--project-name", self.project, "--profile", self.mode]
-        return self._run([*command, *arguments], UP_WITHIN_S, {})
+        return self._run([*command, *arguments], settings)
 
     def container(self, service: str) -> str:
         """Id of the one container of a service; server and trainer go without their mode."""
@@ -58,41 +62,39 @@ class Stack:
         return identity
 
     def inspect(self, service: str) -> dict[str, Any]:
-        (answer,) = json.loads(docker("inspect", self.container(service)))
-        found: dict[str, Any] = answer
-        return found
+        found: list[dict[str, Any]] = json.loads(docker("inspect", self.container(service)))
+        return found[0]
 
-    def pid(self, service: str) -> int:
-        return int(self.inspect(service)["State"]["Pid"])
+    def restarts(self) -> dict[str, int]:
+        """How often Docker had to start a service again."""
+        services = ("vllm-server", "trainer", "environment")
+        return {service: int(self.inspect(service)["RestartCount"]) for service in services}
 
-    def restarts(self, service: str) -> int:
-        return int(self.inspect(service)["RestartCount"])
-
-    def wait_for_the_trainer(self, within_s: float) -> int:
-        """Its exit status."""
-        said = subprocess.run(
-            ["docker", "wait", self.container("trainer")],
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=True,
+    def wait_for_the_end(self, service: str = "trainer") -> None:
+        """Which must be a good one."""
+        command = ["docker", "wait", self.container(service)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_WITHIN_S, check=True
         )
-        return int(said.stdout)
+        assert int(done.stdout) == 0, self.logs()
 
     def steps(self) -> int:
         """How many steps the trainer has recorded."""
-        path = f"/checkpoints/{self.mode}/metrics.jsonl"
-        count = f"import pathlib; p = pathlib.Path('{path}'); "
-        count += "print(len(p.read_text().splitlines()) if p.exists() else 0)"
-        return int(docker("exec", self.container("trainer"), "python3", "-c", count))
+        count = f"test ! -e {self._metrics} || wc -l < {self._metrics}"
+        return int(docker("exec", self.container("trainer"), "sh", "-c", count) or 0)
 
-    def wait_until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
-        give_up_at = time.monotonic() + within_s
-        while not holds():
-            assert time.monotonic() < give_up_at, (
-                f"{what}: not within {within_s:g} s\n{self.logs()}"
-            )
-            time.sleep(POLL_S)
+    def fetch(self, directory: Path) -> list[dict[str, Any]]:
+        """Copy what was trained into `directory`/<mode>; returns the record of each step."""
+        fetched = self.make("fetch-checkpoint", TO=str(directory))
+        assert fetched.returncode == 0, fetched.stderr
+        lines = (directory / self.mode / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        try:
+            wait_for(holds, deadline_s=RUN_WITHIN_S)
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n{self.logs()}") from None
 
     def logs(self, tail: int = 30) -> str:
         names = docker("ps", "--all", *self._label(), "--format", "{{.Names}} {{.Status}}")
@@ -112,24 +114,31 @@ class Stack:
         """What its commands run with."""
         return {**os.environ, **self.settings}
 
+    @property
+    def _metrics(self) -> str:
+        return f"/checkpoints/{self.mode}/metrics.jsonl"
+
     def _label(self) -> list[str]:
         return ["--filter", f"label=com.docker.compose.project={self.project}"]
 
-    def _run(
-        self, command: list[str], within_s: float, settings: Mapping[str, str]
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**self.environment(), **settings},
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
+    def _run(self, command: list[str], settings: Mapping[str, str]) -> Done:
+        return run(command, {**self.environment(), **settings})
+
+
+def run(command: list[str], environment: Mapping[str, str] | None = None) -> Done:
+    """In the repository's root."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=UP_WITHIN_S,
+        check=False,
+    )
 
 
 def docker(*arguments: str) -> str:
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+    done = run(["docker", *arguments])
     assert done.returncode == 0, f"docker {' '.join(arguments)}: {done.stderr}"
     return done.stdout

@@ -10,22 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack, docker
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, Stack
 
 PORTS = {"RUN_API_PORT": "18020", "VLLM_PORT": "19020"}
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     stack = Stack("none", "grpo-test-bad", {**stack_settings, **PORTS, "STEPS": "1"})
     yield stack
     stack.down()
-    assert stack.left_behind() == []
 
 
-def refused(done: subprocess.CompletedProcess[str], *reasons: str) -> None:
+def refused(done: Done, *reasons: str) -> None:
     assert done.returncode != 0, done.stdout
     for reason in reasons:
         assert reason in done.stdout + done.stderr
@@ -36,9 +35,14 @@ def test_an_unknown_mode_lists_the_four(stack: Stack) -> None:
     refused(unknown, "MODE=lora: no such mode; choose one of: shared_vllm lora_only lora_restart")
 
 
-def test_a_missing_engine_is_one_line(stack: Stack) -> None:
-    done = stack.up(DOCKER_HOST="unix:///nowhere.sock")
-    refused(done, "no Docker engine answers: start it")
+def test_what_the_host_lacks_is_named(stack: Stack, tmp_path: Path) -> None:
+    refused(stack.up(DOCKER_HOST="unix:///nowhere.sock"), "no Docker engine answers: start it")
+    gpu = stack.up(STACK_DEVICE="gpu", GPU_BASE_IMAGE=stack.settings["BASE_IMAGE"])
+    refused(gpu, "no GPU", "STACK_DEVICE=cpu")
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")  # knows nothing of compose
+    (tmp_path / "docker").chmod(0o755)
+    done = stack.up(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    refused(done, "docker has no compose plugin: install Docker Compose 2.24 or newer")
 
 
 def test_settings_are_written_once_there_is_an_engine_to_ask(tmp_path: Path) -> None:
@@ -53,14 +57,6 @@ def test_settings_are_written_once_there_is_an_engine_to_ask(tmp_path: Path) -> 
         assert (tmp_path / ".env").exists() == written
 
 
-def test_a_missing_plugin_is_one_line(stack: Stack, tmp_path: Path) -> None:
-    """A docker that knows nothing of compose, first on the path."""
-    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "docker").chmod(0o755)
-    done = stack.up(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    refused(done, "docker has no compose plugin: install Docker Compose 2.24 or newer")
-
-
 def test_a_port_that_is_taken_is_named(stack: Stack) -> None:
     with socket.create_server(("127.0.0.1", int(PORTS["RUN_API_PORT"]))):
         refused(stack.up(), PORTS["RUN_API_PORT"], "address already in use")
@@ -70,45 +66,25 @@ def test_a_data_directory_that_is_not_there_is_named(stack: Stack, tmp_path: Pat
     refused(stack.up(TASK="gsm8k", DATA=str(tmp_path / "no-data")), "no-data", "does not exist")
 
 
-def test_a_gpu_that_is_not_there_is_missed_at_once(stack: Stack) -> None:
-    done = stack.up(STACK_DEVICE="gpu", GPU_BASE_IMAGE=stack.settings["BASE_IMAGE"])
-    refused(done, "no GPU", "STACK_DEVICE=cpu")
+def test_the_model_is_looked_at_before_anything_trains(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    os.chown(tmp_path / "theirs", 4321, 4321)
+    theirs = stack.compose("run", "--rm", "model", CHECKPOINTS=str(tmp_path / "theirs"))
+    refused(theirs, "Permission denied", "chown -R 1000:1000")
+    refused(stack.compose("run", "--rm", "model", MODEL="x/y"), "MODEL is set and LR is not")
 
 
-def test_a_directory_of_somebody_else_is_named(stack: Stack, tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o755)
-    os.chown(theirs, 4321, 4321)
-    done = stack.up(CHECKPOINTS=str(theirs))
-    refused(done, "model ended with status 1", "Permission denied", "chown -R 1000:1000")
-
-
-def test_a_model_that_is_not_there_is_named(stack: Stack, tmp_path: Path) -> None:
+def test_a_refused_run_is_explained_and_goes_with_down(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = stack.up(MODEL=str(tmp_path / "empty"))
     refused(done, "model ended with status 1", "/model: no config.json there")
-
-
-def test_a_model_without_a_learning_rate_is_refused_by_compose_alone(stack: Stack) -> None:
-    done = subprocess.run(
-        ["docker", "compose", "-p", stack.project, "--profile", "none", "run", "--rm", "model"],
-        cwd=ROOT,
-        env={**os.environ, **stack.settings, "MODEL": "some/model"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    refused(done, "MODEL is set and LR is not")
-
-
-def test_too_little_shared_memory_is_said_by_the_server(stack: Stack) -> None:
-    """One worker needs none; several do. It may be on its second start when that is said."""
-    done = stack.up(SHM_SIZE="64m", SERVER_RESTARTS="1", VLLM_FLAGS="--tensor-parallel-size 2")
-    refused(done, "vllm-server-none ended ", "/dev/shm has 64 MiB", "SHM_SIZE")
-
-
-def test_no_container_is_left_by_a_run_that_was_refused(stack: Stack) -> None:
-    stack.up(MODEL="/nowhere")
-    assert stack.left_behind() != []  # made, and told about
+    assert stack.left_behind() != []
     stack.down()
-    assert docker("ps", "--all", "--quiet", "--filter", f"name={stack.project}") == ""
+
+
+def test_too_little_shared_memory_is_said_by_the_server(stack: Stack, own_model: Path) -> None:
+    """One worker needs none; several do. It may be on its second start when that is said."""
+    small = {"SHM_SIZE": "64m", "SERVER_RESTARTS": "1"}
+    small |= {"VLLM_FLAGS": "--tensor-parallel-size 2"}
+    done = stack.up(MODEL=str(own_model), **small)
+    refused(done, "vllm-server-none ended ", "/dev/shm has 64 MiB", "SHM_SIZE")

@@ -8,13 +8,13 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack
-from tests.support.process_table import eventually
+from tests.support.wait import wait_for
 
 PROJECT = "grpo-test-endings"
 SAYS_WITHIN_S = 300
@@ -28,11 +28,13 @@ services:
     image: IMAGE
     command: [sh, -c, "echo cough; exec sleep infinity"]
     healthcheck: {test: [CMD, "false"], interval: 1s, retries: 1}
-  again:
+  again: &again
     image: IMAGE
     command: [sh, /again.sh]
     volumes: ["./again.sh:/again.sh:ro"]
     restart: on-failure:100
+  awaited: *again
+  cut-off: *again
   unborn:
     image: IMAGE
     command: [echo, never]
@@ -46,7 +48,7 @@ if [ ! -e /tmp/again ]; then
   while [ ! -e /tmp/end ]; do sleep 0.1; done
   exit 3
 fi
-sleep 2
+while [ ! -e /tmp/go-on ]; do sleep 0.1; done
 echo "[info] step step=2 steps=2 reward/mean=0.75 train/loss=0.1"
 while [ ! -e /tmp/well ]; do sleep 0.1; done
 """
@@ -54,14 +56,16 @@ while [ ! -e /tmp/well ]; do sleep 0.1; done
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
-@pytest.fixture
-def endings(base_image: str, tmp_path: Path) -> Iterator[Stack]:
-    """Containers that have ended, in the ways that there are, but for `again`, which runs."""
-    (tmp_path / "docker-compose.yml").write_text(SERVICES.replace("IMAGE", base_image))
-    (tmp_path / "again.sh").write_text(AGAIN)
-    stack = Stack("none", PROJECT, {"COMPOSE_FILE": str(tmp_path / "docker-compose.yml")})
+@pytest.fixture(scope="module")
+def endings(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Containers that have ended, in the ways that there are, and three that run and will."""
+    directory = tmp_path_factory.mktemp("endings")
+    (directory / "docker-compose.yml").write_text(SERVICES.replace("IMAGE", base_image))
+    (directory / "again.sh").write_text(AGAIN)
+    stack = Stack("none", PROJECT, {"COMPOSE_FILE": str(directory / "docker-compose.yml")})
     try:
-        started = stack.compose("up", "--detach", "fine", "done", "gone", "ill", "again")
+        names = ("fine", "done", "gone", "ill", "again", "awaited", "cut-off")
+        started = stack.compose("up", "--detach", *names)
         assert started.returncode == 0, started.stderr
         refused = stack.compose("up", "--detach", "unborn")
         assert f"{PROJECT}-ill-1 is unhealthy" in refused.stderr
@@ -71,8 +75,8 @@ def endings(base_image: str, tmp_path: Path) -> Iterator[Stack]:
         assert stack.left_behind() == []
 
 
-def touch(stack: Stack, path: str) -> None:
-    assert stack.compose("exec", "again", "touch", path).returncode == 0
+def touch(stack: Stack, service: str, *paths: str) -> None:
+    assert stack.compose("exec", service, "touch", *paths).returncode == 0
 
 
 @contextmanager
@@ -102,59 +106,57 @@ def said(stack: Stack, script: str, *arguments: str) -> tuple[str, int]:
         return process.communicate()[0], process.returncode
 
 
+def is_running_again(container: dict[str, Any]) -> bool:
+    return container["RestartCount"] == 1 and bool(container["State"]["Running"])
+
+
 def test_every_container_that_ended_badly_is_explained(endings: Stack) -> None:
-    touch(endings, "/tmp/end")
-    endings.wait_until(lambda: endings.restarts("again") == 1, SAYS_WITHIN_S, "started again")
+    touch(endings, "again", "/tmp/end")
+    endings.wait_until(lambda: is_running_again(endings.inspect("again")))
+    touch(endings, "again", "/tmp/go-on")
+    # Compose takes it for one that ended with 0, and its log has moved on.
+    again = "[info] step step=2"
+    endings.wait_until(lambda: again in endings.logs())
     explained, _ = said(endings, "explain.sh")
     assert "\ngone ended with status 4:\nlast words\n" in explained
     assert "\nill is unhealthy:\ncough\n" in explained
-    assert "\nagain ended " in explained
+    assert "\nagain ended and was started again (1 so far); before that it said:\n" in explained
     assert "[error] no such weights\n" in explained
-    for well in ("fine", "done"):
+    for well in ("fine", "done", "awaited", again):
         assert well not in explained
 
 
-def test_what_was_started_again_says_why_it_had_ended(endings: Stack) -> None:
-    """Compose takes it for one that ended with 0, and its log has moved on."""
-    touch(endings, "/tmp/end")
-    again = "[info] step step=2"
-    endings.wait_until(lambda: again in endings.logs(), SAYS_WITHIN_S, "its second run speaks")
-    explained, _ = said(endings, "explain.sh")
-    assert "\nagain ended and was started again (1 so far); before that it said:\n" in explained
-    assert "[error] no such weights\n" in explained
-    assert again not in explained
-
-
 def test_the_wait_goes_on_through_a_restart(endings: Stack) -> None:
-    with running(endings, "wait.sh", "again") as waiting:
+    with running(endings, "wait.sh", "awaited") as waiting:
         assert waiting.stdout is not None
         assert sorted(next(waiting.stdout) for _ in range(2)) == [
             "[error] no such weights\n",
             "step 1/2  reward 0.250  loss 0.1000\n",
         ]
-        touch(endings, "/tmp/end")
-        assert next(waiting.stdout) == "again ended and was started again (1 so far)\n"
+        touch(endings, "awaited", "/tmp/end")
+        assert next(waiting.stdout) == "awaited ended and was started again (1 so far)\n"
+        touch(endings, "awaited", "/tmp/go-on")
         assert next(waiting.stdout) == "step 2/2  reward 0.750  loss 0.1000\n"
-        touch(endings, "/tmp/well")
-        assert waiting.communicate()[0] == "again ended with status 0\n"
+        touch(endings, "awaited", "/tmp/well")
+        assert waiting.communicate()[0] == "awaited ended with status 0\n"
         assert waiting.returncode == 0
 
 
 def test_a_log_that_breaks_off_is_taken_up_again(endings: Stack) -> None:
     """Before the second run has said anything."""
-    with running(endings, "wait.sh", "again") as waiting:
+    with running(endings, "wait.sh", "cut-off") as waiting:
         assert waiting.stdout is not None
         for _ in range(2):
             next(waiting.stdout)
-        touch(endings, "/tmp/end")
-        assert next(waiting.stdout) == "again ended and was started again (1 so far)\n"
-        assert eventually(lambda: followers(waiting) != [])
-        for follower in followers(waiting):
+        touch(endings, "cut-off", "/tmp/end")
+        assert next(waiting.stdout) == "cut-off ended and was started again (1 so far)\n"
+        for follower in wait_for(lambda: followers(waiting)):
             follower.kill()
+        touch(endings, "cut-off", "/tmp/go-on")
         steps = (line for line in waiting.stdout if line.startswith("step "))  # bash tells of it
         assert next(steps) == "step 2/2  reward 0.750  loss 0.1000\n"
-        touch(endings, "/tmp/well")
-        assert waiting.communicate()[0].endswith("again ended with status 0\n")
+        touch(endings, "cut-off", "/tmp/well")
+        assert waiting.communicate()[0].endswith("cut-off ended with status 0\n")
 
 
 def followers(waiting: subprocess.Popen[str]) -> list[psutil.Process]:

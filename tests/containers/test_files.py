@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.containers.stack import ROOT
+from tests.containers.stack import ROOT, Done, run
 
 MODES = ("shared_vllm", "lora_only", "lora_restart", "none", "single")
 DOCKERFILES = sorted([*ROOT.glob("services/*/Dockerfile"), *ROOT.glob("containers/*/Dockerfile")])
 SCRIPTS = sorted([*ROOT.glob("containers/*.sh"), *ROOT.glob("tests/**/*.sh")])
 
 
-def beside_python(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
-
-
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_hadolint_finds_nothing(dockerfile: Path) -> None:
-    command = [beside_python("hadolint"), str(dockerfile)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+def test_the_linters_find_nothing() -> None:
+    beside_python = Path(sys.executable).parent
+    for linter, *words in (("hadolint", *DOCKERFILES), ("shellcheck", "-Swarning", *SCRIPTS)):
+        done = run([str(beside_python / linter), *map(str, words)])
+        assert done.returncode == 0, done.stdout
 
 
 def stage(name: str, dockerfile: Path) -> str | None:
@@ -47,48 +44,41 @@ def test_stages_that_images_share_read_the_same(name: str, images: int) -> None:
     assert len(set(found)) == 1
 
 
-def test_shellcheck_finds_nothing() -> None:
-    command = [beside_python("shellcheck"), "--severity=warning", *map(str, SCRIPTS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
-def configuration(mode: str, **settings: str) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def configuration(mode: str, **settings: str) -> Done:
     """What Compose makes of the files for a host that has set nothing else."""
-    clean = {name: os.environ[name] for name in ("PATH", "HOME")}
-    clean |= {name: os.environ[name] for name in ("DOCKER_CONFIG",) if name in os.environ}
+    kept = ("PATH", "HOME", "DOCKER_CONFIG")
+    clean = {name: os.environ[name] for name in kept if name in os.environ}
     command = ["docker", "compose", "--env-file", "/dev/null", "--profile", mode]
-    return subprocess.run(
-        [*command, "config", "--format", "json"],
-        cwd=ROOT,
-        env={**clean, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run([*command, "config", "--format", "json"], clean | settings)
+
+
+def services(mode: str, **settings: str) -> dict[str, Any]:
+    done = configuration(mode, **settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    return found
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_profile_is_complete_without_a_setting(mode: str, device: str) -> None:
-    done = configuration(mode, STACK_DEVICE=device)
-    assert (done.returncode, done.stderr) == (0, "")
-    services = json.loads(done.stdout)["services"]
-    chosen = {name for name in services if name.startswith(("trainer", "vllm-server", "single"))}
+    found = services(mode, STACK_DEVICE=device)
+    chosen = {name for name in found if name.startswith(("trainer", "vllm-server", "single"))}
     assert len(chosen) == (1 if mode == "single" else 2)
     for name in chosen:
-        devices = services[name].get("deploy", {}).get("resources", {}).get("reservations", {})
+        devices = found[name].get("deploy", {}).get("resources", {}).get("reservations", {})
         assert bool(devices) == (device == "gpu")
-        assert services[name].get("runtime") == ("nvidia" if device == "gpu" else None)
+        assert found[name].get("runtime") == ("nvidia" if device == "gpu" else None)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None:
-    for name, service in json.loads(configuration(mode).stdout)["services"].items():
+    for name, service in services(mode, STACK_DEVICE="cpu").items():
         assert service["user"] == "1000:1000", name
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
-        assert "cap_add" not in service, name
+        assert not {"cap_add", "privileged"} & set(service), name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["logging"]["options"]["max-size"], name
         assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", ())), name
@@ -96,33 +86,27 @@ def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None
 
 
 def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
-    chosen = configuration("shared_vllm", STACK_DEVICE="gpu", STACK_IPC="service:sandbox")
-    services = json.loads(chosen.stdout)["services"]
+    found = services("shared_vllm", STACK_DEVICE="gpu", STACK_IPC="service:sandbox")
     for name in ("vllm-server-shared", "trainer-shared"):
-        assert (services[name]["pid"], services[name]["ipc"]) == ("service:sandbox",) * 2
+        assert (found[name]["pid"], found[name]["ipc"]) == ("service:sandbox",) * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_and_keys_are_files_for_those_who_need_them(mode: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("hf_not_for_everybody")
-    chosen = configuration(mode, HF_TOKEN_FILE=str(tmp_path / "token"), HF_TOKEN="hf_in_the_shell")
-    assert "hf_in_the_shell" not in chosen.stdout
+    settings = {"HF_TOKEN_FILE": str(tmp_path / "token"), "HF_TOKEN": "hf_in_the_shell"}
+    assert "hf_in_the_shell" not in configuration(mode, **settings).stdout
     holders: dict[str, set[str]] = {}
-    for name, service in json.loads(chosen.stdout)["services"].items():
+    for name, service in services(mode, **settings).items():
         for secret in service.get("secrets", []):
             holders.setdefault(secret["source"], set()).add(name)
     trainer = "single" if mode == "single" else f"trainer-{mode.removesuffix('_vllm')}"
     assert holders == {"hf_token": {"model"}, "wandb_api_key": {trainer.replace("_", "-")}}
 
 
-def test_every_setting_is_in_the_example() -> None:
-    """And nothing else is."""
+def test_the_example_lists_every_setting_and_no_other() -> None:
     example = (ROOT / ".env.example").read_text()
-    documented = {
-        line.lstrip("#").partition("=")[0]
-        for line in example.splitlines()
-        if line.startswith("#") and line[1:2].isupper() and "=" in line
-    }
+    documented = set(re.findall(r"(?m)^#([A-Z]\w*)=", example))
     files = [ROOT / "docker-compose.yml", *ROOT.glob("containers/*.yml")]
     used = {name for file in files for name in re.findall(r"\$\{([A-Z_]+)", file.read_text())}
     assert documented == used

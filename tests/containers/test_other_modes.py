@@ -1,4 +1,5 @@
-"""The modes that hand weights over as files, side by side: projects and ports of their own."""
+"""All side by side, in projects and with ports of their own: the modes that hand weights over as
+files, and server and trainer in one container, for clusters that cannot give one GPU to two."""
 
 from __future__ import annotations
 
@@ -9,62 +10,60 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import TEST_WITHIN_S, Stack
+from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack
 
 STEPS = 2
-RUN_WITHIN_S = 900
 RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 1}
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter", "none": "final_model"}
+SINGLE = "single"
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture(scope="module")
-def stacks(stack_settings: dict[str, str]) -> Iterator[dict[str, Stack]]:
-    """All three, after their trainers have ended well."""
-    settings = {**stack_settings, "STEPS": str(STEPS), "RESTART_INTERVAL": str(STEPS)}
-    stacks = {
-        mode: Stack(
-            mode,
-            f"grpo-test-{mode}",
-            {**settings, "RUN_API_PORT": str(18010 + at), "VLLM_PORT": str(19010 + at)},
-        )
-        for at, mode in enumerate(RESTARTS)
-    }
-    try:
-        with ThreadPoolExecutor(len(stacks)) as pool:
-            list(pool.map(Stack.up_well, stacks.values()))
-        for stack in stacks.values():
-            assert stack.wait_for_the_trainer(RUN_WITHIN_S) == 0, stack.logs()
-        yield stacks
-    finally:
-        for stack in stacks.values():
-            stack.down()
+def stacks(stack_settings: dict[str, str], own_model: Path) -> Iterator[dict[str, Stack]]:
+    """After their trainers have ended well."""
+    settings = {"STEPS": str(STEPS), "RESTART_INTERVAL": str(STEPS), "LR": "1e-3"}
+    stacks = {}
+    for at, mode in enumerate((*RESTARTS, SINGLE)):
+        own = {"RUN_API_PORT": str(18010 + at), "VLLM_PORT": str(19010 + at)}
+        stacks[mode] = Stack(mode, f"grpo-test-{mode}", stack_settings | settings | own)
+    with ThreadPoolExecutor(len(stacks)) as pool:
+        try:
+            list(pool.map(lambda stack: run_through(stack, own_model), stacks.values()))
+            yield stacks
+        finally:
+            list(pool.map(lambda stack: stack.compose("down", "--volumes"), stacks.values()))
     assert [left for stack in stacks.values() for left in stack.left_behind()] == []
 
 
+def run_through(stack: Stack, model: Path) -> None:
+    if stack.mode == SINGLE:  # make up starts modes
+        own = {"MODEL": "/model", "MODEL_DIR": str(model)}
+        started = stack.compose("up", "--detach", **own)
+        assert started.returncode == 0, started.stderr + stack.logs()
+        stack.wait_for_the_end(SINGLE)
+    else:
+        stack.up_well(MODEL=str(model))
+        stack.wait_for_the_end()
+
+
 @pytest.mark.parametrize("mode", RESTARTS)
-def test_weights_were_published_and_nothing_was_dropped(
+def test_a_mode_publishes_its_weights_saves_them_and_drops_nothing(
     stacks: dict[str, Stack], mode: str, tmp_path: Path
 ) -> None:
-    fetched = stacks[mode].make("fetch-checkpoint", TO=str(tmp_path))
-    assert fetched.returncode == 0, fetched.stderr
-    directory = tmp_path / mode
-    assert (directory / SAVED[mode]).is_dir()
-    summary = json.loads((directory / "benchmark.json").read_text())
-    assert summary["restarts"] == RESTARTS[mode]
-    assert summary["dropped_requests"] == 0
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == STEPS
-    # A publication counts only once the served log-probabilities are those of the new weights.
-    assert max(record.get("alignment/probe_max", 0.0) for record in records) > 0.0
-    assert max(record.get("alignment/probe_max", 0.0) for record in records) < 1e-3
+    records = stacks[mode].fetch(tmp_path)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    # The served log-probabilities are those of the new weights, and not those of the old.
+    assert records[-1]["alignment/probe_max"] < NOISE
+    assert records[-1]["alignment/probe_moved"] > 100 * NOISE
+    assert (tmp_path / mode / SAVED[mode]).is_dir()
+    summary = json.loads((tmp_path / mode / "benchmark.json").read_text())
+    assert (summary["restarts"], summary["dropped_requests"]) == (RESTARTS[mode], 0)
+    assert set(stacks[mode].restarts().values()) == {0}  # of containers
 
 
-@pytest.mark.parametrize("mode", RESTARTS)
-def test_no_container_had_to_be_restarted(stacks: dict[str, Stack], mode: str) -> None:
-    assert {s: stacks[mode].restarts(s) for s in ("vllm-server", "trainer", "environment")} == {
-        "vllm-server": 0,
-        "trainer": 0,
-        "environment": 0,
-    }
+def test_server_and_trainer_in_one_container_train_and_save(stacks: dict[str, Stack]) -> None:
+    said = stacks[SINGLE].logs(tail=200)
+    assert "BENCHMARK SUMMARY (shared_vllm)" in said
+    assert "directory=/checkpoints/single/final_model" in said
