@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from jsonschema import Draft202012Validator
 
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
-    ENVIRONMENT,
-    acknowledge,
-    disconnect,
-    group,
-    lease,
-    next_batch,
-    register,
     register_environment,
     send,
     start,
-    status_env,
     submit,
 )
 
@@ -72,20 +61,6 @@ def ask(url: str, directory: Path, *options: str) -> str:
     return done.stdout
 
 
-def document(url: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/openapi.json").raise_for_status()
-    read: dict[str, Any] = answer.json()
-    return read
-
-
-def operations(read: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {
-        f"{method.upper()} {path}": operation
-        for path, methods in read["paths"].items()
-        for method, operation in methods.items()
-    }
-
-
 @pytest.mark.usefixtures("client")
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize(
@@ -103,50 +78,3 @@ def test_every_answer_is_one_that_is_declared(
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
     assert "request failed" not in log
-
-
-class DeclaredAnswers:
-    """A hook of a client: every answer is one that the document declares."""
-
-    def __init__(self, url: str) -> None:
-        self._read = document(url)
-        self.statuses: set[int] = set()
-
-    def __call__(self, answer: httpx.Response) -> None:
-        answer.read()
-        self.statuses.add(answer.status_code)
-        path = re.sub(r"/\d+/", "/{batch_id}/", answer.request.url.path)
-        declared = operations(self._read)[f"{answer.request.method} {path}"]["responses"]
-        schema = declared[str(answer.status_code)]["content"]["application/json"]["schema"]
-        Draft202012Validator(schema | {"components": self._read["components"]}).validate(
-            answer.json()
-        )
-
-
-def test_a_run_from_end_to_end_is_as_declared(client: httpx.Client, api: RunningApi) -> None:
-    """Answers that take some calls to come to, and those that are streamed."""
-    client.get("/reset_data").raise_for_status()
-    declared = DeclaredAnswers(api.url)
-    client.event_hooks["response"] = [declared]
-    for path in ("/batch", "/latest_example"):
-        client.get(path)
-    client.post("/register-env", json=ENVIRONMENT)
-    trainer = register(client).json()["uuid"]
-    client.get("/batch")
-    env_id = register_environment(client)["env_id"]
-    part = group(3, size=1, env_id=env_id)
-    send(client, 1)
-    client.post("/scored_data", json=part)
-    client.post("/scored_data_list", json=[group(2), part])
-    for asked in (env_id, 77):
-        status_env(client, asked)
-    assert next_batch(client) == [1, 2]
-    for path in ("/environments", "/latest_example", "/info", "/wandb_info", "/status"):
-        client.get(path)
-    send(client, 4)
-    assert lease(client, trainer, after=1).json()["batch_id"] == 2
-    client.get("/batch")
-    for batch_id in (2, 9):
-        acknowledge(client, trainer, batch_id)
-    disconnect(client, env_id)
-    assert declared.statuses == {200, 404, 409}

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
+from grpo_api.errors import Refused, StoreUnavailable
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -61,19 +61,6 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [3, 4, 5]
 
 
-async def test_a_plan_whose_groups_were_taken_is_made_again(run: Run) -> None:
-    await run.submit(1, 2)
-
-    async def another_replica_takes_them() -> None:
-        assert await run.poll(replica=True) == [1, 2]
-        assert await run.poll(replica=True) is None
-        await run.submit(3, 4)
-
-    run.link.before["lease"] = another_replica_takes_them
-    assert await run.poll() == [3, 4]
-    assert await run.status() == (2, 0)
-
-
 async def test_polls_side_by_side_are_handed_one_batch(run: Run) -> None:
     await run.submit(1, 2, 3, 4)
 
@@ -98,17 +85,6 @@ async def test_a_poll_of_the_previous_trainer_takes_nothing(run: Run, reset: boo
     run.link.before["lease"] = a_new_trainer_registers
     assert await run.poll() is None
     assert await run.poll() == ([3, 4] if reset else [1, 2])
-
-
-async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
-    async def a_new_trainer_registers() -> None:
-        await run.register(batch_size=6)
-
-    run.link.before["submit_whole"] = a_new_trainer_registers
-    with pytest.raises(GroupRefused, match="exactly 6"):
-        await run.submit(1, size=4)
-    assert await run.status() == (0, 0)
-    assert await run.payloads() == 0
 
 
 async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(run: Run) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from structlog.testing import capture_logs
 
-from grpo_api import request_log
 from grpo_api.bearer_token import BearerTokenMiddleware
 from grpo_api.lifetime import Lifetime
 from grpo_api.request_log import RequestLogMiddleware
@@ -46,37 +44,6 @@ async def test_a_request_id_that_a_log_cannot_hold_is_replaced(given: bytes) -> 
     app = RequestLogMiddleware(answering(200), Lifetime())
     (chosen,) = values(await exchange(app, (b"x-request-id", given)), b"x-request-id")
     assert len(chosen) == 32
-
-
-@pytest.mark.parametrize(
-    ("seconds", "status", "is_held", "level", "event"),
-    [
-        pytest.param(0.9, 200, False, "debug", "request", id="quick"),
-        pytest.param(1.1, 200, False, "warning", "request slow", id="slow"),
-        pytest.param(1.1, 200, True, "debug", "request", id="held"),
-        pytest.param(1.1, 503, True, "warning", "request failed", id="held and failed"),
-    ],
-)
-async def test_slow_and_failed_requests_are_warnings(
-    seconds: float,
-    status: int,
-    is_held: bool,
-    level: str,
-    event: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lifetime = Lifetime()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if is_held:
-            await lifetime.closes_within(0.0)
-        await answering(status)(scope, receive, send)
-
-    monkeypatch.setattr(request_log, "monotonic", iter([100.0, 100.0 + seconds]).__next__)
-    with capture_logs() as logs:
-        await exchange(RequestLogMiddleware(app, lifetime))
-    (line,) = logs
-    assert (line["log_level"], line["event"], line["status"]) == (level, event, status)
 
 
 @pytest.mark.parametrize(
