@@ -8,14 +8,7 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.integration.run_api_calls import (
-    group,
-    next_batch,
-    send,
-    send_raw,
-    start,
-    submit,
-)
+from tests.integration.run_api_calls import group, send_raw, start
 
 SIZE = 2
 EXAMPLES = settings().max_examples // 2
@@ -24,7 +17,6 @@ ALL_KEYS = {
     *("generation_params", "inference_logprobs", "overrides", "group_overrides", "images"),
     *("env_id", "distill_token_ids", "distill_logprobs"),
 }
-SAID = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]]
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 TOKENS = st.integers(0, 2**31 - 1)
@@ -115,13 +107,3 @@ def test_numbers_are_coerced_and_unknown_fields_dropped(http: httpx.Client) -> N
     }
     coerced = group(1) | {"scores": [1.5, 2.0], "env_id": 3}
     assert served(http, loose) == dict.fromkeys(ALL_KEYS) | coerced
-
-
-def test_latest_example_is_the_last_queued_group_and_outlives_its_batch(http: httpx.Client) -> None:
-    start(http)
-    send(http, 1, messages=SAID)
-    latest = http.get("/latest_example").json()
-    assert latest == dict.fromkeys(ALL_KEYS) | group(1, messages=SAID)
-    submit(http, 2)
-    assert [next_batch(http), next_batch(http)] == [[1, 2], None]
-    assert http.get("/latest_example").json()["tokens"] == group(2)["tokens"]

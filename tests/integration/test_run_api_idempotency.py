@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from tests.integration.run_api_calls import (
-    ENVIRONMENT,
     group,
     next_batch,
     register_environment,
@@ -60,12 +59,3 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     assert other.status_code == 422
     assert "'key' was used for other groups" in other.json()["detail"]
     assert status(http) == (0, 1)
-
-
-def test_an_environment_that_registers_again_under_its_key_is_the_same(http: httpx.Client) -> None:
-    start(http)
-    first, again = (post(http, "/register-env", ENVIRONMENT, "key").json() for _ in range(2))
-    assert first == again
-    assert post(http, "/register-env", ENVIRONMENT, "another").json()["env_id"] == 1
-    assert post(http, "/scored_data", group(1), "key").json() == {"status": "received"}
-    assert post(http, "/register-env", ENVIRONMENT, "no key").status_code == 422

@@ -141,15 +141,12 @@ def test_the_queue_and_what_waits_beside_it(http: httpx.Client) -> None:
     env_id = register_environment(http)["env_id"]
     register_environment(http)
     submit(http, 1)
-    one = run_facts(http)
+    assert run_facts(http)["queued_bytes"] > 50
     submit(http, 2, size=4)
     send(http, 3, size=1, env_id=env_id)
-    two = run_facts(http)
-    assert 50 < one["queued_bytes"] < two["queued_bytes"]
-    assert two["buffered_bytes"] > 30
+    assert run_facts(http)["buffered_bytes"] > 30
     wait_for(lambda: run_facts(http)[ages[0]])
-    assert_facts(http, queued_groups=2, queued_sequences=6, buffered_parts=1)
-    assert_facts(http, step=5, batches_delivered_total=0)
+    assert_facts(http, queued_groups=2, queued_sequences=6, buffered_parts=1, step=5)
     assert_facts(http, environments_registered=2, environments_alive=2)
     disconnect(http, env_id)
     assert_facts(http, environments_alive=1, buffered_parts=0, buffered_bytes=0)

@@ -29,16 +29,6 @@ async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
     assert await run.link.call("EXISTS", f"{run.link.prefix}buffers") == 0
 
 
-async def test_nothing_is_left_of_parts_whose_environment_left(run: Run) -> None:
-    env_id = await run.start_environment()
-    await run.submit(1, size=1, env_id=env_id)
-    assert await run.payloads() == 1
-    assert await run.store.environments.disconnect(env_id) == 1
-    assert await run.payloads() == 0
-    assert await run.store.environments.disconnect(env_id) == 0
-    assert await run.store.environments.disconnect(env_id + 1) is None
-
-
 async def test_reset_leaves_no_key_but_short_lived_receipts(run: Run) -> None:
     env_id = await run.start_environment()
     await run.submit(1, size=1, env_id=env_id)
