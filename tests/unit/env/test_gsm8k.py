@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_env.grading import grade_all
-from grpo_env.math_grader import NotGraded
+from grpo_env.math_grader import MathGrader, NotGraded
 from grpo_env.tasks import Answer, DatasetTask
 from grpo_env.tasks.final_answer import LONGEST_RESULT_CHARS, read_final_answer
 from grpo_env.tasks.gsm8k import INSTRUCTION, AskedProblem, Gsm8k
@@ -151,3 +154,47 @@ def test_what_is_neither_a_directory_nor_a_hub_id_or_is_empty_is_named(tmp_path:
         read_problems("/no/such/directory", "main", "train")
     with pytest.raises(DataUnusable, match=r"train\.jsonl: empty"):
         read_problems(write_lines(tmp_path), "main", "train")
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[MathGrader]:
+    """The real process; a machine that is merely busy never reaches its deadline."""
+    before = set(active_children())
+    with MathGrader(deadline_s=60.0) as grader:
+        yield grader
+    assert set(active_children()) <= before, "closing ends the process"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "equal"),
+    [
+        ("1,080", "1080", True),
+        ("$18", "18", True),
+        ("36/2", "18", True),
+        (r"$\frac{36}{2}$", "18", True),
+        ("17.999", "18", False),
+        ("17 or 18 or 19", "18", False),
+        ("0 < 18 < 100", "18", False),
+        (r"\frac{\frac{", "18", False),
+    ],
+)
+def test_equal_is_what_a_mathematician_calls_equal(
+    grader: MathGrader, answer: str, gold: str, equal: bool
+) -> None:
+    assert grader.is_equal(answer, gold) is equal
+
+
+def test_an_endless_computation_is_not_graded_and_the_next_one_is(
+    grader: MathGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as short:
+        short.setattr(grader, "_deadline_s", 1.0)
+        with pytest.raises(NotGraded, match="no verdict within 1 s"):
+            grader.is_equal("9^9^9^9^9", "18")
+    assert grader.is_equal("18", "18")
+
+
+def test_threads_may_ask_at_once(grader: MathGrader) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = list(pool.map(lambda n: grader.is_equal(str(n), "18"), range(40)))
+    assert [n for n, equal in enumerate(verdicts) if equal] == [18]
