@@ -9,8 +9,7 @@ HERE = "tests/gpu/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.nodeid:
+    for item in (item for item in items if HERE in item.nodeid):
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU: run make test-gpu on a host with one"))
