@@ -11,8 +11,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
 
-from grpo_trainer import packed_attention
+from grpo_trainer import fused_head, packed_attention
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.forward_options import Choice, ForwardOptions
 from grpo_trainer.forward_pass import (
@@ -26,6 +27,7 @@ from grpo_trainer.forward_pass import (
 from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.layout import packed, padded
 from tests.unit.trainer.forward_rig import (
+    SMALL,
     WINDOW,
     adapted,
     outcome,
@@ -160,6 +162,21 @@ def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
     with pytest.raises(FastPathRefused, match=r"differ by .* use --packing off"):
         built(policy, ON)
     assert policy.config._attn_implementation == packed_attention.DEFAULT
+
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "attn_logit_softcapping = 50": (packed_attention, Gemma2Config(**SMALL)),
+    "kinds than attention: linear_attention": (packed_attention, Qwen3NextConfig(**SMALL)),
+    "final_logit_softcapping = 30": (fused_head, Gemma2Config(**SMALL)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_model_that_a_faster_way_cannot_compute_is_named(reason: str) -> None:
+    way, config = REFUSED[reason]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert reason in "; ".join(way.obstacles(model))
 
 
 def test_obstacles_of_the_model_are_in_the_message() -> None:

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie end to end: what it refuses, and what it asks of flash kernels.
+"""Attention over sequences that lie end to end: how it is saved, and its calls of flash kernels.
 
 That its numbers are those of padded rows is in `test_forward_pass.py`.
 """
@@ -10,21 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from grpo_trainer import packed_attention
-from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.forward_pass import FastForward, plain_forward
 from grpo_trainer.layout import packed
 from grpo_trainer.packed_attention import Flash
-from tests.unit.trainer.forward_rig import SMALL, WINDOW, outcome, qwen, ragged, require_equal
+from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, require_equal
 
 
 def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
@@ -34,33 +28,6 @@ def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
     assert packed_attention.NAME not in (tmp_path / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config._attn_implementation == packed_attention.DEFAULT
-
-
-REFUSED: dict[str, Any] = {
-    "attn_logit_softcapping = 50": Gemma2Config(**SMALL),
-    "computes its attention as 'eager'": GptOssConfig(**SMALL, num_local_experts=2),
-    "layers of other kinds than attention: linear_attention": Qwen3NextConfig(**SMALL),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_an_attention_that_it_cannot_compute_is_named(reason: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(REFUSED[reason])
-    assert reason in "; ".join(packed_attention.obstacles(model))
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError
-
-
-def test_a_layer_that_asks_for_more_is_refused_with_all_that_it_asks_for() -> None:
-    heads = torch.zeros(1, 2, 3, 8)
-    asked = {"softcap": 30.0, "dropout": 0.1, "attention_mask": torch.zeros(1, 1, 3, 3)}
-    with pytest.raises(FastPathRefused) as told:
-        packed_attention.packed_attention(nn.Module(), heads, heads, heads, default=never, **asked)
-    for name in ("softcap", "dropout of 0.1", "mask"):
-        assert name in str(told.value)
 
 
 def varlen_attn(
