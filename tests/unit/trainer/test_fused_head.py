@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
-from grpo_trainer import fused_head, liger_head
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.forward_pass import build_forward_pass
 from grpo_trainer.fused_head import EAGER, Arithmetic, linear_logprobs
-from grpo_trainer.liger_head import liger_arithmetic
-from tests.unit.trainer.forward_rig import SMALL, qwen
+from tests.unit.trainer.forward_rig import qwen
 
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
@@ -100,37 +97,6 @@ def test_no_more_logits_exist_than_allowed() -> None:
     with Largest() as largest:
         case.gradients(case.fused(1))
     assert largest.elements == WIDTH * VOCABULARY  # the weight's gradient
-
-
-REFUSED = {
-    "final_logit_softcapping = 30": Gemma2Config(**SMALL),
-    "logits_scaling = 8": GraniteConfig(**SMALL, logits_scaling=8.0),
-}
-
-
-@pytest.mark.parametrize("told", REFUSED)
-def test_a_change_of_the_logits_by_the_model_is_named(told: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(REFUSED[told])
-    assert told in "; ".join(fused_head.obstacles(model))
-
-
-def cross_entropy(scaled: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As liger's kernel, which runs on a GPU alone: the gradient replaces the logits."""
-    of_rows = torch.arange(len(targets))
-    loss = -scaled.detach().log_softmax(-1)[of_rows, targets]
-    if scaled.requires_grad:
-        scaled = scaled.detach().copy_(scaled.detach().softmax(-1))
-        scaled[of_rows, targets] -= 1
-    return loss, scaled
-
-
-def test_temperature_and_sign_are_right_around_ligers_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(liger_head, "_cross_entropy", cross_entropy)
-    case = Case(bias=True)
-    case.require_equal(case.fused(ROWS, liger_arithmetic()))
 
 
 @pytest.mark.full
