@@ -160,18 +160,11 @@ def test_single_repeats_are_counted_and_told_now_and_then() -> None:
     assert [(entry["groups"], entry["step"]) for entry in logs] == [(2, 2), (1, later)]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        good(1, scores=[0.0, 1.0]),
-        good(2),
-        good(1).model_copy(update={"tokens": [[5, 6, 7], [5, 6, 8, 9, 11]]}),
-    ],
-)
-def test_groups_that_differ_in_what_was_sampled_are_no_repeats(other: ScoredGroup) -> None:
+def test_groups_that_differ_in_what_was_sampled_are_no_repeats() -> None:
+    other_tokens = good(1).model_copy(update={"tokens": [[5, 6, 7], [5, 6, 8, 9, 11]]})
     batches = RecentBatches()
-    batches.count_repeats([good(1)], step=0)
-    assert batches.count_repeats([other], step=1) == 0
+    for step, one in enumerate([good(1), good(1, scores=[0.0, 1.0]), good(2), other_tokens]):
+        assert batches.count_repeats([one], step) == 0
 
 
 def test_a_lone_group_may_come_twice_once() -> None:
