@@ -247,20 +247,15 @@ def table_of(logp: list[list[float]]) -> TokenTable:
     )
 
 
-@pytest.mark.parametrize(
-    ("logp", "shared_tokens", "siblings", "unlikely"),
-    [
-        # (nats beyond 0.2) times (siblings - 1): 4.8 * 3 = 14.4 for each token
+def test_unlikely_shared_beginnings_by_hand() -> None:
+    """Each token counts (nats beyond 0.2) times (siblings - 1): 4.8 * 3 = 14.4 for -5 of 4."""
+    for logp, shared_tokens, siblings, is_unlikely in (
         ([-5.0] * 2, 9, 4, False),
         ([-5.0] * 3, 9, 4, True),
         ([-5.0] * 3, 3, 4, False),  # the third is beyond what they share
         ([-5.0] * 99, 99, 1, False),  # nobody to share with
         ([-0.15] * 300, 400, 8, False),  # all but certain, and a little less so by now
-    ],
-)
-def test_unlikely_shared_beginnings_by_hand(
-    logp: list[float], shared_tokens: int, siblings: int, unlikely: bool
-) -> None:
-    origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
-    found = unlikely_groups(table_of([logp] * siblings), origins)
-    assert found == ({0} if unlikely else set())
+    ):
+        origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
+        found = unlikely_groups(table_of([logp] * siblings), origins)
+        assert found == ({0} if is_unlikely else set())
