@@ -164,35 +164,3 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
         wait_for_state(second, "awaiting_weights", [1, 3])
         assert second.status()["crashes"] == 1
     assert not second.bridge_config.exists()
-
-
-@pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_redis_that_cannot_be_asked_stops_the_start(
-    tiny_model: Path, tmp_path: Path, shares: bool
-) -> None:
-    """Otherwise a checkpoint might be served that is older than the run."""
-    redis_url = f"redis://127.0.0.1:{free_port()}/0"
-    deadline = ("--redis-deadline-s", "0.5")
-    server = launch_inference(
-        tiny_model, tmp_path, "--redis-url", redis_url, *deadline, shares=shares
-    )
-    try:
-        assert server.process.wait(START_DEADLINE_S) == 1
-        log = server.process.log_path.read_text()
-        assert "RedisUnreachable" in log
-        assert f"Redis at {redis_url} did not answer within 0.5 s" in log
-    finally:
-        stop_inference(server)
-
-
-def test_options_that_cannot_be_right_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    from grpo_vllm.__main__ import main
-
-    for words, complaint in (
-        (["--redis-url", "localhost"], "--redis-url: Value error, expected redis://host"),
-        (["--write-back-hold-s", "0"], "--write-back-hold-s: Input should be greater than 0"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model", "m", *words])
-        assert ended.value.code == 2
-        assert complaint in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -16,7 +15,6 @@ from grpo_core.weight_socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
-from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import InferenceServer
 from tests.inference.engine_load import posted_in_background
 from tests.support.wait import wait_for
@@ -55,20 +53,6 @@ def test_nothing_is_generated_during_a_pause(shared_server: InferenceServer) -> 
     wait_for(lambda: httpx.get(f"{shared_server.url}/health_generate").status_code == 200)
 
 
-def test_a_pause_given_up_before_anything_was_written_keeps_the_version(
-    shared_server: InferenceServer,
-) -> None:
-    before = info(shared_server)
-    with (
-        BridgeClient(shared_server.url) as bridge,
-        connect_weights(shared_server.socket) as connection,
-    ):
-        epoch, _ = before["policy_version"]
-        bridge.pause(connection.grant.session, 300.0, PolicyVersion(epoch + 1, 0))
-        bridge.resume(connection.grant.session, written=False)
-    assert info(shared_server) == before
-
-
 PAUSE = {"session": "unknown", "lease_s": 1, "policy_version": [1, 0]}
 
 
@@ -78,10 +62,7 @@ PAUSE = {"session": "unknown", "lease_s": 1, "policy_version": [1, 0]}
         # Any client could pause the archived server; here a pause belongs to a session.
         ("pause", {}, 422, "session lease_s policy_version weight socket"),
         ("pause", PAUSE | {"lease_s": -1}, 422, "lease_s"),
-        ("pause", PAUSE | {"policy_version": [-1, 0]}, 422, "policy_version"),
-        ("pause", PAUSE | {"mode": "abort"}, 422, "mode"),
         ("pause", PAUSE, 409, "not attached"),
-        ("resume", {"session": "unknown", "written": "perhaps"}, 422, "written"),
         ("resume", {"session": "unknown", "written": True}, 409, "does not hold the pause"),
     ],
 )
@@ -103,18 +84,11 @@ def test_an_update_notice_clears_the_prefix_cache_and_changes_no_version(
     assert info(shared_server) == before | {"notice_count": before["notice_count"] + 1}
 
 
-def test_a_server_that_cannot_sleep_refuses_with_the_reason(
-    shared_server: InferenceServer, lora: HandedOffServer
-) -> None:
-    for server, status, says in (
-        (shared_server, 409, "would discard the weights"),
-        (lora.server, 501, "the engine cannot sleep: "),
-    ):
-        for route in ("sleep", "wake_up"):
-            answer = post(server, route)
-            assert answer.status_code == status
-            assert says in answer.json()["detail"]
-        assert info(server)["state"] == "serving"
+def test_a_server_that_cannot_sleep_refuses_with_the_reason(shared_server: InferenceServer) -> None:
+    answer = post(shared_server, "sleep")
+    assert answer.status_code == 409
+    assert "would discard the weights" in answer.json()["detail"]
+    assert info(shared_server)["state"] == "serving"
 
 
 def test_routes_socket_and_file_describe_the_same_weights(shared_server: InferenceServer) -> None:
@@ -128,22 +102,6 @@ def test_routes_socket_and_file_describe_the_same_weights(shared_server: Inferen
     with connect_weights(shared_server.socket) as connection:
         assert connection.grant.manifest.parameters == config.param_mappings
         assert connection.grant.manifest.generation == config.generation
-
-
-def test_slices_of_a_fused_parameter_cover_it_without_gap_or_overlap(
-    shared_server: InferenceServer,
-) -> None:
-    config = find_bridge_config(shared_server.bridge_config, {}, None)
-    fused: dict[str, list[tuple[int, int, int, int]]] = {}
-    for mapping in config.param_mappings.values():
-        if mapping.slice is not None:
-            rows = (*mapping.slice, mapping.offset, mapping.offset + mapping.nbytes)
-            fused.setdefault(mapping.vllm_name, []).append(rows)
-    qkv = sorted(fused["model.layers.0.self_attn.qkv_proj.weight"])
-    assert [(start, stop) for start, stop, _, _ in qkv] == [(0, 128), (128, 192), (192, 256)]
-    for parts in fused.values():
-        for (_, stop, _, end), (start, _, offset, _) in pairwise(sorted(parts)):
-            assert (start, offset) == (stop, end)
 
 
 def test_the_memory_holds_the_checkpoint_where_the_mapping_says(

@@ -79,23 +79,6 @@ def test_the_last_line_is_a_whole_answer_with_the_prompt_before_the_text(
     assert streamed_completion.logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
-def test_stop_strings_end_a_stream_and_stay_out_of_it(shared_server: InferenceServer) -> None:
-    lines = lines_of(shared_server, logit_bias={"5": 100}, stop=["&&&"], max_tokens=50)
-    assert lines[-1]["finish_reasons"] == ["stop"]
-    assert all(line["text"] == [PROMPT_TEXT] for line in lines)
-
-
-def test_a_slow_reader_gets_the_whole_text(shared_server: InferenceServer) -> None:
-    """The engine is done before the second line is read."""
-    with streamed(shared_server, max_tokens=500, n=16) as response:
-        lines = response.iter_lines()
-        next(lines)
-        wait_for(lambda: unfinished_sequences(shared_server) == 0)
-        *_, last = map(json.loads, lines)
-    assert last["finish_reasons"] == ["length"] * 16
-    assert [len(tokens) for tokens in last["token_ids"]] == [500] * 16
-
-
 def test_a_stream_left_in_the_middle_ends_in_the_engine(shared_server: InferenceServer) -> None:
     before = generated_tokens(shared_server)
     with streamed(shared_server, **ENDLESS) as response:

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from grpo_vllm.engine_plan import PlannedWeights
-from grpo_vllm.settings import load_server_settings
 from grpo_vllm.shareable_layout import LayoutFacts
 from tests.inference.vllm_hooks import HOOKS, Hook, module_and_path
 
@@ -103,15 +101,6 @@ def test_names_of_the_worker_extension_are_free(internals: ModuleType) -> None:
     assert [name for name in ours if hasattr(Worker, name)] == []
 
 
-def test_the_admission_comes_beside_the_users_logits_processors(internals: ModuleType) -> None:
-    from grpo_vllm.admission import PROCESSOR, Admission
-
-    assert f"{Admission.__module__}:{Admission.__name__}" == PROCESSOR
-    arguments = internals.parse_engine_arguments(["--model", "m", "--logits-processors", "a:B"])
-    internals.check_requests_with(PROCESSOR, arguments)
-    assert arguments.logits_processors == ["a:B", PROCESSOR]
-
-
 @pytest.mark.usefixtures("environment")
 def test_obstacles_to_sharing_are_read_off_vllms_configuration(
     internals: ModuleType, tiny_model: Path
@@ -124,9 +113,7 @@ def test_obstacles_to_sharing_are_read_off_vllms_configuration(
     config.parallel_config.enable_expert_parallel = True
     config.model_config.quantization = "fp8"
     config.model_config.enable_sleep_mode = True
-    config.model_config.enable_cumem_allocator = True
     config.offload_config.uva.cpu_offload_gb = 2.0
-    config.offload_config.prefetch.offload_group_size = 4
     config.speculative_config = SimpleNamespace(method="eagle3")
     facts = internals.layout_facts(config)
     assert facts == LayoutFacts(
@@ -134,9 +121,7 @@ def test_obstacles_to_sharing_are_read_off_vllms_configuration(
         parallel_sizes={**dict.fromkeys(internals.PARALLEL_SIZES, 1), "tensor_parallel_size": 2},
         expert_parallel=True,
         sleep_mode=True,
-        cumem_allocator=True,
         uva_offload_gb=2.0,
-        prefetch_offload_groups=4,
         draft="eagle3",
     )
     config.speculative_config.method = "ngram"
@@ -185,64 +170,28 @@ def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
     }
 
 
-PDL = "VLLM_LORA_DISABLE_PDL"
-DATACENTRE_BLACKWELL, HOPPER, CONSUMER_BLACKWELL = (10, 3), (9, 0), (12, 0)
-
-
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize(
     ("capability", "given", "value"),
-    [
-        (DATACENTRE_BLACKWELL, None, "1"),
-        (DATACENTRE_BLACKWELL, "0", "0"),
-        (HOPPER, None, None),
-        (CONSUMER_BLACKWELL, None, None),
-        (None, None, None),
-    ],
+    [((10, 3), None, "1"), ((10, 3), "0", "0"), ((9, 0), None, None)],
+    ids=["Blackwell", "Blackwell, set by the user", "Hopper"],
 )
 def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wants_it(
     internals: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int] | None,
+    capability: tuple[int, int],
     given: str | None,
     value: str | None,
 ) -> None:
     from vllm.platforms.interface import DeviceCapability
 
-    found = DeviceCapability(*capability) if capability else None
+    found = DeviceCapability(*capability)
     gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: found)
     monkeypatch.setattr(internals, "current_platform", gpu)
-    os.environ.pop(PDL, None)
-    os.environ.update({PDL: given} if given is not None else {})
+    os.environ.pop("VLLM_LORA_DISABLE_PDL", None)
+    os.environ.update({"VLLM_LORA_DISABLE_PDL": given} if given is not None else {})
     assert internals.switch_lora_pdl_off() is (value == "1")
-    assert os.environ.get(PDL) == value
-
-
-@pytest.mark.usefixtures("internals")
-@pytest.mark.parametrize(("value", "supported"), [("0", True), ("1", False)])
-def test_loras_kernels_heed_the_switch(
-    monkeypatch: pytest.MonkeyPatch, value: str, supported: bool
-) -> None:
-    from vllm.lora.ops.triton_ops import utils
-
-    gpu = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda _: True)
-    monkeypatch.setattr(utils, "current_platform", gpu)
-    monkeypatch.setenv(PDL, value)
-    assert inspect.unwrap(utils.supports_pdl)() is supported
-
-
-@pytest.mark.usefixtures("environment", "internals")
-def test_the_switch_is_thrown_only_for_adapters(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
-) -> None:
-    from grpo_vllm import engine_arguments
-
-    thrown: list[str] = []
-    monkeypatch.setattr(engine_arguments, "switch_lora_pdl_off", lambda: thrown.append(PDL))
-    for flags, expected in (([], []), (["--enable-lora"], [PDL])):
-        settings = load_server_settings(["--model", str(tiny_model), *flags])
-        engine_arguments.parsed_engine_arguments(settings, PlannedWeights())
-        assert thrown == expected
+    assert os.environ.get("VLLM_LORA_DISABLE_PDL") == value
 
 
 @pytest.mark.usefixtures("internals")
