@@ -131,14 +131,16 @@ def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-    plain, experts, latent = nn.Module(), nn.Module(), MLAAttention.__new__(MLAAttention)
-    nn.Module.__init__(latent)
-    for layer, method in (
-        (plain, internals.UnquantizedLinearMethod),
-        (experts, UnquantizedFusedMoEMethod),
-    ):
-        layer.quant_method = method.__new__(method)
-    model = nn.ModuleDict({"q": plain, "experts": experts, "latent": latent})
+    def bare(kind: type) -> Any:
+        made = kind.__new__(kind)
+        if isinstance(made, nn.Module):
+            nn.Module.__init__(made)
+        return made
+
+    plain, experts = nn.Module(), nn.Module()
+    plain.quant_method = bare(internals.UnquantizedLinearMethod)
+    experts.quant_method = bare(UnquantizedFusedMoEMethod)
+    model = nn.ModuleDict({"q": plain, "experts": experts, "latent": bare(MLAAttention)})
     assert internals._special_layers(model) == {
         "experts": "UnquantizedFusedMoEMethod",
         "latent": "MLAAttention",
