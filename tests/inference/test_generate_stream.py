@@ -84,7 +84,7 @@ def test_a_stream_left_in_the_middle_ends_in_the_engine(shared_server: Inference
     with streamed(shared_server, **ENDLESS) as response:
         first = json.loads(next(response.iter_lines()))
         assert "finish_reasons" not in first  # it arrived while the engine still samples
-        assert running_sequences(shared_server) > 0
+        wait_for(lambda: running_sequences(shared_server))
     assert_ended_early(shared_server, before)
 
 
