@@ -7,14 +7,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Stack
-from tests.support.wait import wait_for
 
 PROJECT = "grpo-test-endings"
 SAYS_WITHIN_S = 300
@@ -34,7 +32,6 @@ services:
     volumes: ["./again.sh:/again.sh:ro"]
     restart: on-failure:100
   awaited: *again
-  cut-off: *again
   unborn:
     image: IMAGE
     command: [echo, never]
@@ -58,13 +55,13 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 @pytest.fixture(scope="module")
 def endings(base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Containers that have ended, in the ways that there are, and three that run and will."""
+    """Containers that have ended, in the ways that there are, and two that run and will."""
     directory = tmp_path_factory.mktemp("endings")
     (directory / "docker-compose.yml").write_text(SERVICES.replace("IMAGE", base_image))
     (directory / "again.sh").write_text(AGAIN)
     stack = Stack("none", PROJECT, {"COMPOSE_FILE": str(directory / "docker-compose.yml")})
     try:
-        names = ("fine", "done", "gone", "ill", "again", "awaited", "cut-off")
+        names = ("fine", "done", "gone", "ill", "again", "awaited")
         started = stack.compose("up", "--detach", *names)
         assert started.returncode == 0, started.stderr
         refused = stack.compose("up", "--detach", "unborn")
@@ -140,35 +137,6 @@ def test_the_wait_goes_on_through_a_restart(endings: Stack) -> None:
         touch(endings, "awaited", "/tmp/well")
         assert waiting.communicate()[0] == "awaited ended with status 0\n"
         assert waiting.returncode == 0
-
-
-def test_a_log_that_breaks_off_is_taken_up_again(endings: Stack) -> None:
-    """Before the second run has said anything."""
-    with running(endings, "wait.sh", "cut-off") as waiting:
-        assert waiting.stdout is not None
-        for _ in range(2):
-            next(waiting.stdout)
-        touch(endings, "cut-off", "/tmp/end")
-        assert next(waiting.stdout) == "cut-off ended and was started again (1 so far)\n"
-        for follower in wait_for(lambda: followers(waiting)):
-            follower.kill()
-        touch(endings, "cut-off", "/tmp/go-on")
-        steps = (line for line in waiting.stdout if line.startswith("step "))  # bash tells of it
-        assert next(steps) == "step 2/2  reward 0.750  loss 0.1000\n"
-        touch(endings, "cut-off", "/tmp/well")
-        assert waiting.communicate()[0].endswith("cut-off ended with status 0\n")
-
-
-def followers(waiting: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that read the container's log."""
-    found = psutil.Process(waiting.pid).children(recursive=True)
-    return [process for process in found if is_following(process)]
-
-
-def is_following(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline()[:3] == ["docker", "logs", "--follow"]
-    return False
 
 
 def test_the_wait_ends_with_the_last_status_and_words(endings: Stack) -> None:
