@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local import services
 from grpo_local.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK, Sizes, sizes_for
-from grpo_local.stack import Service
 
 LONGEST_GSM8K_PROMPT = 1072
 """Tokens of the longest training problem with one token per byte, instruction and template."""
@@ -34,48 +32,12 @@ class Told:
             settings, sizes_for(settings), RunDirectory(self.directory), self.probe
         )
 
-    def server_and_trainer(self, *argv: str) -> tuple[Service, Service]:
-        factory = self.factory(*argv)
-        hand_off = factory.hand_off(6379, self.directory / "s")
-        server = factory.vllm_server(9001, "m", hand_off)
-        return server, factory.trainer("m", 8000, 9001, hand_off)
-
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """Without a GPU."""
-    monkeypatch.setattr(services, "GPU_CONTROL", tmp_path / "nvidiactl")
     monkeypatch.chdir(tmp_path)
     with HealthProbe() as probe:
         yield Told(probe, tmp_path)
-
-
-def following(service: Service, option: str) -> str:
-    return service.command[service.command.index(option) + 1]
-
-
-def test_server_and_trainer_share_a_gpu_where_there_is_one(told: Told) -> None:
-    server, trainer = told.server_and_trainer()
-    assert "--gpu-memory-utilization" not in server.command
-    assert following(trainer, "--device") == "auto"
-    (told.directory / "nvidiactl").touch()
-    server, _ = told.server_and_trainer()
-    assert following(server, "--gpu-memory-utilization") == "0.4", "room for the trainer"
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        (("--mode", "lora_only"), "bfloat16"),  # whose kernels take no float32 there
-        (("--mode", "shared_vllm"), "float32"),
-    ],
-)
-def test_server_and_trainer_compute_in_one_type(
-    told: Told, flags: tuple[str, ...], dtype: str
-) -> None:
-    (told.directory / "nvidiactl").touch()
-    for service in told.server_and_trainer(*flags):
-        assert following(service, "--dtype") == dtype
 
 
 @pytest.mark.parametrize(("data", "offline"), [("here", True), ("openai/gsm8k", False)])
