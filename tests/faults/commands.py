@@ -121,7 +121,7 @@ class Commands:
             "training-steps": 100_000,  # more than any test waits for
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
-            "lr": 3e-4,
+            "lr": 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4,
             "seq-len": 128,
             "metrics-file": self.directory / "metrics.jsonl",
             "save-path": self.checkpoints,
