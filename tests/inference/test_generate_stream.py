@@ -82,7 +82,8 @@ def test_the_last_line_is_a_whole_answer_with_the_prompt_before_the_text(
 def test_a_stream_left_in_the_middle_ends_in_the_engine(shared_server: InferenceServer) -> None:
     before = generated_tokens(shared_server)
     with streamed(shared_server, **ENDLESS) as response:
-        first = json.loads(next(response.iter_lines()))
+        lines = response.iter_lines()  # held, since its end closes the connection
+        first = json.loads(next(lines))
         assert "finish_reasons" not in first  # it arrived while the engine still samples
         wait_for(lambda: running_sequences(shared_server))
     assert_ended_early(shared_server, before)
