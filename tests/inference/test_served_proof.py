@@ -19,7 +19,7 @@ from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof
 from tests.fixtures.adapters import load, make_adapter
 from tests.fixtures.handed_off import HandedOffServer, serve_by_hand
 from tests.fixtures.inference import FILE_NOISE
-from tests.negative_controls.plugin import control_plugin
+from tests.negative_controls.grpo_negative_controls import control_plugin
 
 
 @dataclass

@@ -37,7 +37,7 @@ from tests.inference.trainer_side import (
     attached_trainer,
     update_in_flight,
 )
-from tests.negative_controls.plugin import control_plugin
+from tests.negative_controls.grpo_negative_controls import control_plugin
 
 STEPS = 3
 

@@ -14,6 +14,24 @@ from torch import nn
 VARIABLE = "GRPO_NEGATIVE_CONTROL"
 
 
+def control_plugin(control: str, directory: Path) -> dict[str, str]:
+    """Environment that makes vLLM load the control instead of our plugin."""
+    metadata = directory / "grpo_negative_controls-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: grpo-negative-controls\nVersion: 0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ngrpo_negative_controls = grpo_negative_controls:register\n"
+    )
+    found_in = (str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, found_in)),
+        "VLLM_PLUGINS": "grpo_negative_controls",
+        VARIABLE: control,
+    }
+
+
 def register() -> None:
     control = os.environ[VARIABLE]
     if control == "kept_kv":

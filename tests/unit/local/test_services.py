@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,7 @@ from grpo_local.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
 from grpo_local.settings import DemoSettings
-from grpo_local.sizes import BY_TASK, Sizes, sizes_for
-
-LONGEST_GSM8K_PROMPT = 1072
-"""Tokens of the longest training problem with one token per byte, instruction and template."""
+from grpo_local.sizes import sizes_for
 
 
 @dataclass(frozen=True)
@@ -61,20 +58,3 @@ def test_the_token_of_run_api_reaches_its_clients_and_no_command_line(told: Told
     assert [service.environment["RUN_API_TOKEN"] for service in clients] == ["a-secret"] * 3
     assert not [word for service in clients for word in service.command if "secret" in word]
     assert "a-secret" not in repr(factory.settings)
-
-
-def sizes(*argv: str) -> Sizes:
-    return sizes_for(load_settings(DemoSettings, ["--data", "openai/gsm8k", *argv]))
-
-
-def test_every_problem_of_gsm8k_fits_with_its_completion() -> None:
-    of_gsm8k = sizes("--task", "arithmetic,gsm8k")
-    assert LONGEST_GSM8K_PROMPT + of_gsm8k.max_completion_tokens < of_gsm8k.seq_len
-    assert of_gsm8k.seq_len <= of_gsm8k.max_model_len
-
-
-def test_options_win_and_the_server_makes_room_for_them() -> None:
-    given = ("--task", "gsm8k", "--steps", "7", "--lr", "1e-6", "--seq-len", "4000")
-    expected = replace(BY_TASK["gsm8k"], steps=7, lr=1e-6, seq_len=4000, max_model_len=4000)
-    assert sizes(*given) == expected
-    assert sizes(*given, "--max-model-len", "5000") == replace(expected, max_model_len=5000)
