@@ -101,6 +101,16 @@ async def test_asking_again_extends_the_lease() -> None:
     assert not bridge.paused
 
 
+async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
+    bridge, session = await paused(FakeEngine())
+    await bridge.resume(session, written=True)
+    await asyncio.sleep(2 * LEASE_S)
+    await bridge.pause(session, LEASE_S, LATER)  # by the trainer that is attached still
+    await bridge.resume(session, written=True)
+    assert bridge.version == LATER
+    assert bridge.weights_intact
+
+
 async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
     bridge = WeightBridge(FakeEngine())
     first = await bridge.open_session()
