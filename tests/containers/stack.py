@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_local.ports import free_port
 from tests.support.wait import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,11 @@ TEST_WITHIN_S = 4 * 3600
 NOISE = 1e-4
 """Of log-probabilities of float32 weights, computed by two programs."""
 Done = subprocess.CompletedProcess[str]
+
+
+def own_ports() -> dict[str, str]:
+    """Where a stack is reached."""
+    return {"RUN_API_PORT": str(free_port()), "VLLM_PORT": str(free_port())}
 
 
 @dataclass

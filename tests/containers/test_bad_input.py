@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, Stack
-
-PORTS = {"RUN_API_PORT": "18020", "VLLM_PORT": "19020"}
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, Stack, own_ports
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture(scope="module")
 def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
-    stack = Stack("none", "grpo-test-bad", {**stack_settings, **PORTS, "STEPS": "1"})
+    stack = Stack("none", "grpo-test-bad", {**stack_settings, **own_ports(), "STEPS": "1"})
     yield stack
     stack.down()
 
@@ -58,8 +56,9 @@ def test_settings_are_written_once_there_is_an_engine_to_ask(tmp_path: Path) -> 
 
 
 def test_a_port_that_is_taken_is_named(stack: Stack) -> None:
-    with socket.create_server(("127.0.0.1", int(PORTS["RUN_API_PORT"]))):
-        refused(stack.up(), PORTS["RUN_API_PORT"], "address already in use")
+    port = stack.settings["RUN_API_PORT"]
+    with socket.create_server(("127.0.0.1", int(port))):
+        refused(stack.up(), port, "address already in use")
 
 
 def test_a_data_directory_that_is_not_there_is_named(stack: Stack, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack
+from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, own_ports
 
 STEPS = 2
 RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 1}
@@ -25,9 +25,8 @@ def stacks(stack_settings: dict[str, str], own_model: Path) -> Iterator[dict[str
     """After their trainers have ended well."""
     settings = {"STEPS": str(STEPS), "RESTART_INTERVAL": str(STEPS), "LR": "1e-3"}
     stacks = {}
-    for at, mode in enumerate((*RESTARTS, SINGLE)):
-        own = {"RUN_API_PORT": str(18010 + at), "VLLM_PORT": str(19010 + at)}
-        stacks[mode] = Stack(mode, f"grpo-test-{mode}", stack_settings | settings | own)
+    for mode in (*RESTARTS, SINGLE):
+        stacks[mode] = Stack(mode, f"grpo-test-{mode}", stack_settings | settings | own_ports())
     with ThreadPoolExecutor(len(stacks)) as pool:
         try:
             list(pool.map(lambda stack: run_through(stack, own_model), stacks.values()))

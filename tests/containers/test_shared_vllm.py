@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, docker
+from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, docker, own_ports
 
 STEPS = 12
 KILLED_AFTER_STEPS, RESTARTED_AFTER_STEPS = 4, 7
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 def finished(stack_settings: dict[str, str]) -> Iterator[Stack]:
     """It has trained to the end, with a dead server and a restarted Redis in between."""
     shared_memory = in_shared_memory()
-    own = {"RUN_API_PORT": "18000", "VLLM_PORT": "19001", "STEPS": str(STEPS)}
+    own = own_ports() | {"STEPS": str(STEPS)}
     stack = Stack("shared_vllm", "grpo-test-shared", stack_settings | own)
     try:
         stack.up_well()

@@ -23,8 +23,8 @@ OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
 RESTART_EVERY_STEPS = 3
 BATCH_SIZE = 16
 STATE_INTERVAL = 3
-PAUSE_LEASE_S = 120
-"""The longest that the server grants: a pause that ends earlier did not wait for its lease."""
+LONGER_THAN_ANY_WAIT_S = 3600
+"""A lease that a pause ended before, and deadlines that are not what a test is about."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Commands:
         if self.mode == SHARED:
             config = self.directory / "vllm_bridge_config.json"
             flags |= {"weights-socket": self.socket, "bridge-config-path": config}
+            flags["max-pause-lease-s"] = LONGER_THAN_ANY_WAIT_S
             return ["--share-weights", *_flags(flags), *SMALL]
         flags["weights-dir"] = self.checkpoints / "served_weights"
         lora = ["--enable-lora"] if self.mode in (LORA_ONLY, LORA_RESTART) else []
@@ -107,6 +108,7 @@ class Commands:
                 "env.max-completion-tokens": 8,
                 "env.max-batches-offpolicy": 2,
                 "env.drop-equal-scores": "false",
+                "env.run-api-deadline-s": LONGER_THAN_ANY_WAIT_S,
                 "openai.base-url": f"{self.url(SERVER)}/v1",
                 "openai.model-name": self.model,
             }
@@ -127,9 +129,12 @@ class Commands:
             "save-path": self.checkpoints,
             "checkpoint-interval": 0,
             "state-interval": STATE_INTERVAL,
+            "service-deadline-s": LONGER_THAN_ANY_WAIT_S,
         }
         if self.mode == SHARED:
-            return _flags(flags | {"verify-every-steps": 1, "pause-lease-s": PAUSE_LEASE_S})
+            return _flags(
+                flags | {"verify-every-steps": 1, "pause-lease-s": LONGER_THAN_ANY_WAIT_S}
+            )
         if self.mode != LORA_ONLY:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
         return _flags(flags | self._of_the_run())

@@ -152,9 +152,10 @@ class Rig:
             door.settimeout(DEADLINE_S)
             while missing:
                 caller, _ = door.accept()
-                with caller:
-                    line = caller.recv(4096).decode().partition("\r\n")[0]
-                missing -= {name for name, path in CALLS.items() if re.search(path, line)}
+                caller.settimeout(DEADLINE_S)
+                with caller, contextlib.suppress(OSError), caller.makefile("rb") as sent:
+                    line = sent.readline(4096).decode("latin-1")
+                    missing -= {name for name, path in CALLS.items() if re.search(path, line)}
 
     @contextmanager
     def held_at(self, stage: str) -> Iterator[None]:

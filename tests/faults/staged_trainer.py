@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,9 @@ from tests.faults.stages import (
     WANTED,
     read,
 )
+from tests.support.wait import wait_for
 
-HOLD_DEADLINE_S = 300.0
+HOLD_DEADLINE_S = 600.0
 
 
 class Stages:
@@ -50,11 +50,7 @@ class Stages:
         if asked.partition(" ")[0] != stage:
             return
         self._held.write_text(asked)
-        give_up_at = time.monotonic() + HOLD_DEADLINE_S
-        while read(self._wanted) == asked:
-            if time.monotonic() > give_up_at:
-                raise SystemExit(f"held at {stage} for more than {HOLD_DEADLINE_S} s")
-            time.sleep(0.02)
+        wait_for(lambda: read(self._wanted), lambda wanted: wanted != asked, HOLD_DEADLINE_S)
 
 
 def hold_at(stages: Stages) -> None:

@@ -44,6 +44,7 @@ ALWAYS = [
     (SHARED, (REDIS, RUN_API), SAVED),
     (SHARED, (SERVER,), HALF_WRITTEN),
     (SHARED, (ENGINE,), TRAINING),
+    (SHARED, (TRAINER,), SAVED),
 ]
 NIGHTLY = [
     *((SHARED, (name,), stage) for name in (RUN_API, REDIS, SERVER) for stage in STAGES),
@@ -105,7 +106,7 @@ def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> Non
     with rig.held_at(stage):
         seen, before = len(rig.records()), rig.records()[-1]["step"]
         rig.kill(TRAINER)
-    # The end of the connection ends the pause, not its lease, which is twice as long.
+    # The end of the connection ends the pause, not its lease of an hour.
     rig.wait_for(lambda: not rig.bridge_info()["paused"])
     is_torn = stage in (PAUSED, HALF_WRITTEN)
     assert rig.bridge_info()["weights_intact"] != is_torn

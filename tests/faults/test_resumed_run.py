@@ -127,7 +127,7 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
     begin_run(rig, groups)
     beginning = next((alone.directory / STATES).glob("*_step_0"))
     killed.killed_at(HALF_WRITTEN, STATE_INTERVAL + 1, "--resume", str(beginning))
-    # The end of the connection ends the pause, not its lease, which is twice as long.
+    # The end of the connection ends the pause, not its lease of an hour.
     rig.wait_for(lambda: not rig.bridge_info()["paused"])
     assert not rig.bridge_info()["weights_intact"]
     killed.killed_at(HALF_SAVED, 2 * STATE_INTERVAL)

@@ -18,7 +18,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer, TornWeights
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
-from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer
+from tests.fixtures.inference import FLOAT32_NOISE, LEASE_S, InferenceServer
 from tests.inference.trainer_side import (
     AttachedTrainer,
     attached_trainer,
@@ -26,9 +26,6 @@ from tests.inference.trainer_side import (
     write_weights,
 )
 from tests.support.wait import wait_for
-
-LONG_LEASE_S = 600.0
-"""Longer than any wait here."""
 
 # Pauses in a process of its own, says so, and never resumes.
 PAUSE_AND_HANG = """
@@ -48,7 +45,7 @@ time.sleep(600)
 
 @contextmanager
 def paused_by_another_process(server: InferenceServer) -> Iterator[subprocess.Popen[str]]:
-    arguments = [server.url, str(server.socket), str(LONG_LEASE_S)]
+    arguments = [server.url, str(server.socket), str(LEASE_S)]
     process = subprocess.Popen(
         [sys.executable, "-c", PAUSE_AND_HANG, *arguments], stdout=subprocess.PIPE, text=True
     )

@@ -135,7 +135,7 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
         trained = write_weights(first, VERSION, noise=0.02)
         served = logprobs_in(probe(first.url))
         assert (served - checkpoint).abs().max() > 0.5
-        lines_until_broken(first, first.process.kill)  # SIGKILL, its engine too
+        lines_until_broken(first, first.process.kill)
 
     with (
         ThreadPoolExecutor(1) as pool,

@@ -104,7 +104,7 @@ def test_a_dropped_connection_ends_the_request_in_the_engine(
 
 def assert_ended_early(server: InferenceServer, tokens_before: float) -> None:
     wait_for(lambda: unfinished_sequences(server) == 0)
-    assert generated_tokens(server) - tokens_before < ENDLESS_TOKENS / 2
+    assert generated_tokens(server) - tokens_before < ENDLESS_TOKENS
 
 
 @pytest.mark.parametrize("body", [{"prompt": ""}, {"structured_outputs": {"regex": "("}}])

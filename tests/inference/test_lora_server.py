@@ -15,7 +15,7 @@ from tests.fixtures.adapters import load, logprobs
 from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
 from tests.inference.engine_load import running_sequences
-from tests.inference.request_load import CLIENTS, load_on
+from tests.inference.request_load import load_on
 from tests.support.wait import wait_for
 
 SWAPS = 20
@@ -118,11 +118,9 @@ def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> N
         report.wait_for_answers(3)
         for i in range(SWAPS):
             last = lora.publish(lora.weights[i % 3])
-            report.wait_for_answers(3)  # so that some began with this adapter
-        report.wait_for_answers(CLIENTS + 1)  # so that one began after the last swap
+            wait_for(lambda version=tuple(last): report.versions[version])
     assert report.problems == []
-    assert {tuple(first), tuple(last)} <= set(report.versions)
-    assert len(report.versions) > SWAPS / 2
+    assert tuple(first) in report.versions
     assert lora.server.status()["dropped_requests"] == 0
 
 

@@ -206,7 +206,6 @@ def untied_bfloat16_model(directory: Path) -> Path:
 
 
 @ON_CPU
-@pytest.mark.full
 def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
     tiny_model: Path, tmp_path: Path
 ) -> None:

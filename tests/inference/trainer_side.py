@@ -20,7 +20,7 @@ from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
-from tests.fixtures.inference import InferenceServer
+from tests.fixtures.inference import LEASE_S, START_DEADLINE_S, InferenceServer
 from tests.inference.engine_load import (
     posted_in_background,
     unfinished_sequences,
@@ -76,7 +76,11 @@ def update_in_flight(
 ) -> UpdateInFlight:
     """One step of the trainer during completions. Repeated if one of them ended before the step:
     a busy machine may let the engine finish first."""
-    return wait_for(lambda: _attempt_in_flight(server, trainer, prompt), lambda u: u is not None)
+    return wait_for(
+        lambda: _attempt_in_flight(server, trainer, prompt),
+        lambda u: u is not None,
+        START_DEADLINE_S,
+    )
 
 
 def _attempt_in_flight(
@@ -118,7 +122,7 @@ def write_weights(
         regions = {r.offset: r for r in mapped.manifest.parameters.values()}
         views = [mapped.view(region) for region in regions.values()]
         session = connection.grant.session
-        bridge.pause(session, 60.0, version)
+        bridge.pause(session, LEASE_S, version)
         generator = torch.Generator().manual_seed(0)
         for view, values in zip(views, weights or views, strict=True):
             view.copy_(values + noise * torch.randn(view.shape, generator=generator).to(view))
@@ -131,7 +135,7 @@ def write_weights(
 def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[AttachedTrainer]:
     """Attach, announce a new epoch, and write the weights back as they were found at the end."""
     bridge = BridgeClient(server.url, control_url=server.control_url)
-    sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=30.0)
+    sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=LEASE_S)
     policy = sync.load_policy().eval()
     optimizer = MasterOptimizer(policy.parameters(), lr, 0, 0.0, 1.0)
     found = [master.detach().clone() for master in optimizer.masters]

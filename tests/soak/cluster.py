@@ -187,14 +187,18 @@ class Cluster(ClosesOnExit):
         self.wait_until(lambda: all(member.process.exit_code is not None for member in members))
 
     def status(self) -> ServerStatus:
-        answer = httpx.get(f"{self.url}/status").raise_for_status()
-        return ServerStatus.model_validate_json(answer.content)
+        return ServerStatus.model_validate_json(self._ask("/status").content)
+
+    def _ask(self, path: str) -> httpx.Response:
+        """Again where Redis stands still, which run-api answers with 503."""
+        answer = wait_for(lambda: httpx.get(f"{self.url}{path}"), lambda a: a.status_code != 503)
+        return answer.raise_for_status()
 
     def counts(self) -> dict[str, float]:
         """What run-api still holds for the trainer."""
 
         def samples() -> dict[str, float]:
-            text = httpx.get(f"{self.url}/metrics").raise_for_status().text
+            text = self._ask("/metrics").text
             return {
                 family.name.removeprefix("run_api_"): family.samples[0].value
                 for family in text_string_to_metric_families(text)

@@ -74,6 +74,7 @@ def _fork_on_request(path: str) -> None:
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
+        ended: set[int] = set()  # a fork and its client may have ended in one batch of events
         for key, _ in watched.select():
             if key.fileobj is listener:
                 client, _ = listener.accept()
@@ -90,7 +91,8 @@ def _fork_on_request(path: str) -> None:
                 pidfd = os.pidfd_open(pid)
                 watched.register(client, selectors.EVENT_READ, (client, pid, pidfd))
                 watched.register(pidfd, selectors.EVENT_READ, (client, pid, pidfd))
-            else:
+            elif key.data[1] not in ended:
+                ended.add(key.data[1])
                 _end(watched, *key.data)
 
 
