@@ -1,16 +1,15 @@
-"""Packages, the model and the save path are checked before anything is started."""
+"""Packages and the model are checked before anything is started."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_trainer import loop
-from grpo_trainer.errors import MissingPackage, UnusableSavePath
-from grpo_trainer.model_source import ModelNotFound, provide, require_writable
+from grpo_trainer.errors import MissingPackage
+from grpo_trainer.model_source import ModelNotFound, provide
 from grpo_trainer.packages import BITSANDBYTES_PIN, LIGER_PIN
 from grpo_trainer.settings import parse_settings
 from tests.support.directories import names
@@ -47,11 +46,3 @@ def test_a_directory_without_a_model_is_refused_and_left_as_it_is(
     with pytest.raises(ModelNotFound, match=r"no config.json there; name a directory that"):
         provide(str(tmp_path / name))
     assert names(tmp_path) == before
-
-
-def test_a_save_path_is_made_or_refused(tmp_path: Path) -> None:
-    require_writable(tmp_path / "new")
-    assert names(tmp_path / "new") == []
-    (tmp_path / "file").touch()
-    with pytest.raises(UnusableSavePath, match=rf"uid {os.getuid()} can write, or give it to that"):
-        require_writable(tmp_path / "file")
