@@ -25,6 +25,8 @@ from grpo_vllm.supervisor.supervisor import Supervisor
 
 log = structlog.get_logger()
 
+_REAP_AGAIN_S = 1.0
+
 
 def supervise(
     settings: ServerSettings,
@@ -91,7 +93,9 @@ def _reap_strangers(host: EngineHost) -> None:
     """As the first process of a container, or as the nearest subreaper, we inherit what the
     engine's processes leave behind."""
     if not host.pids:
-        return  # the engine host is being started or has just ended, and is waited for elsewhere
+        # The engine host is being started or has just ended, and is waited for elsewhere.
+        asyncio.get_running_loop().call_later(_REAP_AGAIN_S, _reap_strangers, host)
+        return
     for pid in children() - host.pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
