@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from grpo_api.errors import Refused, StoreUnavailable
+from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -119,3 +119,22 @@ async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run
     assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
     await run.store.reset()
     await run.register()
+
+
+async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
+    async def a_new_trainer_registers() -> None:
+        await run.register(batch_size=6)
+
+    run.link.before["submit_whole"] = a_new_trainer_registers
+    with pytest.raises(GroupRefused, match="exactly 6"):
+        await run.submit(1, size=4)
+    assert (await run.status(), await run.payloads()) == ((0, 0), 0)
+
+
+@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
+async def test_groups_that_meet_a_reset_are_refused(run: Run, script: str, size: int) -> None:
+    env_id = await run.start_environment(group_size=2)
+    run.link.before[script] = run.store.reset
+    with pytest.raises(Refused, match="no trainer has registered"):
+        await run.submit(1, size=size, env_id=env_id)
+    assert await run.payloads() == 0

@@ -132,3 +132,15 @@ async def test_a_large_group_that_redis_forgot_is_not_taken(
         await run.submit(1, size=size, env_id=env_id, **LARGE)
     assert await run.status() == (0, 0)
     await run.submit(1, size=size, env_id=env_id, **LARGE)
+
+
+async def test_a_submission_that_waits_for_room_and_its_repeat_are_queued_once(
+    redis_url: str,
+) -> None:
+    async with open_run(redis_url, "held-twice", FOUR_GROUPS, PATIENT) as run:
+        await run.submit(*range(4))
+        held = [asyncio.create_task(run.submit(9, key="k")) for _ in range(2)]
+        await wait_for_async(run.waiting, lambda waiting: waiting == 2)
+        assert await run.poll() == [0, 1]
+        assert await asyncio.gather(*held) == [[[None]]] * 2
+        assert await run.status() == (1, 3)
