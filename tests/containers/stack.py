@@ -24,7 +24,6 @@ Done = subprocess.CompletedProcess[str]
 
 
 def own_ports() -> dict[str, str]:
-    """Where a stack is reached."""
     return {"RUN_API_PORT": str(free_port()), "VLLM_PORT": str(free_port())}
 
 

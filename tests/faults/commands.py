@@ -132,9 +132,8 @@ class Commands:
             "service-deadline-s": LONGER_THAN_ANY_WAIT_S,
         }
         if self.mode == SHARED:
-            return _flags(
-                flags | {"verify-every-steps": 1, "pause-lease-s": LONGER_THAN_ANY_WAIT_S}
-            )
+            lease = {"pause-lease-s": LONGER_THAN_ANY_WAIT_S}
+            return _flags(flags | {"verify-every-steps": 1} | lease)
         if self.mode != LORA_ONLY:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
         return _flags(flags | self._of_the_run())

@@ -1,4 +1,4 @@
-"""The log, the token and `/metrics`. The metrics one by one: `unit/api/test_metrics`."""
+"""The log, the token and `/metrics`."""
 
 from __future__ import annotations
 

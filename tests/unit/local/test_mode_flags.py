@@ -3,13 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_core.settings import load_settings
-from grpo_core.weight_files import LORA_RANKS
 from grpo_local.mode_flags import HandOff
-from grpo_local.modes import smallest_max_lora_rank
 from grpo_local.settings import DemoSettings
 
 OF_FILES = {"--weights-dir"}
@@ -68,9 +64,3 @@ def test_rank_cadence_and_directory_are_the_same_on_both_sides() -> None:
     assert trainer[trainer.index("--vllm-restart-interval") + 1] == "7"
     assert server[server.index("--weights-dir") + 1] == f"{Path.cwd()}/checkpoints/served_weights"
     assert trainer[-3:] == ["--lora-target-modules", "q_proj", "v_proj"]
-
-
-@given(rank=st.integers(1, max(LORA_RANKS)))
-def test_the_server_accepts_the_rank_with_the_least_room(rank: int) -> None:
-    allowed = smallest_max_lora_rank(rank)
-    assert allowed == min(other for other in LORA_RANKS if rank <= other)
