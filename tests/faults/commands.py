@@ -129,7 +129,6 @@ class Commands:
             "save-path": self.checkpoints,
             "checkpoint-interval": 0,
             "state-interval": STATE_INTERVAL,
-            "service-deadline-s": LONGER_THAN_ANY_WAIT_S,
         }
         if self.mode == SHARED:
             lease = {"pause-lease-s": LONGER_THAN_ANY_WAIT_S}
