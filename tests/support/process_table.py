@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SLEEP = "import time; time.sleep(120)"
+SLEEP = "import time; time.sleep(600)"
 
 
 def is_alive(pid: int) -> bool:

@@ -72,7 +72,7 @@ elif not pathlib.Path(option("--weights-dir")).is_dir():
     raise SystemExit("no directory to take weights from")
 print("loading", option("--model"), *sys.argv[1:], flush=True)
 subprocess.Popen(
-    [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(120)"],
+    [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(600)"],
     start_new_session=True,
 )
 while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
@@ -119,7 +119,7 @@ from stand_in_common import *
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
 post(option("--env.rollout-server-url") + "/environment/" + sys.argv[1])
-time.sleep(120)
+time.sleep(600)
 """
 
 TINY_MODEL = """

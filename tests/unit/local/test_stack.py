@@ -25,7 +25,7 @@ for new_session in (False, True):
     child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=new_session)
     with open(sys.argv[1], "a") as file:
         file.write(f"{{child.pid}}\\n")
-time.sleep(120)
+time.sleep(600)
 """
 
 
@@ -158,7 +158,7 @@ def on_sigterm(action: str) -> str:
     return (
         "import os, pathlib, signal, sys, time\n"
         f"def end(*_): {action}\n"
-        "signal.signal(signal.SIGTERM, end); pathlib.Path(sys.argv[1]).touch(); time.sleep(120)\n"
+        "signal.signal(signal.SIGTERM, end); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)\n"
     )
 
 
