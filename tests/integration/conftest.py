@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.wait import DEADLINE_S
+
 
 @pytest.fixture(scope="session")
 def _client(run_api_url: str) -> Iterator[httpx.Client]:
     """One for the session: making a client, which loads certificates, outlasts most tests."""
-    with httpx.Client(base_url=run_api_url, timeout=60.0) as client:
+    with httpx.Client(base_url=run_api_url, timeout=DEADLINE_S) as client:
         yield client
 
 

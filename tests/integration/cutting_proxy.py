@@ -10,7 +10,8 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-_ANSWER_S = 30.0
+from tests.support.wait import DEADLINE_S
+
 _BY_HOP = ("connection", "content-length", "transfer-encoding")
 
 
@@ -44,7 +45,7 @@ class _Relay(BaseHTTPRequestHandler):
         self.close_connection = cut in (Cut.REQUEST, Cut.ANSWER)
         if cut is Cut.REQUEST:
             return
-        with closing(HTTPConnection(self.server.target, timeout=_ANSWER_S)) as service:
+        with closing(HTTPConnection(self.server.target, timeout=DEADLINE_S)) as service:
             service.request(self.command, self.path, body, dict(self.headers.items()))
             answer = service.getresponse()
             content = answer.read()

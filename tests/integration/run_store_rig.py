@@ -21,7 +21,7 @@ from grpo_api.redis_link import RedisLink
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
-from tests.support.wait import wait_for_async
+from tests.support.wait import DEADLINE_S, wait_for_async
 
 Interruption = Callable[[], Awaitable[None]]
 
@@ -29,11 +29,10 @@ TIMEOUT_S = 60.0
 """Silence after which an environment counts as gone."""
 
 LIMITS = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=2**30)
-PATIENCE = Patience(placing_s=60.0, full_s=0.3, held_bytes=2**20)
+PATIENCE = Patience(placing_s=DEADLINE_S, full_s=0.3, held_bytes=2**20)
 """A queue that is full makes room at once or not at all."""
-PATIENT = replace(PATIENCE, full_s=60.0)
+PATIENT = replace(PATIENCE, full_s=DEADLINE_S)
 """For those who are to find room however slow the machine is."""
-DEADLINE_S = 60.0
 LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
 """More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
 

@@ -20,9 +20,9 @@ from tests.integration.run_api_calls import (
     submit,
 )
 from tests.integration.stored_keys import nothing_stored_changes
+from tests.support.wait import DEADLINE_S
 
 GROUP = json.dumps(group(9)).encode()
-DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -23,13 +23,12 @@ from grpo_api.errors import StoreUnavailable
 from grpo_api.payloads import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.run_api_calls import group, start, status, submit
-from tests.support.wait import wait_for_async
+from tests.support.wait import DEADLINE_S, wait_for_async
 
 TOKENS = 100_000
 """In each of two sequences: more than a megabyte of JSON, decoded beside the server."""
 GZIP = {"content-encoding": "gzip"}
 DECODING_S = 600.0
-DEADLINE_S = 120.0
 BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)
 """More than the pipe to the process takes at once."""
 
@@ -43,7 +42,7 @@ def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 @pytest.fixture
 def large(api: RunningApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=60.0) as client:
+    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as client:
         client.get("/reset_data").raise_for_status()
         start(client)
         yield client
@@ -102,7 +101,7 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
 ) -> None:
     post(large, large_group()).raise_for_status()
     (worker,), body = decode_processes(api.process.pid), gzipped(large_group())
-    decoding = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=60.0)
+    decoding = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=DEADLINE_S)
     worker.suspend()
     try:
         decoding.request("POST", "/scored_data", body, GZIP)
@@ -141,7 +140,7 @@ def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: 
     httpx.post(f"{api.url}/scored_data", content=b" " * 2_000_000)
     (worker,) = decode_processes(api.process.pid)
     api.process.kill()
-    worker.wait(timeout=60)
+    worker.wait(timeout=DEADLINE_S)
 
 
 class Clock:

@@ -15,9 +15,8 @@ import pytest
 
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import group, start, status
-from tests.support.wait import wait_for
+from tests.support.wait import DEADLINE_S, wait_for
 
-DEADLINE_S = 60.0
 BODY_DEADLINE_S = 2.0
 """Long enough for what has been sent to arrive, however busy the machine is."""
 MAX_BODY_BYTES = 2 * 1024 * 1024
