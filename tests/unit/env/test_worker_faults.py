@@ -98,6 +98,10 @@ IN_VAIN = {
         *("POST /scored_data", answering(422, "no"), []),
         *(EveryGroupRefused, "submission.*no"),
     ),
+    "a run-api that takes no group and answers all else": (
+        *("POST /scored_data", answering(503, "slow"), ["--env.run-api-deadline-s=0.5"]),
+        *(ServiceUnavailable, r"run-api failed for [\d.]+ s in a row.*slow"),
+    ),
     "a run-api that went away": (
         *("GET /status-env", answering(503, "no Redis"), ["--env.run-api-deadline-s=0.5"]),
         *(ServiceUnavailable, "no Redis"),

@@ -32,7 +32,7 @@ class NoPromptFits(GrpoError):
 class GroupProducer:
     """Samples groups of one task and sends them.
 
-    `inference` and `run_api` are shared with the caller, who holds back while they are failing.
+    `inference` and `submissions` are shared with the caller, who holds back while they are failing.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class GroupProducer:
         generation: Generation,
         api: EnvironmentClient,
         inference: Patience,
-        run_api: Patience,
+        submissions: Patience,
     ) -> None:
         self._task = task
         self._prompts = prompts
         self._generation = generation
         self._api = api
         self._inference = inference
-        self._run_api = run_api
+        self._submissions = submissions
         self._rewards = RewardSample()
         self._generation_refusals = RefusalLimit("generation")
         self._submission_refusals = RefusalLimit("submission")
@@ -124,10 +124,10 @@ class GroupProducer:
             # It was repeated for as long as run-api would have known it again. Whether it arrived
             # is unknown, so neither it nor its reward sample is sent as another group: a gap is
             # harmless, a duplicate is not.
-            self._run_api.failed(error)
+            self._submissions.failed(error)
             self._fail(RolloutFailure(FailureReason.UNDELIVERED, str(error)))
         else:
-            self._run_api.succeeded()
+            self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.progress.record_sent()
 

@@ -82,8 +82,10 @@ class Worker:
         self._api = api
         self._inference = Patience("vllm-server", settings.openai.request_deadline_s)
         self._run_api = Patience("run-api", settings.env.run_api_deadline_s)
+        # of its own: a status that is answered says nothing of groups that are not taken
+        self._submissions = Patience("run-api", settings.env.run_api_deadline_s)
         self._producer = GroupProducer(
-            task, prompts, generation, api, self._inference, self._run_api
+            task, prompts, generation, api, self._inference, self._submissions
         )
         self._completion_tokens = settings.env.max_completion_tokens or task.max_completion_tokens
         self._membership: Membership | None = None
@@ -202,7 +204,7 @@ class Worker:
             await self._wait_for_a_group(left_s)
 
     def _start(self, plan: Plan) -> None:
-        if self._inference.delay_s or self._run_api.delay_s:
+        if self._inference.delay_s or self._submissions.delay_s:
             return
         for _ in range(plan.groups):
             self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
