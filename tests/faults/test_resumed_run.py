@@ -138,6 +138,6 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
     assert len(alone.losses()) == STEPS
     assert killed.losses() == alone.losses()
     assert killed.weights() == alone.weights()
-    assert rig.status() == {"current_step": STEPS, "queue_size": 0}
+    assert rig.status().items() >= {"current_step": STEPS, "queue_size": 0}.items()
     with registered(rig) as trainer, pytest.raises(ServiceUnavailable, match="no batch"):
         trainer.next_batch(0.1)  # every batch is acknowledged

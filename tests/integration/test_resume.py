@@ -38,8 +38,11 @@ def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSett
 
 
 def save(config: TrainerSettings, position: Position = STATE) -> Path:
+    """Of the run that run-api has; of no run that there ever was, where it has none."""
     side = Side()
-    state = capture(side.model, side.optimizer, config, position)
+    with TrainerClient(config.atropos_url) as client:
+        run_uuid = client.status().run_uuid or "lost"
+    state = capture(side.model, side.optimizer, config, position, run_uuid)
     return StateStore(config.save_path).save(state)
 
 
@@ -88,13 +91,24 @@ def test_a_new_run_is_refused_and_learns_nothing(
     """A save path that is used again. Environments would count the state's steps as done."""
     config = settings(http, tmp_path)
     save(config)
-    with pytest.raises(StateOfAnotherRun, match="it is a new run, or its Redis lost"):
+    with pytest.raises(StateOfAnotherRun, match=r"is not the run of this state.*\(no run yet\)"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["batch_size"] == -1
     assert status(http)[0] == 0
-    register(http, starting_step=10)  # steps that it counts are no batches of the state
-    with pytest.raises(StateOfAnotherRun, match="has not handed out such a batch"):
+
+
+def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
+    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
+) -> None:
+    config = settings(http, tmp_path)
+    train_three_batches(http, config)
+    save(config)
+    http.get("/reset_data").raise_for_status()
+    train_three_batches(http, settings(http, tmp_path, seq_len=7))
+    with pytest.raises(StateOfAnotherRun, match="is not the run of this state"):
         rejoin(trainer, config, found(config))
+    assert http.get("/info").json()["max_token_len"] == 7
+    assert first_batch_without_a_state(config) == 1
 
 
 def test_a_state_that_is_named_goes_on_in_another_run(

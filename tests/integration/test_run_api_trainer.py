@@ -28,7 +28,7 @@ NO_TRAINER = "Trainer not registered. Call /register first."
 BEFORE_A_TRAINER = {
     "/": {"message": "AtroposLib API"},
     "/health": {"status": "ok"},
-    "/status": {"current_step": 0, "queue_size": 0},
+    "/status": {"current_step": 0, "queue_size": 0, "run_uuid": None},
     "/info": {"batch_size": -1, "max_token_len": -1},
     "/wandb_info": {"group": None, "project": None},
     "/environments": [],
@@ -39,7 +39,7 @@ BEFORE_A_TRAINER = {
 
 def test_a_registration_is_published(http: httpx.Client) -> None:
     answer = register(http, starting_step=3, batch_size="4", max_token_len=128.0).json()
-    assert answer.keys() == {"uuid"}
+    assert answer.keys() == {"uuid", "run_uuid"}
     assert 0 <= answer["uuid"] < 2**128
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
     assert http.get("/wandb_info").json() == {"group": "group", "project": "project"}
@@ -56,13 +56,15 @@ def test_a_registration_that_no_run_can_go_by_is_refused_by_field(http: httpx.Cl
 
 
 def test_registering_again_keeps_the_run_and_applies_what_changed(http: httpx.Client) -> None:
-    first = register(http).json()["uuid"]
+    first = register(http).json()
     assert next_batch(http) is None
     register_environment(http)
     submit(http, 1, 2, 3)
     assert [next_batch(http), next_batch(http)] == [[1, 2], None]
     changed = {"max_token_len": 256, "wandb_group": "", "checkpoint_dir": "elsewhere"}
-    assert register(http, starting_step=50, **changed).json()["uuid"] != first
+    again = register(http, starting_step=50, **changed).json()
+    assert again["uuid"] != first["uuid"]
+    assert again["run_uuid"] == first["run_uuid"] == http.get("/status").json()["run_uuid"]
     assert status(http) == (1, 1)
     assert len(http.get("/environments").json()) == 1
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 256}

@@ -40,7 +40,7 @@ class Side:
 
     def save(self, store: StateStore, step: int = 3) -> Path:
         position = Position(step=step, batch_id=step + 4, epoch=2)
-        return store.save(capture(self.model, self.optimizer, SETTINGS, position))
+        return store.save(capture(self.model, self.optimizer, SETTINGS, position, "r"))
 
     def resume(self, saved: SavedState | None) -> None:
         """With the write of the masters into the parameters that follows."""

@@ -24,6 +24,7 @@ from grpo_core.wire import (
     Registration,
     ScoredGroup,
     ServerStatus,
+    TrainerEnrolled,
     TrainerInfo,
 )
 
@@ -52,8 +53,14 @@ class TrainerClient(ServiceClient):
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token)
-        self._trainer_id: int | None = None
+        self._enrolled: TrainerEnrolled | None = None
         self._last_batch = 0
+
+    @property
+    def run_uuid(self) -> str:
+        """Of the run that this trainer registered with."""
+        assert self._enrolled is not None, "register() comes first"
+        return self._enrolled.run_uuid
 
     def register(self, registration: Registration) -> int:
         """Announce the run; returns the trainer's id. Batches that no trainer has acknowledged are
@@ -64,8 +71,8 @@ class TrainerClient(ServiceClient):
             RequestRefused: the registration conflicts with the run in progress.
         """
         answer = self._request("POST", "/register", json=registration.model_dump())
-        self._trainer_id, self._last_batch = int(answer["uuid"]), 0
-        return self._trainer_id
+        self._enrolled, self._last_batch = parse(TrainerEnrolled, answer), 0
+        return self._enrolled.uuid
 
     def status(self) -> ServerStatus:
         return parse(ServerStatus, self._request("GET", "/status"))
@@ -130,9 +137,9 @@ class TrainerClient(ServiceClient):
         return leased_batch(answer, self._last_batch)
 
     def _asked_by_trainer(self, method: str, path: str, **query: float) -> dict[str, Any]:
-        assert self._trainer_id is not None, "register() comes first"
+        assert self._enrolled is not None, "register() comes first"
         try:
-            return self._request(method, path, params={"trainer": self._trainer_id, **query})
+            return self._request(method, path, params={"trainer": self._enrolled.uuid, **query})
         except RequestRefused as error:
             raise named_refusal(error) from error
 

@@ -283,11 +283,21 @@ class RolloutFacts(WireModel):
             return cls.model_validate({k: v for k, v in said.items() if k not in wrong})
 
 
+class TrainerEnrolled(WireModel):
+    """Answer of `POST /register`. `uuid` is the trainer's id (128 bits), for the lease routes;
+    `run_uuid` as in `ServerStatus`."""
+
+    uuid: int
+    run_uuid: str
+
+
 class ServerStatus(WireModel):
-    """`GET /status`. `queue_size` counts groups that no batch holds yet."""
+    """`GET /status`. `queue_size` counts groups that no batch holds yet; `run_uuid` is made with a
+    run's first trainer and ends with /reset_data, None: there is no run."""
 
     current_step: int
     queue_size: int
+    run_uuid: str | None = None
 
 
 class EnvironmentStatus(WireModel):

@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
     position = Position(step=2, batch_id=2, epoch=1)
-    store.save(capture(alone.policy, alone.optimizer, chosen, position))
+    store.save(capture(alone.policy, alone.optimizer, chosen, position, "r"))
     expected = alone.take(range(2, 4))
 
     torch.manual_seed(99)

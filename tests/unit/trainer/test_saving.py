@@ -80,7 +80,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     chosen = settings(model_name=str(directory / "model"), save_path=save_path, **changes)
     optimizer = MasterOptimizer(model.parameters(), 0.1, 0, 0.0, 1.0)
     store = StateStore(save_path)
-    routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5})}
+    routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
         rig = Bench(Saver(chosen, model, optimizer, api, store), save_path)

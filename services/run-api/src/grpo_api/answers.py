@@ -32,12 +32,6 @@ class Failed(TypedDict):
     error: str
 
 
-class TrainerEnrolled(TypedDict):
-    """`uuid` is what `trainer` of the lease routes takes."""
-
-    uuid: int
-
-
 class TrainerNames(TypedDict):
     group: str | None
     project: str | None

@@ -141,10 +141,11 @@ class OpenIntake:
 
 @dataclass(frozen=True)
 class Registered:
-    """A trainer's id (128 bits) and the step that the run is at."""
+    """A trainer's id (128 bits), and the run: the step that it is at, and its uuid."""
 
     trainer_id: int
     step: int
+    run_uuid: str
 
 
 @dataclass(frozen=True)

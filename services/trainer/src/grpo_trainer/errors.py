@@ -10,7 +10,7 @@ GrpoError (grpo_core)
 │   ├── NoSuchState         --resume names a directory that holds none
 │   ├── DamagedState        its files are not what was written
 │   ├── StateMismatch       it is of another model, mode, adapter or optimizer
-│   └── StateOfAnotherRun   run-api's run has not handed out its batches
+│   └── StateOfAnotherRun   the run at run-api is not the one that it was saved in
 ├── MissingPackage          an option needs a package that is not installed
 ├── NoSuchDevice            --device names a GPU that this process does not see
 ├── FastPathRefused         a faster way of computing was asked for that the model does not allow
@@ -101,7 +101,7 @@ class StateMismatch(StateError):
 
 
 class StateOfAnotherRun(StateError):
-    """A state of batches that the run at run-api has not handed out."""
+    """A state whose batches are not those of the run at run-api."""
 
 
 class MissingPackage(GrpoError):

@@ -68,21 +68,22 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
         That of the state; without a batch where the run has not handed it out.
 
     Raises:
-        StateOfAnotherRun: run-api's run has not handed out the state's batches. A state that
-            `--resume` names may go on there all the same, with the data that the run has.
+        StateOfAnotherRun: the run at run-api is not that of the state. A state that `--resume`
+            names may go on there all the same, with the data that the run has.
     """
     at = saved.record.position
     # Asked first: a run that is new must not learn a starting step from a state of another.
-    known = api.status().current_step >= at.batch_id
+    run_uuid = api.status().run_uuid
+    known = run_uuid is not None and run_uuid == saved.record.run_uuid
     if not known and settings.resume == AUTO:
-        raise _of_another_run(saved, api)
+        raise _of_another_run(saved, api, f"run {run_uuid}" if run_uuid else "no run yet")
     api.register(settings.registration(first_step=at.step))
     if known and at.batch_id > 0:
         try:
             api.acknowledge(at.batch_id)
         except UnknownBatch as error:
             if settings.resume == AUTO:
-                raise _of_another_run(saved, api) from error
+                raise _of_another_run(saved, api, str(error)) from error
             known = False
     if not known:
         log.warning(
@@ -95,14 +96,14 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
     return at
 
 
-def _of_another_run(saved: SavedState, api: TrainerClient) -> StateOfAnotherRun:
+def _of_another_run(saved: SavedState, api: TrainerClient, found: str) -> StateOfAnotherRun:
     record = saved.record
     return StateOfAnotherRun(
         f"{saved.directory} has taken {record.step} steps, the last one on batch "
-        f"{record.batch_id}, and the run at {api.base_url} has not handed out such a batch: it is "
-        "a new run, or its Redis lost data. To train from the start, pass --resume never or "
-        f"another --save-path; to go on from this state with that run's data, --resume "
-        f"{saved.directory}"
+        f"{record.batch_id} of run {record.run_uuid or 'unknown'}, and the run at {api.base_url} "
+        f"is not the run of this state, or its Redis lost data ({found}). To train from the "
+        "start, pass --resume never or another --save-path; to go on from this state with that "
+        f"run's data, --resume {saved.directory}"
     )
 
 

@@ -109,7 +109,8 @@ class Saver:
 
     def _save_state(self, position: Position) -> None:
         started = time.monotonic()
-        state = capture(self._policy, self._optimizer, self._settings, position)
+        run_uuid = self._api.run_uuid
+        state = capture(self._policy, self._optimizer, self._settings, position, run_uuid)
         directory = self._store.save(state)
         self._saved = position
         log.info(

@@ -63,7 +63,9 @@ class LoraRecord(BaseModel):
 
 class StateRecord(BaseModel):
     """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
-    the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained."""
+    the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
+    `run_uuid`: of the run at run-api that `batch_id` counts in, None in states of former versions.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -71,6 +73,7 @@ class StateRecord(BaseModel):
     step: int = Field(ge=0)
     batch_id: int = Field(ge=0)
     epoch: int = Field(ge=0)
+    run_uuid: str | None = None
     model_name: str
     mode: str = Mode.SHARED_VLLM
     lora: LoraRecord | None = None
@@ -92,7 +95,11 @@ class TrainerState:
 
 
 def capture(
-    policy: Any, optimizer: MasterOptimizer, settings: TrainerSettings, position: Position
+    policy: Any,
+    optimizer: MasterOptimizer,
+    settings: TrainerSettings,
+    position: Position,
+    run_uuid: str,
 ) -> TrainerState:
     """As it is between two steps. The tensors are those that the next step changes: write first."""
     shapes = _shapes(policy)
@@ -100,6 +107,7 @@ def capture(
         step=position.step,
         batch_id=position.batch_id,
         epoch=position.epoch,
+        run_uuid=run_uuid,
         model_name=settings.model_name,
         mode=settings.weight_bridge_mode,
         lora=LoraRecord.of(settings),

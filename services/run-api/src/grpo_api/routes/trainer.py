@@ -15,7 +15,6 @@ from grpo_api.answers import (
     LeasedBatch,
     NoBatch,
     PolledBatch,
-    TrainerEnrolled,
     TrainerMissing,
     TrainerNames,
 )
@@ -28,7 +27,7 @@ from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.openapi import json_body, linked, refusals
 from grpo_api.records import DueBatch, Lease, Poll
 from grpo_api.store import RunStore
-from grpo_core.wire import Registration, TrainerInfo
+from grpo_core.wire import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1
 _MAX_WAIT_S = 60.0
@@ -91,7 +90,7 @@ async def register(registration: RegistrationBody, store: Store) -> TrainerEnrol
         max_token_len=registration.max_token_len,
         step=registered.step,
     )
-    return {"uuid": registered.trainer_id}
+    return TrainerEnrolled(uuid=registered.trainer_id, run_uuid=registered.run_uuid)
 
 
 @router.get("/batch", responses=_HANDED_OUT | refusals(409, 422, 503))

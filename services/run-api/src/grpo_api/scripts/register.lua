@@ -4,7 +4,8 @@
 --       then trainer (hash) of each former layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
 --       5 fingerprint of a state that the new batch size was found to suit, or ''
--- Returns {'registered', step}
+--       6 uuid of the run, where this registration begins one
+-- Returns {'registered', step, uuid of the run}
 --         {'differs', current batch_size, unacknowledged batches, fingerprint}
 --         {'former layout'}   the run was stored by a version that writes it differently
 --
@@ -12,7 +13,7 @@
 -- Keeps queue, environments and step. What is not acknowledged is handed out again.
 
 local trainer, connected, kinds = unpack(KEYS)
-local registration, batch_size, starting_step, trainer_id, approved = unpack(ARGV)
+local registration, batch_size, starting_step, trainer_id, approved, run_uuid = unpack(ARGV)
 
 local function sorted(command, key)
   local members = redis.call(command, key)
@@ -51,4 +52,6 @@ redis.call(
   'delivered', number('acknowledged')
 )
 redis.call('HSETNX', trainer, 'step', starting_step)
-return {'registered', tonumber(redis.call('HGET', trainer, 'step'))}
+redis.call('HSETNX', trainer, 'run_uuid', run_uuid)
+local step, uuid = unpack(redis.call('HMGET', trainer, 'step', 'run_uuid'))
+return {'registered', tonumber(step), uuid}

@@ -1,6 +1,6 @@
 """The keys of a run, and how metadata is written in them.
 
-    trainer            hash   registration (JSON), batch_size, id, step, started;
+    trainer            hash   registration (JSON), batch_size, id, step, run_uuid, started;
                               last_batch, acknowledged, delivered (batch ids), redeliveries;
                               takes_leases where the trainer asked by lease
     environments       hash   env_id → registration (JSON)

@@ -38,9 +38,11 @@ class TrainerStore:
             registration.starting_step,
             trainer_id.hex,
             approved,
+            uuid.uuid4().hex,
         )
         if outcome == b"registered":
-            return Registered(trainer_id.int, int(rest[0]))
+            step, run_uuid = rest
+            return Registered(trainer_id.int, int(step), run_uuid.decode())
         if outcome == b"former layout":
             raise Refused(
                 409,
@@ -57,7 +59,11 @@ class TrainerStore:
 
     async def status(self) -> ServerStatus:
         trainer, totals = keys(self._link, "trainer", "totals")
-        step, groups = await self._link.transaction(
-            ("HGET", trainer, "step"), ("HGET", totals, "queued_groups")
+        (step, run_uuid), groups = await self._link.transaction(
+            ("HMGET", trainer, "step", "run_uuid"), ("HGET", totals, "queued_groups")
         )
-        return ServerStatus(current_step=int(step or 0), queue_size=int(groups or 0))
+        return ServerStatus(
+            current_step=int(step or 0),
+            queue_size=int(groups or 0),
+            run_uuid=run_uuid.decode() if run_uuid else None,
+        )
