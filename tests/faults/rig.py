@@ -189,7 +189,7 @@ class Rig:
         return self._processes[name].log_path.read_text()
 
     def records(self) -> list[dict[str, Any]]:
-        """One per step, of every trainer so far."""
+        """One per step, in the line of states that survives so far."""
         return whole_lines(self._directory / "metrics.jsonl")
 
     def journal(self) -> list[dict[str, Any]]:

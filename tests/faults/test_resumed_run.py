@@ -65,21 +65,17 @@ class Line:
         try:
             self.launch(*flags)
             self.rig.wait_for_stop(asked)
-            while len(self.survivors()) < steps:
+            while len(self.records()) < steps:
                 self.rig.wait_for_stop(self.rig.ask_for(stage))
             self.rig.kill(TRAINER)
         finally:
             self.rig.let_go()
 
-    def survivors(self) -> dict[int, dict[str, Any]]:
-        """The record of each step, the last one where it was taken several times."""
-        return {r["step"]: r for r in whole_lines(self.directory / "metrics.jsonl")}
+    def records(self) -> list[dict[str, Any]]:
+        return whole_lines(self.directory / "metrics.jsonl")
 
     def losses(self) -> list[tuple[int, float, float]]:
-        return [
-            (step, record["train/loss"], record["train/grad_norm"])
-            for step, record in sorted(self.survivors().items())
-        ]
+        return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in self.records()]
 
     def weights(self) -> bytes:
         return (self.directory / "final_model" / "model.safetensors").read_bytes()

@@ -14,8 +14,9 @@ from structlog.testing import capture_logs
 
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
 from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.sinks import append_record, open_sinks
+from grpo_trainer.sinks import append_record, keep_records, open_sinks
 from grpo_trainer.wandb_sink import start_wandb
+from tests.support.directories import names
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 
@@ -60,6 +61,17 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         append_record(path, {"step": float("nan")})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    """The last one where a file holds a step twice; neither lost steps nor half a line."""
+    path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in range(1, 6)]
+    keep_records(path, steps_taken=3)
+    assert not path.exists()
+    path.write_text("".join(lines) + '{"step": 3, "lr": 2}\n{"step": 4, "l')
+    keep_records(path, steps_taken=3)
+    assert path.read_text() == "".join(lines[:2]) + '{"step": 3, "lr": 2}\n'
+    assert names(tmp_path) == [path.name]
 
 
 def test_the_real_package_takes_every_record_offline(

@@ -38,7 +38,7 @@ from grpo_trainer.save_path import hold_save_path
 from grpo_trainer.saving import Saver
 from grpo_trainer.server_process import inference_server
 from grpo_trainer.settings import AUTO, TrainerSettings
-from grpo_trainer.sinks import Write, open_sinks
+from grpo_trainer.sinks import Write, keep_records, open_sinks
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.taking import next_batch, take_batch
@@ -128,6 +128,8 @@ def begin(
         api.register(settings.registration(first_step=0))
     else:
         at = take_up(saved, policy, optimizer, api, settings)
+        if settings.metrics_file is not None:
+            keep_records(settings.metrics_file, at.step)
     version = sync.start(optimizer, at.step, at.epoch)
     lineage = Lineage(version, sync.begun_as)
     position = replace(at, epoch=version.epoch)

@@ -26,8 +26,9 @@ LOCK = ".lock"
 LOCK_DEADLINE_S = 5.0
 """A trainer that was just killed may need a moment to be gone."""
 _LOCK_POLL_S = 0.1
-_NEW, _FORMER, _OLD = ".new", ".former", ".old"
-"""Ends of hidden names: being written, being replaced, being removed."""
+_NEW, _FORMER, _OLD, _PART = ".new", ".former", ".old", ".part"
+"""Ends of hidden names: being written, being replaced, being removed; a file that is being
+written."""
 
 
 @contextlib.contextmanager
@@ -99,6 +100,26 @@ def whole_directory(target: Path) -> Iterator[Path]:
         raise CheckpointNotSaved(
             f"{target} could not be written: {error}; make room or choose another --save-path, "
             "then start the trainer again: it goes on from the last state that it saved"
+        ) from error
+
+
+def write_whole(target: Path, text: str) -> None:
+    """A file that is there whole or not at all, in place of what was there.
+
+    Raises:
+        CheckpointNotSaved: it could not be written; what was at `target` still is.
+    """
+    part = _hidden(target, _PART)
+    try:
+        make_directory(target.parent)
+        part.write_text(text, encoding="utf-8")
+        _sync(part, os.O_RDONLY)
+        part.replace(target)
+        _sync_directory(target.parent)
+    except OSError as error:
+        raise CheckpointNotSaved(
+            f"{target} could not be written: {error}; make room, or choose another place for it, "
+            "then start the trainer again"
         ) from error
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_trainer.metrics import Record
+from grpo_trainer.save_path import write_whole
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.wandb_sink import start_wandb
 
@@ -34,6 +35,22 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
                 writer(record)
 
         yield write
+
+
+def keep_records(path: Path, steps_taken: int) -> None:
+    """Leave one record of each step up to `steps_taken`: later steps, which a killed trainer took
+    beyond the state that the run goes on from, are taken again.
+
+    Raises:
+        CheckpointNotSaved: the file could not be written anew; it is as it was.
+    """
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    steps = {json.loads(line)["step"]: line for line in lines if line.endswith("\n")}
+    kept = [line for step, line in sorted(steps.items()) if step <= steps_taken]
+    if kept != lines:
+        write_whole(path.resolve(), "".join(kept))
 
 
 def append_record(path: Path, record: Record) -> None:
