@@ -10,7 +10,7 @@ from benchmarks.gpu_bench.settings import TrainWork
 from benchmarks.gpu_bench.shapes import ModelShape
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
 from grpo_trainer.batch import Batch, CollationLimits, collate
-from grpo_trainer.group_checks import usable_group
+from grpo_trainer.group_checks import GroupLimits, usable_group
 
 PROMPT_SHARE = 8
 """One in so many tokens of the shortest sequence is the prompt's, in all of them."""
@@ -35,7 +35,7 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
             for completion in completions
         ],
     )
-    usable = usable_group(0, group, shape.vocabulary)
+    usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
     return collate([usable], CollationLimits(work.longest, work.micro_batch))
 
 

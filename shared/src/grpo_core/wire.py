@@ -41,7 +41,13 @@ UNSET = -1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+MIN_TEMPERATURE = 1e-30
+"""Far below what any sampler tells from 0, and logits divided by it stay within float32."""
+
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
+"""Trainers compute in float32, where a larger number is an infinity and ends as a NaN."""
 Weight = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -252,7 +258,7 @@ class RewardSample(WireModel):
     dropped ones included. Groups alone give a biased mean: those whose scores are all equal never
     reach the trainer."""
 
-    sum: FiniteFloat
+    sum: Float32
     count: Count
 
 
@@ -264,7 +270,7 @@ class RolloutFacts(WireModel):
 
     policy_version: list[tuple[tuple[Step, Step], tuple[Step, Step]]] = []
     """[(first, last), ...]: the versions that sampled each completion's first and last token."""
-    generation_seconds: FiniteFloat | None = None
+    generation_seconds: Float32 | None = None
     """How long the group's one generation request took."""
     reward_sample: RewardSample | None = None
 

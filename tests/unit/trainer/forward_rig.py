@@ -12,7 +12,7 @@ from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
 from grpo_trainer.adapter import trained_parameters, with_adapter
 from grpo_trainer.batch import Batch, CollationLimits, MicroBatch, collate
 from grpo_trainer.forward_pass import ForwardPass
-from grpo_trainer.group_checks import usable_group
+from grpo_trainer.group_checks import GroupLimits, usable_group
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48
@@ -79,7 +79,10 @@ def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True
         ],
         overrides=[{"temperature": 0.6 + 0.2 * i} if temperatures else {} for i in range(6)],
     )
-    return collate([usable_group(0, group, VOCABULARY)], CollationLimits(64, micro_batch_size))
+    return collate(
+        [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))],
+        CollationLimits(64, micro_batch_size),
+    )
 
 
 def ragged() -> MicroBatch:

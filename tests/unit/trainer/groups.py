@@ -6,10 +6,11 @@ from typing import Any
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
 from grpo_trainer.batch import Batch, CollationLimits, collate
-from grpo_trainer.group_checks import UsableGroup, usable_group
+from grpo_trainer.group_checks import GroupLimits, UsableGroup, usable_group
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
+LIMITS = GroupLimits(VOCABULARY, seq_len=100)
 
 
 def group(**changes: Any) -> ScoredGroup:
@@ -41,7 +42,7 @@ def sampled_by(marker: int, *versions: tuple[int, int]) -> ScoredGroup:
 
 
 def usable(*groups: ScoredGroup) -> list[UsableGroup]:
-    return [usable_group(i, g, VOCABULARY) for i, g in enumerate(groups)]
+    return [usable_group(i, g, LIMITS) for i, g in enumerate(groups)]
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:

@@ -10,17 +10,23 @@ from structlog.testing import capture_logs
 
 from grpo_core.wire import MASKED, ScoredGroup
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
-from grpo_trainer.group_checks import LOGPROB_SLACK, NEUTRAL_SAMPLING, usable_group
+from grpo_trainer.group_checks import (
+    LOGPROB_SLACK,
+    NEUTRAL_SAMPLING,
+    GroupLimits,
+    usable_group,
+)
 from grpo_trainer.intake import REPEAT_EVERY_STEPS, WINDOW_BATCHES, Doorkeeper
 from grpo_trainer.repeats import RecentBatches
-from tests.unit.trainer.groups import VOCABULARY, P, bad, good, group
+from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, good, group
 
 MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
 
 
 def refusal(**changes: Any) -> UnusableGroup:
     with pytest.raises(UnusableGroup) as refused:
-        usable_group(4, group(**changes), VOCABULARY)
+        # unchecked: run-api refuses some of it
+        usable_group(4, group().model_copy(update=changes), LIMITS)
     return refused.value
 
 
@@ -57,7 +63,17 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
             UnusableReason.TEMPERATURE,
             f"temperature {temperature!r}",
         )
-        for temperature in (0, "hot")
+        for temperature in (0, "hot", 1e-39, 1e39, 10**400)
+    ),
+    (
+        {"scores": [1e39, 0.0]},
+        UnusableReason.NOT_FLOAT32,
+        "group 4, scores: 1e+39 is beyond what float32 holds",
+    ),
+    (
+        {"inference_logprobs": [[P, P, -0.1], [-1e39, P, -0.2, -0.3, -0.4]]},
+        UnusableReason.NOT_FLOAT32,
+        "group 4, sequence 1, inference_logprobs: -1e+39 is beyond what float32 holds",
     ),
 ]
 
@@ -69,6 +85,13 @@ def test_each_cause_is_refused_by_name(
     error = refusal(**changes)
     assert error.reason is reason
     assert told in str(error)
+
+
+def test_a_group_of_which_seq_len_leaves_no_trained_token_is_refused() -> None:
+    assert usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=3))
+    with pytest.raises(UnusableGroup, match="the first trained token is number 3") as refused:
+        usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=2))
+    assert refused.value.reason is UnusableReason.CUT_OFF
 
 
 def test_every_sampling_parameter_that_renormalises_is_refused_in_every_place() -> None:
@@ -88,23 +111,23 @@ def test_neutral_sampling_and_rounding_above_zero_are_accepted() -> None:
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 8, "temperature": 1.0}
     logprobs = [[P, P, LOGPROB_SLACK], [P, P, 0.0, 0.0, 0.0]]
     accepted = group(generation_params=neutral, inference_logprobs=logprobs)
-    assert usable_group(0, accepted, VOCABULARY).inference_logprobs == logprobs
+    assert usable_group(0, accepted, LIMITS).inference_logprobs == logprobs
 
 
 def test_the_nearest_temperature_counts() -> None:
     said: dict[str, Any] = {}
-    assert usable_group(0, group(**said), VOCABULARY).temperatures == [1.0, 1.0]
+    assert usable_group(0, group(**said), LIMITS).temperatures == [1.0, 1.0]
     for place, value, expected in (
         ("group_overrides", {"temperature": 0.7}, [0.7, 0.7]),
         ("generation_params", {"temperature": 0.5}, [0.5, 0.5]),
         ("overrides", [{"temperature": 2.0}, {}], [2.0, 0.5]),
     ):
         said[place] = value
-        assert usable_group(0, group(**said), VOCABULARY).temperatures == expected
+        assert usable_group(0, group(**said), LIMITS).temperatures == expected
 
 
 def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment() -> None:
-    door = Doorkeeper(VOCABULARY)
+    door = Doorkeeper(LIMITS)
     with capture_logs() as logs:
         first = door.admit([good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0)
         second = door.admit([good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1)
@@ -118,7 +141,7 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
 def test_a_whole_batch_of_bad_groups_ends_the_run_with_every_reason() -> None:
     without = good(2).model_copy(update={"inference_logprobs": None})
     with pytest.raises(UnusableGroup, match="No group of the batch") as refused:
-        Doorkeeper(VOCABULARY).admit([without, bad(1), bad(3)], step=0)
+        Doorkeeper(LIMITS).admit([without, bad(1), bad(3)], step=0)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
     assert "no_inference_logprobs 1, truncated_sampling 2" in str(refused.value)
 
@@ -128,7 +151,7 @@ def ten(step: int, unusable: int) -> list[ScoredGroup]:
 
 
 def test_more_than_half_of_five_batches_ends_the_run_and_half_does_not() -> None:
-    door, fresh = Doorkeeper(VOCABULARY), Doorkeeper(VOCABULARY)
+    door, fresh = Doorkeeper(LIMITS), Doorkeeper(LIMITS)
     for step in range(20):
         door.admit(ten(step, unusable=5), step)
     with pytest.raises(UnusableGroup, match="of the 50 groups of the last 5 batches"):
@@ -140,7 +163,7 @@ def test_more_than_half_of_five_batches_ends_the_run_and_half_does_not() -> None
 
 
 def test_a_batch_that_comes_again_ends_the_run_in_whatever_order() -> None:
-    door = Doorkeeper(VOCABULARY)
+    door = Doorkeeper(LIMITS)
     door.admit([good(1), good(2)], step=0)
     door.admit([good(3), good(4)], step=1)
     with pytest.raises(DuplicatedBatch, match=r"step 2: all 2 groups .* of step 0"):
@@ -148,7 +171,7 @@ def test_a_batch_that_comes_again_ends_the_run_in_whatever_order() -> None:
 
 
 def test_single_repeats_are_counted_and_told_now_and_then() -> None:
-    door = Doorkeeper(VOCABULARY)
+    door = Doorkeeper(LIMITS)
     door.admit([good(1), good(2)], step=0)
     door.admit([good(3), good(4)], step=1)
     with capture_logs() as logs:

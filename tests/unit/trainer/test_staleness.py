@@ -17,7 +17,7 @@ from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.trainer_state import Position
-from tests.unit.trainer.groups import VOCABULARY, good, sampled_by
+from tests.unit.trainer.groups import LIMITS, good, sampled_by
 
 RESUMED = Lineage(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
 OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
@@ -39,7 +39,7 @@ def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> 
 
 
 def door(max_staleness: int | None) -> Doorkeeper:
-    return Doorkeeper(VOCABULARY, RESUMED, max_staleness)
+    return Doorkeeper(LIMITS, RESUMED, max_staleness)
 
 
 @pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1)])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_core.wire import (
+    FLOAT32_MAX,
+    MASKED,
+    MIN_TEMPERATURE,
+    PROMPT_LOGPROB,
+    PolicyVersion,
+    RolloutFacts,
+    ScoredGroup,
+)
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6
@@ -30,6 +37,14 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
+class GroupLimits:
+    """`vocab_size`: token ids lie below it; `seq_len`: tokens to which sequences are cut."""
+
+    vocab_size: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
 class UsableGroup:
     """A group that passed every check, with what the checks read from it.
 
@@ -45,23 +60,27 @@ class UsableGroup:
     version_bound: PolicyVersion | None = None
 
 
-def usable_group(index: int, group: ScoredGroup, vocab_size: int) -> UsableGroup:
+def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableGroup:
     """Check one group; `index` is its place in the batch, for messages.
 
     Raises:
         UnusableGroup: no inference_logprobs, sampled from another distribution than the one its
             logprobs can be compared with, masks that do not fit its tokens or leave the prompt
-            unmasked, nothing to train on, or tokens that the policy does not know.
+            unmasked, nothing to train on, tokens that the policy does not know, or numbers beyond
+            float32.
     """
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
         raise UnusableGroup(UnusableReason.NO_LOGPROBS, message)
     _check_sampling(index, group)
-    _check_tokens(index, group, vocab_size)
+    _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
+    _check_float32(f"group {index}, scores", group.scores)
     for i, (masks, logprobs) in enumerate(zip(group.masks, group.inference_logprobs, strict=True)):
+        _check_float32(f"group {index}, sequence {i}, inference_logprobs", logprobs)
         _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
     _check_prompts(index, group)
+    _check_cut(index, group, limits.seq_len)
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
     return UsableGroup(
         group=group,
@@ -114,6 +133,25 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
         )
 
 
+def _check_float32(where: str, values: Sequence[float]) -> None:
+    beyond = [value for value in values if not abs(value) <= FLOAT32_MAX]
+    if beyond:
+        raise UnusableGroup(
+            UnusableReason.NOT_FLOAT32,
+            f"{where}: {beyond[0]:g} is beyond what float32 holds, so the loss would be NaN",
+        )
+
+
+def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:
+    first = min(positions[0] for m in group.masks if (positions := _trained_positions(m)))
+    if first >= seq_len:
+        raise UnusableGroup(
+            UnusableReason.CUT_OFF,
+            f"group {index}: the first trained token is number {first + 1}, and --seq-len "
+            f"{seq_len} cuts it off; raise it, or have the environment make shorter prompts",
+        )
+
+
 def _check_logprobs(where: str, masks: list[int], logprobs: list[float]) -> None:
     trained = [logprobs[t] for t in _trained_positions(masks)]
     positive = [logp for logp in trained if logp > LOGPROB_SLACK]
@@ -146,11 +184,16 @@ def _trained_positions(masks: list[int]) -> list[int]:
 def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> float:
     """From the sequence's overrides, else the generation parameters, else the group's overrides."""
     found = next(_given_temperatures(group, override), 1.0)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, int | float)
+        or not MIN_TEMPERATURE <= found <= FLOAT32_MAX
+    ):
         raise UnusableGroup(
             UnusableReason.TEMPERATURE,
             f"group {index}: temperature {found!r}; the importance ratio needs completions that "
-            "were sampled at a temperature above 0",
+            f"were sampled at a temperature above 0 (from {MIN_TEMPERATURE:g} to "
+            f"{FLOAT32_MAX:.2g}, by which float32 can divide)",
         )
     return float(found)
 

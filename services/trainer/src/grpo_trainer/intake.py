@@ -14,7 +14,7 @@ import structlog
 
 from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer.errors import UnusableGroup
-from grpo_trainer.group_checks import UsableGroup, usable_group
+from grpo_trainer.group_checks import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.repeats import RecentBatches
 from grpo_trainer.staleness import BEGINNING, Lineage, Making, stale_groups
 
@@ -49,15 +49,15 @@ class Doorkeeper:
     """Remembers recent batches and what was said about bad groups.
 
     Args:
-        vocab_size: token ids lie below it
+        limits: what the policy can be trained on
         lineage: says how old groups are
         max_staleness: in steps; older groups are dropped, None: none
     """
 
     def __init__(
-        self, vocab_size: int, lineage: Lineage = BEGINNING, max_staleness: int | None = None
+        self, limits: GroupLimits, lineage: Lineage = BEGINNING, max_staleness: int | None = None
     ) -> None:
-        self._vocab_size = vocab_size
+        self._limits = limits
         self._lineage = lineage
         self._max_staleness = max_staleness
         self._batches = RecentBatches()
@@ -111,7 +111,7 @@ class Doorkeeper:
         usable, problems = [], []
         for index, (group, making) in enumerate(made):
             try:
-                checked = usable_group(index, group, self._vocab_size)
+                checked = usable_group(index, group, self._limits)
                 usable.append(replace(checked, version_bound=making.bound))
             except UnusableGroup as problem:
                 problems.append(problem)

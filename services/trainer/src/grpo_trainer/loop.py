@@ -27,6 +27,7 @@ from grpo_trainer.batch import CollationLimits, collate
 from grpo_trainer.benchmark import Stopwatch, server_status
 from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
 from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.group_checks import GroupLimits
 from grpo_trainer.healthy_ranges import RangeWatch
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
@@ -136,6 +137,7 @@ def begin(
     saver = Saver(settings, policy, optimizer, api, store)
     # A state that the user named may lie elsewhere, and may be gone on from in another run.
     saver.begin(position, is_saved=saved is not None and settings.resume == AUTO)
+    limits = GroupLimits(policy.config.vocab_size, settings.seq_len)
     run = Run(
         settings=settings,
         api=api,
@@ -144,7 +146,7 @@ def begin(
         forward=forward,
         optimizer=optimizer,
         probe=AlignmentProbe(policy),
-        door=Doorkeeper(policy.config.vocab_size, lineage, settings.max_staleness),
+        door=Doorkeeper(limits, lineage, settings.max_staleness),
         rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(policy)),
         ranges=RangeWatch(),
         saver=saver,
