@@ -18,8 +18,10 @@ GrpoError (grpo_core)
 ├── NoInferenceServer       nothing answers at the server's URL; says what to start
 ├── StaleData               every batch that comes is older than --max-staleness
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
-├── NonFiniteLoss           the loss of a micro-batch is NaN or infinite
-├── NonFiniteGradient       the gradient norm of a step is NaN or infinite
+├── NonFiniteStep           a step cannot be taken; no weight was changed
+│   ├── NonFiniteLoss       the loss of a micro-batch is NaN or infinite
+│   └── NonFiniteGradient   the gradient norm of a step is NaN or infinite
+├── PolicyDiverged          no step could be taken on several batches in a row
 └── WeightSyncError         trainer and server do not hold the same weights
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
     ├── UnreachableWeights  the server's weights are on a GPU, and this process cannot open them
@@ -134,12 +136,20 @@ class WandbUnavailable(GrpoError):
     """Weights & Biases did not start."""
 
 
-class NonFiniteLoss(GrpoError):
+class NonFiniteStep(GrpoError):
+    """A step cannot be taken. No weight was changed."""
+
+
+class NonFiniteLoss(NonFiniteStep):
     """The loss is NaN or infinite; training on would spread it into every weight."""
 
 
-class NonFiniteGradient(GrpoError):
+class NonFiniteGradient(NonFiniteStep):
     """The gradient norm is NaN or infinite."""
+
+
+class PolicyDiverged(GrpoError):
+    """No step could be taken on several batches in a row."""
 
 
 class WeightSyncError(GrpoError):

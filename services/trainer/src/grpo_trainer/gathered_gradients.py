@@ -37,6 +37,10 @@ class GatheredGradients:
         gradient, self.tensors[index] = self.tensors[index], None
         return gradient
 
+    def clear(self) -> None:
+        """Forget what was gathered: it is computed again."""
+        self.tensors = [None] * len(self.tensors)
+
     def _take_over(self, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

@@ -23,16 +23,18 @@ from grpo_trainer.alignment import (
     require_written,
     tolerance_of,
 )
-from grpo_trainer.batch import CollationLimits, collate
+from grpo_trainer.batch import Batch, CollationLimits, collate
 from grpo_trainer.benchmark import Stopwatch, server_status
+from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.group_checks import GroupLimits
 from grpo_trainer.healthy_ranges import RangeWatch
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.packages import require_packages
+from grpo_trainer.quarantine import Quarantine
 from grpo_trainer.resume import find_state, rejoin, take_up
 from grpo_trainer.rollout_check import RolloutCheck
 from grpo_trainer.save_path import hold_save_path
@@ -43,6 +45,7 @@ from grpo_trainer.sinks import Write, keep_records, open_sinks
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.taking import next_batch, take_batch
+from grpo_trainer.token_table import Distance
 from grpo_trainer.trainer_state import Position
 from grpo_trainer.updates.build import build_update
 from grpo_trainer.weight_sync.base import Published, WeightSync
@@ -68,6 +71,7 @@ class Run:
     rollouts: RolloutCheck
     ranges: RangeWatch
     saver: Saver
+    quarantine: Quarantine
     write_record: Write
     stopwatch: Stopwatch
     started: float
@@ -150,6 +154,7 @@ def begin(
         rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(policy)),
         ranges=RangeWatch(),
         saver=saver,
+        quarantine=Quarantine(settings.save_path),
         write_record=write_record,
         stopwatch=Stopwatch(),
         started=time.monotonic(),
@@ -158,7 +163,7 @@ def begin(
 
 
 def run_step(run: Run, position: Position) -> Position:
-    """One optimizer step and its record.
+    """One optimizer step and its record. A batch on which none can be taken is passed over.
 
     Args:
         position: steps taken so far; its epoch and step name the weights that are served.
@@ -170,27 +175,65 @@ def run_step(run: Run, position: Position) -> Position:
     watch.fetched()
     intake = taken.intake
     batch = collate(intake.groups, CollationLimits(settings.seq_len, settings.batch_size))
-    gradients = accumulate_gradients(run.policy, batch, settings.clip_eps, step, run.forward)
-    held = PolicyVersion(position.epoch, step)
-    fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
-    watch.computed()
-    published = run.sync.apply(run.optimizer, step)
+    try:
+        taken_step = take_step(run, batch, position, watch)
+    except NonFiniteStep as error:
+        run.quarantine.take_in(taken, step, error)
+        beyond = replace(position, batch_id=taken.batch_id)
+        run.saver.batch_passed_over(beyond)
+        return run_step(run, beyond)
+    published = taken_step.published
     alignment = verify(run, step, published)
     outcome = StepOutcome(
         step=step,
         steps=settings.training_steps,
         lr=run.optimizer.learning_rate(step),
         intake=intake,
+        quarantined_batches=run.quarantine.since_step,
         facts=batch.facts,
-        gradients=gradients,
-        fresh=fresh,
+        gradients=taken_step.gradients,
+        fresh=taken_step.fresh,
         published=published,
         alignment=alignment,
         times=watch.times(published, run.started),
         save_s=run.saver.seconds,
     )
+    run.quarantine.step_taken()
     report(run, outcome)
     return Position(step + 1, taken.batch_id, published.version.epoch)
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """`fresh`: of the tokens that the trainer's own weights sampled."""
+
+    gradients: GradientStats
+    fresh: Distance
+    published: Published
+
+
+def take_step(run: Run, batch: Batch, position: Position, watch: StepWatch) -> TakenStep:
+    """Gradients, the check of the rollouts, the update. What fails is tried once more: the machine
+    may have been to blame.
+
+    Raises:
+        NonFiniteStep: twice; no weight was changed.
+    """
+    step, fresh = position.step, None
+    held, clip_eps = PolicyVersion(position.epoch, step), run.settings.clip_eps
+    for is_last in (False, True):
+        try:
+            gradients = accumulate_gradients(run.policy, batch, clip_eps, step, run.forward)
+            if fresh is None:  # the check remembers what it has seen
+                fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
+            watch.computed()
+            return TakenStep(gradients, fresh, run.sync.apply(run.optimizer, step))
+        except NonFiniteStep as error:
+            run.optimizer.gradients.clear()
+            if is_last:
+                raise
+            log.warning("step.repeated", step=step, reason=str(error))
+    raise AssertionError("unreachable")
 
 
 def report(run: Run, outcome: StepOutcome) -> None:

@@ -63,6 +63,7 @@ class StepOutcome:
     Args:
         fresh: of the tokens that the trainer's own weights sampled
         alignment: None where the server was not asked at this step
+        quarantined_batches: passed over since the step before
         save_s: seconds of saving between the step before and this one, None where nothing was
     """
 
@@ -70,6 +71,7 @@ class StepOutcome:
     steps: int
     lr: float
     intake: Intake
+    quarantined_batches: int
     facts: BatchFacts
     gradients: GradientStats
     fresh: Distance
@@ -86,6 +88,7 @@ def step_record(outcome: StepOutcome) -> Record:
         "steps": outcome.steps,
         "time_s": outcome.times.time_s,
         **_data(outcome.facts, outcome.intake),
+        "data/quarantined_batches": outcome.quarantined_batches,
         **_training(outcome),
         **_policy(outcome.gradients.sums),
         **_alignment(outcome),

@@ -11,6 +11,7 @@ import structlog
 
 from grpo_core.errors import LeasesFull
 from grpo_core.run_api_client import LeasedBatch, TrainerClient
+from grpo_core.wire import ScoredGroup
 from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper, Intake
 from grpo_trainer.saving import Saver
@@ -42,9 +43,11 @@ class Taker(Protocol):
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """One that can be trained on. `intake.stale_groups` counts those of batches passed over."""
+    """One that can be trained on. `intake.stale_groups` counts those of batches passed over;
+    `groups`: all of it, as it came."""
 
     batch_id: int
+    groups: list[ScoredGroup]
     intake: Intake
 
 
@@ -64,7 +67,7 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
         intake = run.door.admit(leased.groups, position.step, leased.received_under)
         stale += intake.stale_groups
         if intake.groups:
-            return TakenBatch(leased.id, replace(intake, stale_groups=stale))
+            return TakenBatch(leased.id, leased.groups, replace(intake, stale_groups=stale))
         last = leased.id
         run.saver.batch_passed_over(replace(position, batch_id=last))
         log.warning("passed over a batch of stale groups", batch_id=last, groups=len(leased.groups))

@@ -1,0 +1,142 @@
+"""A batch on which no step can be taken is kept and passed over as if it had never come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from grpo_core.run_api_client import LeasedBatch
+from grpo_core.wire import PolicyVersion
+from grpo_trainer import loop
+from grpo_trainer.batch import MicroBatch
+from grpo_trainer.errors import PolicyDiverged
+from grpo_trainer.forward_pass import plain_forward
+from grpo_trainer.intake import Doorkeeper
+from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.quarantine import Quarantine
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.tiny_model import Recipe, build_model
+from grpo_trainer.token_table import Distance
+from grpo_trainer.trainer_state import Position
+from grpo_trainer.weight_sync.base import Published
+from tests.support.directories import names
+from tests.unit.trainer.groups import LIMITS, good
+
+Harm = Callable[[Tensor, Tensor], Tensor]
+HARMS: dict[str, Harm] = {
+    "loss": lambda logp, _weight: logp * float("nan"),
+    "gradient": lambda logp, weight: logp + (0 * weight).sqrt(),  # infinite slope times 0
+}
+POISON = 2.0
+"""Temperature of sequences that the forward pass harms."""
+
+
+class Bench:
+    """The loop on a tiny model; run-api, server and saver only note what they are told."""
+
+    def __init__(self, save_path: Path, harm: str = "loss", times: int = 100) -> None:
+        torch.manual_seed(0)
+        self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
+        self.optimizer = MasterOptimizer(self.policy.parameters(), 0.1, 0, 0.0, 1.0)
+        self.save_path, self.harm, self.left = save_path, HARMS[harm], times
+        self.passed_over: list[int] = []
+        self.records: list[dict[str, float]] = []
+
+    def forward(self, policy: Any, micro: MicroBatch) -> Tensor:
+        logp = plain_forward(policy, micro)
+        if self.left and POISON in micro.temperature.tolist():
+            self.left -= 1
+            return self.harm(logp, next(policy.parameters()).flatten()[0])
+        return logp
+
+    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
+        norm = optimizer.step(step)
+        optimizer.write_into_parameters()
+        return Published(PolicyVersion(1, step + 1), norm, 0.0, 0.0)
+
+    def train(self, batches: Sequence[bool], missing: Sequence[int] = ()) -> Position:
+        """Args:
+        batches: in turn, whether the second of two micro-batches is poisoned
+        missing: ids of those that do not come
+        """
+        groups = [
+            [good(2 * i), good(2 * i + 1, generation_params={"temperature": POISON if bad else 1})]
+            for i, bad in enumerate(batches)
+        ]
+        leased = (
+            LeasedBatch(i, g, [None] * 2) for i, g in enumerate(groups, 1) if i not in missing
+        )
+        run: Any = SimpleNamespace(
+            settings=TrainerSettings(
+                model_name="m",
+                weight_bridge_mode="lora_only",
+                redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
+                training_steps=len(batches),
+                seq_len=LIMITS.seq_len,
+            ),
+            api=SimpleNamespace(next_batch=lambda *_: next(leased)),
+            sync=SimpleNamespace(tend=lambda: None, apply=self.apply),
+            policy=self.policy,
+            forward=self.forward,
+            optimizer=self.optimizer,
+            door=Doorkeeper(LIMITS),
+            rollouts=SimpleNamespace(require_match=lambda *_: Distance(0, 0.0, 0.0, 0.0)),
+            ranges=SimpleNamespace(look=lambda _: None),
+            stopwatch=SimpleNamespace(add=lambda *_: None),
+            saver=SimpleNamespace(
+                seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
+            ),
+            quarantine=Quarantine(self.save_path),
+            write_record=self.records.append,
+            started=0.0,
+        )
+        position = Position(step=0, batch_id=0, epoch=1)
+        while position.batch_id < len(batches):
+            position = loop.run_step(run, position)
+        return position
+
+    def masters(self) -> list[list[float]]:
+        return [master.flatten().tolist() for master in self.optimizer.masters]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_batch_that_fails_twice_is_passed_over_without_a_trace(harm: str, tmp_path: Path) -> None:
+    bench, without = Bench(tmp_path, harm), Bench(tmp_path)
+    with capture_logs() as logs:
+        assert bench.train([False, True, True, False]) == Position(step=2, batch_id=4, epoch=1)
+    assert bench.passed_over == [2, 3]
+    assert [record["data/quarantined_batches"] for record in bench.records] == [0, 2]
+    warned = [entry["batch_id"] for entry in logs if entry["event"] == "batch.quarantined"]
+    assert warned == [2, 3]
+    assert names(tmp_path / "quarantine") == ["batch_2.json", "batch_3.json"]
+    kept = json.loads((tmp_path / "quarantine" / "batch_2.json").read_text())
+    assert kept["groups"][1] == good(3, generation_params={"temperature": POISON}).model_dump()
+    assert (kept["batch_id"], kept["step"]) == (2, 1)
+    assert "nan" in kept["error"]
+    assert bench.left == 100 - 4
+    without.train([False, True, True, False], missing=(2, 3))
+    assert bench.masters() == without.masters()
+
+
+def test_a_step_that_fails_once_is_taken_as_if_it_had_not(tmp_path: Path) -> None:
+    bench, alone = Bench(tmp_path, times=1), Bench(tmp_path, times=0)
+    for one in (bench, alone):
+        one.train([False, True])
+    assert bench.left == 0
+    assert bench.passed_over == []
+    assert bench.masters() == alone.masters()
+
+
+def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(PolicyDiverged, match="3 batches in a row"):
+        bench.train([False, True, True, False, True, True, True])
+    assert bench.passed_over == [2, 3, 5, 6]
