@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights
+from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _opened_after, _usable_after
 
 OURS = PolicyVersion(3, 7)
@@ -48,6 +53,25 @@ def test_a_run_that_goes_on_opens_an_epoch_of_its_own(
 ) -> None:
     ours = PolicyVersion(beyond_the_server, 0)
     assert _opened_after(ours, saved) == PolicyVersion(expected, 0)
+
+
+def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> None:
+    """By a trainer that died before its next state, on a server that was restarted since."""
+
+    def open_after(last_epoch: int) -> int:
+        def write(version: PolicyVersion) -> None:
+            assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
+
+        with BridgeClient("http://127.0.0.1:1") as bridge:
+            sync: Any = SharedVllm(bridge, "model", epochs=OpenedEpochs(tmp_path))
+            sync._hold = SimpleNamespace(
+                attachment=SimpleNamespace(is_lost=lambda: False), return_deadline_s=0.0
+            )
+            sync._version, sync._write = PolicyVersion(1, 0), write
+            opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)
+            return opened.epoch
+
+    assert [open_after(3), open_after(3), open_after(9)] == [4, 5, 10]
 
 
 @pytest.mark.parametrize("state", ["serving", "awaiting_weights", "failed"])

@@ -14,6 +14,7 @@ from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.handed_off import Cadence, HandedOff
 from grpo_trainer.weight_sync.handoff import Handoff
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.served_files import ServedFiles
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
@@ -44,6 +45,7 @@ def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
         device=settings.device,
         lease_s=settings.pause_lease_s,
         return_deadline_s=settings.server_return_deadline_s,
+        epochs=OpenedEpochs(settings.save_path),
     )
 
 

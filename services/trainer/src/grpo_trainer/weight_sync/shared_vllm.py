@@ -22,6 +22,7 @@ from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import AUTO_DEVICE
 from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.server_hold import RETURN_DEADLINE_S, RETURN_POLL_S, ServerHold
 from grpo_trainer.weight_sync.shared_views import (
     MappedWeights,
@@ -45,6 +46,7 @@ class SharedVllm:
     device: where the server must hold it; "auto": wherever it does
     lease_s: the longest pause to ask for
     return_deadline_s: how long a server that went away may take to come back
+    epochs: those that were opened before; None: nobody asks for them
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class SharedVllm:
         device: str = AUTO_DEVICE,
         lease_s: float = 30.0,
         return_deadline_s: float = RETURN_DEADLINE_S,
+        epochs: OpenedEpochs | None = None,
     ) -> None:
         self._bridge = bridge
         self._hold = ServerHold(bridge, places or WeightPlaces(), dtype, device, return_deadline_s)
         self._model_name = model_name
         self._lease_s = lease_s
+        self._epochs = epochs
         self._policy: Any = None
         self._optimizer: MasterOptimizer | None = None
         self._version = PolicyVersion(0, 0)
@@ -99,9 +103,11 @@ class SharedVllm:
         return self._policy
 
     def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
-        """Write the masters back and announce them under an epoch beyond the server's and
-        `last_epoch`."""
+        """Write the masters back and announce them under an epoch beyond the server's, `last_epoch`
+        and every one that was opened."""
         self._optimizer = optimizer
+        if self._epochs is not None:
+            last_epoch = max(last_epoch, self._epochs.newest())
         self._version = _opened_after(self._version, last_epoch)
         return self._publish(step)
 
@@ -168,6 +174,8 @@ class SharedVllm:
             if self._hold.attachment.is_lost():
                 self._reattach("its connection closed")
             version = PolicyVersion(self._version.epoch, step)
+            if self._epochs is not None:
+                self._epochs.open(version.epoch)
             try:
                 self._write(version)
             except (ServiceUnavailable, RequestRefused) as error:
