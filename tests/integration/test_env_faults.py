@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.run_api_client import TrainerClient
+from grpo_core.wire import Registration
 from grpo_local.ports import free_port
+from grpo_trainer import loop
+from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api
+from tests.integration.run_api_calls import (
+    REGISTRATION,
+    disconnect,
+    lease,
+    register_environment,
+)
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
@@ -58,6 +69,27 @@ def take(trainer: TrainerClient, steps: int) -> set[int | None]:
     """The env_ids of the groups in the next batches."""
     batches = [trainer.next_batch(DEADLINE_S) for _ in range(steps)]
     return {group.env_id for batch in batches for group in batch.groups}
+
+
+def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client) -> None:
+    """And one to which none has come waits for its whole deadline."""
+    with TrainerClient(str(http.base_url)) as trainer:
+        uuid = trainer.register(Registration.model_validate(REGISTRATION))
+        run: Any = SimpleNamespace(
+            api=trainer,
+            sync=SimpleNamespace(tend=lambda: None),
+            settings=SimpleNamespace(
+                batch_deadline_s=DEADLINE_S, environment_return_deadline_s=0.01
+            ),
+        )
+        with pytest.raises(ServiceUnavailable, match="no batch within"):
+            trainer.next_batch(0.01)
+        first, second = (register_environment(http)["env_id"] for _ in range(2))
+        disconnect(http, first)
+        assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
+        disconnect(http, second)
+        with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
+            loop.next_batch(run, 0, batches_left=1)
 
 
 def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(

@@ -15,7 +15,7 @@ from grpo_core.errors import (
     TrainerSuperseded,
     UnknownBatch,
 )
-from grpo_core.wire import PolicyVersion, ScoredGroup, WireModel
+from grpo_core.wire import EnvironmentCount, PolicyVersion, ScoredGroup, WireModel
 
 SERVICE = "Atropos API"
 """Name in messages: users search for "Atropos API not reachable"."""
@@ -55,7 +55,7 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
     return answer
 
 
-def parse(model: type[M], answer: dict[str, Any]) -> M:
+def parse(model: type[M], answer: dict[str, Any] | None) -> M:
     """Raises `ProtocolViolation` where the answer is not such a record."""
     try:
         return model.model_validate(answer)
@@ -80,8 +80,8 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
     return error
 
 
-def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | None:
-    """What `GET /batch?after=` answered; None where no batch is complete.
+def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:
+    """What `GET /batch?after=` answered; where no batch is complete, who could send one.
 
     Raises:
         ProtocolViolation: nobody is registered, or the batch is broken or not a later one.
@@ -92,7 +92,7 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | None:
             "/reset_data, or its Redis lost its data (does it run with --appendonly yes?)"
         )
     if answer["batch"] is None:
-        return None
+        return parse(EnvironmentCount, answer.get("environments"))
     batch_id = answer.get("batch_id")
     if not isinstance(batch_id, int) or batch_id <= after:
         raise ProtocolViolation(

@@ -19,6 +19,7 @@ from grpo_core.run_api_answers import (
 )
 from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import (
+    EnvironmentCount,
     EnvironmentRegistration,
     EnvironmentStatus,
     Registration,
@@ -86,6 +87,7 @@ class TrainerClient(ServiceClient):
         deadline_s: float,
         meanwhile: Callable[[], None] = lambda: None,
         batches_left: int | None = None,
+        look: Callable[[EnvironmentCount], None] = lambda _: None,
     ) -> LeasedBatch:
         """Wait for the batch after the last one.
 
@@ -93,6 +95,7 @@ class TrainerClient(ServiceClient):
             meanwhile: called every second while there is none; the time that it takes does not
                 count
             batches_left: how many the run needs, with this one; environments leave after the last
+            look: told how many environments there are, every second while there is none
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
@@ -104,10 +107,11 @@ class TrainerClient(ServiceClient):
         give_up_at = time.monotonic() + deadline_s
         while True:
             left_s = max(0.0, give_up_at - time.monotonic())
-            batch = self._lease(min(BATCH_WAIT_S, left_s), batches_left)
-            if batch is not None:
-                self._last_batch = batch.id
-                return batch
+            found = self._lease(min(BATCH_WAIT_S, left_s), batches_left)
+            if isinstance(found, LeasedBatch):
+                self._last_batch = found.id
+                return found
+            look(found)
             if time.monotonic() >= give_up_at:
                 raise ServiceUnavailable(
                     f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
@@ -129,7 +133,7 @@ class TrainerClient(ServiceClient):
         """
         self._asked_by_trainer("POST", f"/batch/{batch_id}/ack")
 
-    def _lease(self, wait_s: float, batches_left: int | None) -> LeasedBatch | None:
+    def _lease(self, wait_s: float, batches_left: int | None) -> LeasedBatch | EnvironmentCount:
         query = {"after": self._last_batch, "wait_s": round(wait_s, 3)}
         if batches_left is not None:
             query["batches_left"] = batches_left

@@ -306,6 +306,14 @@ class ServerStatus(WireModel):
     run_uuid: str | None = None
 
 
+class EnvironmentCount(WireModel):
+    """Of a run: environments that ever registered, and those that have neither left nor fallen
+    silent."""
+
+    registered: int
+    connected: int
+
+
 class EnvironmentStatus(WireModel):
     """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
 

@@ -97,7 +97,10 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
         sync=SimpleNamespace(tend=lambda: None),
         saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
         settings=SimpleNamespace(
-            batch_deadline_s=batch_deadline_s, max_staleness=2, training_steps=AT.step + 3
+            batch_deadline_s=batch_deadline_s,
+            environment_return_deadline_s=60.0,
+            max_staleness=2,
+            training_steps=AT.step + 3,
         ),
         door=door(max_staleness=2),
     )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 # pydantic takes the one of `typing` from Python 3.12 on
 from typing_extensions import TypedDict
 
-from grpo_core.wire import ScoredGroup, Step
+from grpo_core.wire import EnvironmentCount, ScoredGroup, Step
 
 
 class Greeting(TypedDict):
@@ -98,9 +98,16 @@ class ServedGroup(ScoredGroup):
 
 
 class NoBatch(_Streamed):
-    """There is not enough data, or a minimum is missing."""
+    """There is not enough data, or a minimum is missing. To a poll without `trainer`."""
 
     batch: None
+
+
+class NoLease(_Streamed):
+    """The same to a poll with `trainer`, and who could send what is missing."""
+
+    batch: None
+    environments: EnvironmentCount
 
 
 class PolledBatch(_Streamed):

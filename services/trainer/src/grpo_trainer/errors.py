@@ -16,6 +16,7 @@ GrpoError (grpo_core)
 ├── FastPathRefused         a faster way of computing was asked for that the model does not allow
 ├── UnusableOptimizer       the weights, or their device, do not go with the optimizer's options
 ├── NoInferenceServer       nothing answers at the server's URL; says what to start
+├── NoEnvironmentLeft       every environment of the run has left, and none came back
 ├── StaleData               every batch that comes is older than --max-staleness
 ├── WandbUnavailable        Weights & Biases was asked for and does not start
 ├── NonFiniteStep           a step cannot be taken; no weight was changed
@@ -126,6 +127,10 @@ class UnusableOptimizer(GrpoError):
 
 class NoInferenceServer(GrpoError):
     """No inference server answers, or the one that was started ended. Says what to start."""
+
+
+class NoEnvironmentLeft(GrpoError):
+    """All environments have left, and none came back within --environment-return-deadline-s."""
 
 
 class StaleData(GrpoError):

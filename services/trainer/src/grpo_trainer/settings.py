@@ -80,6 +80,11 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
     batch_deadline_s: float = Field(
         600.0, gt=0, description="Seconds to wait for a batch before giving up"
     )
+    environment_return_deadline_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds to wait for an environment to come back once the last one has left",
+    )
     verify_every_steps: int = Field(
         10,
         ge=0,

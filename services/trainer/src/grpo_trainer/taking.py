@@ -12,6 +12,7 @@ import structlog
 from grpo_core.errors import LeasesFull
 from grpo_core.run_api_client import LeasedBatch, TrainerClient
 from grpo_core.wire import ScoredGroup
+from grpo_trainer.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper, Intake
 from grpo_trainer.saving import Saver
@@ -81,10 +82,16 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
 
 def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
     """Args:
-    last_batch: id of the one taken before, 0 where this line of training begins
-    batches_left: how many the run needs, with this one
+        last_batch: id of the one taken before, 0 where this line of training begins
+        batches_left: how many the run needs, with this one
+
+    Raises:
+        NoEnvironmentLeft: nobody is left to send it; and as `TrainerClient.next_batch`.
     """
-    ask = partial(run.api.next_batch, run.settings.batch_deadline_s, run.sync.tend, batches_left)
+    watch = EnvironmentWatch(run.settings.environment_return_deadline_s)
+    tend = partial(watch.not_counting, run.sync.tend)
+    deadline_s = run.settings.batch_deadline_s
+    ask = partial(run.api.next_batch, deadline_s, tend, batches_left, watch.look)
     try:
         leased = ask()
     except LeasesFull as full:

@@ -14,6 +14,7 @@ from grpo_api.answers import (
     BatchesAcknowledged,
     LeasedBatch,
     NoBatch,
+    NoLease,
     PolledBatch,
     TrainerMissing,
     TrainerNames,
@@ -61,7 +62,7 @@ _ENROLLED: dict[int | str, dict[str, Any]] = {
 }
 _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": NoBatch | PolledBatch | LeasedBatch | TrainerMissing,
+        "model": NoBatch | NoLease | PolledBatch | LeasedBatch | TrainerMissing,
         "links": {
             "next": linked(
                 "batch", trainer="$request.query.trainer", after="$response.body#/batch_id"
@@ -116,6 +117,8 @@ async def batch(
             due = await dispatcher.by_lease(Poll(trainer, after, batches_left), wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
+    if due is None and trainer is not None:
+        return NoLease(batch=None, environments=await store.facts.environments())
     if due is None:
         return {"batch": None}
     return await _answer(store, due, trainer is None, accepts_gzip(accept_encoding))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grpo_api.redis_link import RedisLink
 from grpo_api.run_facts import RunFacts
 from grpo_api.store.keys import keys
+from grpo_core.wire import EnvironmentCount
 
 
 class FactStore:
@@ -42,6 +43,12 @@ class FactStore:
             acknowledged_batches=found.acknowledged,
             environments_alive=found.alive,
             environments_registered=found.registered,
+        )
+
+    async def environments(self) -> EnvironmentCount:
+        facts = await self.read()
+        return EnvironmentCount(
+            registered=facts.environments_registered, connected=facts.environments_alive
         )
 
 

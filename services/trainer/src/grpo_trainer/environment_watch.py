@@ -1,0 +1,57 @@
+"""Notices, while a batch is waited for, that nobody is left who could send one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from grpo_core.wire import EnvironmentCount
+from grpo_trainer.errors import NoEnvironmentLeft
+
+log = structlog.get_logger()
+
+
+class EnvironmentWatch:
+    """Of one wait for a batch.
+
+    Args:
+        return_deadline_s: how long to wait for an environment once the last one has left
+        clock: seconds
+    """
+
+    def __init__(
+        self, return_deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._return_deadline_s = return_deadline_s
+        self._clock = clock
+        self._give_up_at: float | None = None
+
+    def look(self, environments: EnvironmentCount) -> None:
+        """Raises `NoEnvironmentLeft` once all have been gone for the deadline. Where none has ever
+        registered, groups may come from elsewhere, or the first one is on its way."""
+        if environments.connected or not environments.registered:
+            self._give_up_at = None
+        elif self._give_up_at is None:
+            self._give_up_at = self._clock() + self._return_deadline_s
+            log.warning(
+                "environments.left",
+                registered=environments.registered,
+                waits_s=self._return_deadline_s,
+                more="--environment-return-deadline-s",
+            )
+        elif self._clock() >= self._give_up_at:
+            raise NoEnvironmentLeft(
+                f"no environment is connected to run-api: {environments.registered} registered in "
+                f"this run, all have left or stopped polling, and none came back within "
+                f"{self._return_deadline_s:g} s. Look at their logs for why they ended, and start "
+                "them and the trainer again, or wait longer with --environment-return-deadline-s"
+            )
+
+    def not_counting(self, work: Callable[[], None]) -> None:
+        """What it waits for, such as a server that restarts, keeps environments away too."""
+        began = self._clock()
+        work()
+        if self._give_up_at is not None:
+            self._give_up_at += self._clock() - began

@@ -1,0 +1,36 @@
+"""When a trainer gives up environments that have left, on a clock of the test."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from grpo_core.wire import EnvironmentCount
+from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer.errors import NoEnvironmentLeft
+
+NOBODY_YET = EnvironmentCount(registered=0, connected=0)
+GONE = EnvironmentCount(registered=2, connected=0)
+BACK = EnvironmentCount(registered=3, connected=1)
+
+
+def test_environments_that_left_have_the_deadline_to_come_back() -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    watch = EnvironmentWatch(60.0, clock=lambda: now[0])
+    with capture_logs() as logs:
+        for count, then_s in (
+            *((NOBODY_YET, 1000.0), (GONE, 59.0), (GONE, 0.5)),
+            *((BACK, 1000.0), (GONE, 59.0), (GONE, 0.0)),
+        ):
+            watch.look(count)
+            sleep(then_s)
+        watch.not_counting(lambda: sleep(1000.0))
+        watch.look(GONE)
+        sleep(1.0)
+        with pytest.raises(NoEnvironmentLeft, match=r"2 registered in this run.* within 60 s"):
+            watch.look(GONE)
+    assert [entry["event"] for entry in logs] == ["environments.left"] * 2
