@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.run_api_answers import leased_batch
-from grpo_core.wire import EnvironmentRegistration, PolicyVersion, ScoredGroup
+from grpo_core.run_api_answers import LeasedBatch, leased_batch
+from grpo_core.wire import EnvironmentCount, EnvironmentRegistration, PolicyVersion, ScoredGroup
 
 GROUP: dict[str, Any] = {
     "tokens": [[5, 6, 90], [5, 6, 91]],
@@ -145,10 +145,12 @@ POLLED = {"batch_id": 4, "received_under": [[1, 7], None], "batch": [GROUP] * 2}
 
 def test_each_group_comes_with_the_version_it_was_received_under() -> None:
     batch = leased_batch(POLLED, after=3)
-    assert batch is not None
+    assert isinstance(batch, LeasedBatch)
     assert (batch.id, len(batch.groups)) == (4, 2)
     assert batch.received_under == [PolicyVersion(1, 7), None]
-    assert leased_batch({"batch": None}, after=3) is None
+    nobody = {"registered": 1, "connected": 0}
+    pending = leased_batch({"batch": None, "environments": nobody}, after=3)
+    assert pending == EnvironmentCount(**nobody)
 
 
 @pytest.mark.parametrize(
