@@ -138,10 +138,12 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
     assert "top_p=0.9" in logs[0]["example"]
 
 
-def test_a_whole_batch_of_bad_groups_ends_the_run_with_every_reason() -> None:
-    without = good(2).model_copy(update={"inference_logprobs": None})
-    with pytest.raises(UnusableGroup, match="No group of the batch") as refused:
-        Doorkeeper(LIMITS).admit([without, bad(1), bad(3)], step=0)
+def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_reason() -> None:
+    without, door = good(2).model_copy(update={"inference_logprobs": None}), Doorkeeper(LIMITS)
+    batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
+    assert [len(door.admit(batch, step=0).groups) for batch in batches] == [0, 0, 10, 0, 0]
+    with pytest.raises(UnusableGroup, match="No group of 3 batches in a row") as refused:
+        door.admit([without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
     assert "no_inference_logprobs 1, truncated_sampling 2" in str(refused.value)
 

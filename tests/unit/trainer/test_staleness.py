@@ -106,15 +106,18 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
     )
 
 
-def test_batches_of_stale_groups_are_passed_over_by_name() -> None:
-    old = [[good(m), sampled_by(m + 10, (2, 6), (2, 6))] for m in (1, 2)]
-    run = run_of([*old, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, OLD])
+def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
+    old = [good(1), sampled_by(11, (2, 6), (2, 6))]
+    bad = [good(2), good(3).model_copy(update={"inference_logprobs": None})]
+    run = run_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
     with capture_logs() as logs:
         taken = loop.take_batch(run, AT)
     assert taken.batch_id == 7
-    assert (len(taken.intake.groups), taken.intake.stale_groups) == (1, 5)
+    intake = taken.intake
+    assert (len(intake.groups), intake.stale_groups, intake.unusable_groups) == (2, 3, 1)
     assert run.saver.passed_over == [(9, 5), (9, 6)]
-    assert [entry["batch_id"] for entry in logs if entry["log_level"] == "warning"] == [5, 6]
+    named = [e["batch_id"] for e in logs if e["event"] == "batch.passed_over"]
+    assert named == [5, 6]
 
 
 def test_a_run_that_gets_only_stale_groups_ends() -> None:

@@ -22,6 +22,8 @@ log = structlog.get_logger()
 
 WINDOW_BATCHES = 5
 """Over so many batches, no more than half of the groups may be unusable."""
+MOST_IN_VAIN = 3
+"""So many batches in a row without a usable group are no accident."""
 REPEAT_EVERY_STEPS = 50
 """Groups that come again are mentioned at most that often; the metric counts them all."""
 
@@ -30,7 +32,7 @@ REPEAT_EVERY_STEPS = 50
 class Intake:
     """A batch as it is trained on, and what was noticed at the door.
 
-    `groups`: none where all that could be trained on is stale.
+    `groups`: none where all of them are stale or unusable.
     """
 
     groups: list[UsableGroup]
@@ -78,8 +80,8 @@ class Doorkeeper:
 
         Raises:
             DuplicatedBatch: this batch was handed out before.
-            UnusableGroup: a whole batch, or more than half of the groups of the last 5 batches,
-                cannot be trained on.
+            UnusableGroup: three whole batches in a row, or more than half of the groups of the
+                last 5 batches, cannot be trained on.
         """
         repeated = self._batches.count_repeats(groups, step)
         if repeated and step >= self._quiet_until:
@@ -92,7 +94,7 @@ class Doorkeeper:
         usable, problems = self._sort([(groups[place], makings[place]) for place in young])
         self._tallies.append(_Tally(len(problems), len(young)))
         if problems:
-            self._refuse_systematic(problems, len(usable), len(stale))
+            self._refuse_systematic(problems)
         named = [self._named(one) for one in usable]
         return Intake(named, len(problems), repeated, len(stale))
 
@@ -134,12 +136,15 @@ class Doorkeeper:
         self._said.add((what, env_id))
         return is_news
 
-    def _refuse_systematic(self, problems: list[UnusableGroup], usable: int, stale: int) -> None:
+    def _refuse_systematic(self, problems: list[UnusableGroup]) -> None:
         first = problems[0]
         reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
-        if not usable and not stale:
+        newest = list(self._tallies)[-MOST_IN_VAIN:]
+        if len(newest) == MOST_IN_VAIN and all(0 < t.groups == t.unusable for t in newest):
             raise UnusableGroup(
-                first.reason, f"{first}\n\nNo group of the batch can be trained on ({reasons})."
+                first.reason,
+                f"{first}\n\nNo group of {MOST_IN_VAIN} batches in a row can be trained on (in "
+                f"this batch: {reasons}).",
             )
         unusable = sum(tally.unusable for tally in self._tallies)
         groups = sum(tally.groups for tally in self._tallies)

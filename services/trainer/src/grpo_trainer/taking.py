@@ -44,8 +44,8 @@ class Taker(Protocol):
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """One that can be trained on. `intake.stale_groups` counts those of batches passed over;
-    `groups`: all of it, as it came."""
+    """One that can be trained on. `intake.stale_groups` and `intake.unusable_groups` count those of
+    batches passed over too; `groups`: all of it, as it came."""
 
     batch_id: int
     groups: list[ScoredGroup]
@@ -55,24 +55,30 @@ class TakenBatch:
 def take_batch(run: Taker, position: Position) -> TakenBatch:
     """Wait for a batch of which something can be trained on.
 
-    One whose groups are all stale is done with: the next state holds its id, and with that it is
-    acknowledged. No step is taken on it.
+    One whose groups are all stale or unusable is done with: the next state holds its id, and with
+    that it is acknowledged. No step is taken on it.
 
     Raises:
         StaleData: nothing else came for as long as a batch may take.
         DuplicatedBatch, UnusableGroup: see `Doorkeeper`; and as `next_batch`.
     """
-    began, last, stale = time.monotonic(), position.batch_id, 0
+    began, last, stale, unusable = time.monotonic(), position.batch_id, 0, 0
     while True:
         leased = next_batch(run, last, run.settings.training_steps - position.step)
         intake = run.door.admit(leased.groups, position.step, leased.received_under)
-        stale += intake.stale_groups
+        stale, unusable = stale + intake.stale_groups, unusable + intake.unusable_groups
         if intake.groups:
-            return TakenBatch(leased.id, leased.groups, replace(intake, stale_groups=stale))
+            counted = replace(intake, stale_groups=stale, unusable_groups=unusable)
+            return TakenBatch(leased.id, leased.groups, counted)
         last = leased.id
         run.saver.batch_passed_over(replace(position, batch_id=last))
-        log.warning("passed over a batch of stale groups", batch_id=last, groups=len(leased.groups))
-        if time.monotonic() - began >= run.settings.batch_deadline_s:
+        log.warning(
+            "batch.passed_over",
+            batch_id=last,
+            stale_groups=intake.stale_groups,
+            unusable_groups=intake.unusable_groups,
+        )
+        if intake.stale_groups and time.monotonic() - began >= run.settings.batch_deadline_s:
             raise StaleData(
                 f"{stale} groups came in {run.settings.batch_deadline_s:g} s, and all are more "
                 f"than --max-staleness {run.settings.max_staleness} steps old. Let less data wait "
