@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from grpo_trainer.updates.base import Pace
-from tests.unit.trainer.update_variants import Model
+from tests.unit.trainer.update_variants import RATE, Model, decay_per_step
 
 if TYPE_CHECKING:
     from grpo_trainer.updates.fused_adamw import FusedAdamW
@@ -70,6 +70,12 @@ def test_it_is_torchs_adamw_within_a_few_ulp_and_stages_the_rounded_master(
         # Where addends of the first moment cancel, what is left is of the size of their rounding.
         torch.testing.assert_close(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(master, weights.detach(), rtol=4 * ULP, atol=1e-8)
+
+
+def test_weight_decay_below_the_resolution_of_float32_counts(
+    build: Callable[[], FusedAdamW],
+) -> None:
+    assert decay_per_step(build, 1 << 14) == pytest.approx(RATE, rel=0.05)
 
 
 def test_memory_beyond_the_end_stays_as_it_is(build: Callable[[], FusedAdamW]) -> None:

@@ -15,15 +15,23 @@ from grpo_trainer.updates.adamw import AdamW32
 from grpo_trainer.updates.adamw_8bit import AdamW8bit
 from grpo_trainer.updates.masters import Bfloat16Masters, Float32Masters
 from grpo_trainer.updates.rounding import Nearest, Rounding
-from tests.unit.trainer.update_variants import CPU, VARIANTS, Model, differing, stochastic
+from tests.unit.trainer.update_variants import (
+    CPU,
+    RATE,
+    VARIANTS,
+    Model,
+    decay_per_step,
+    differing,
+    stochastic,
+)
 
 
 class Reference:
     """fp32 copies of a model's parameters, stepped by a library on the model's gradients."""
 
-    def __init__(self, model: Model, library: Any, **options: Any) -> None:
+    def __init__(self, model: Model, library: Any, weight_decay: float, **options: Any) -> None:
         self.weights = [nn.Parameter(p.detach().float().clone()) for p in model.parameters]
-        self._library = library(self.weights, lr=0.01, weight_decay=0.1, **options)
+        self._library = library(self.weights, lr=0.01, weight_decay=weight_decay, **options)
 
     def step(self, gradients: list[Tensor | None]) -> float:
         for weights, gradient in zip(self.weights, gradients, strict=True):
@@ -43,8 +51,8 @@ class Reference:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamw_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
-    model = Model(dtype=dtype)
-    reference = Reference(model, torch.optim.AdamW, foreach=False)
+    model = Model(dtype=dtype, weight_decay=0.0)
+    reference = Reference(model, torch.optim.AdamW, 0.0, foreach=False)
     for step in range(5):
         model.gather(step, micro_batches=1 + step % 2)
         norm = reference.step(model.optimizer.gradients.tensors)
@@ -56,8 +64,8 @@ def test_adamw_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
 def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     from bitsandbytes.optim import AdamW8bit as Theirs
 
-    model = Model(Float32Masters(AdamW8bit(CPU)))
-    reference = Reference(model, Theirs)
+    model = Model(Float32Masters(AdamW8bit(CPU)), weight_decay=0.0)
+    reference = Reference(model, Theirs, 0.0)
     for step in range(5):
         model.gather(step)
         reference.step(model.optimizer.gradients.tensors)
@@ -66,6 +74,25 @@ def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     expected = {path: value.to(held[path]) for path, value in reference.state().items()}
     assert differing(held, expected) == []
     assert held["state1/large"].dtype == held["state2/large"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("variant", ["adamw", "adamw, torch's fused", "adamw_8bit"])
+def test_weight_decay_counts_where_one_step_of_it_is_less_than_float32_resolves(
+    variant: str,
+) -> None:
+    """The libraries multiply by 1 - lr * weight decay, which is 1 there."""
+    assert decay_per_step(VARIANTS[variant], 1 << 18) == pytest.approx(RATE, rel=0.02)
+
+
+def test_a_large_weight_decay_is_torchs() -> None:
+    model = Model(dtype=torch.float32)
+    reference = Reference(model, torch.optim.AdamW, 0.1, foreach=False)
+    for step in range(5):
+        model.gather(step)
+        reference.step(model.optimizer.gradients.tensors)
+        model.optimizer.step(step)
+    for ours, theirs in zip(model.optimizer.masters, reference.weights, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=4 * 2**-23, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

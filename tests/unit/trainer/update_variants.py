@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.updates.adamw import AdamW32
 from grpo_trainer.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.updates.base import MasterUpdate
+from grpo_trainer.updates.base import MasterUpdate, Pace
 from grpo_trainer.updates.masters import Bfloat16Masters, Float32Masters
 from grpo_trainer.updates.rounding import Nearest, Stochastic
 
@@ -44,13 +44,14 @@ class Model:
         dtype: torch.dtype = torch.bfloat16,
         lr: float = 0.01,
         seed: int = 0,
+        weight_decay: float = 0.1,
     ) -> None:
         drawn = torch.Generator().manual_seed(seed)
         self.parameters = [
             nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
-            self.parameters, lr, 0, weight_decay=0.1, max_grad_norm=1.0, update=update
+            self.parameters, lr, 0, weight_decay, max_grad_norm=1.0, update=update
         )
 
     def gather(self, step: int, micro_batches: int = 1) -> None:
@@ -90,3 +91,32 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
         or ours[path].dtype != theirs[path].dtype
         or not torch.equal(ours[path], theirs[path])
     )
+
+
+RATE = 1e-8
+"""Learning rate times weight decay; half of what float32 resolves below 1."""
+
+
+def decay_per_step(build: Callable[[], MasterUpdate], size: int) -> float:
+    """By how much of itself a weight between 1 and 2 shrinks in a step, on average, because of a
+    weight decay of 0.01 at a learning rate of 1e-6: that of `RATE` is right.
+
+    Counted from the second step: the first one moves every weight by the same number.
+    """
+    lost = [_after_nine_steps(build(), size, weight_decay) for weight_decay in (0.0, RATE / 1e-6)]
+    drift = [float((one[0].double() - one[1].double()).mean()) for one in zip(*lost, strict=True)]
+    return (drift[1] - drift[0]) / 8 / 1.5
+
+
+def _after_nine_steps(
+    update: MasterUpdate, size: int, weight_decay: float
+) -> tuple[Tensor, Tensor]:
+    """The master after the first and after the last of nine steps on random gradients."""
+    drawn = torch.Generator().manual_seed(3)
+    master = 1 + torch.rand(size, generator=drawn)
+    state, first = update.initial_state(master), master
+    for step in range(9):
+        gradient = torch.randn(size, generator=drawn)
+        update.take(master, gradient, state, Pace(1e-6, weight_decay), torch.float32)
+        first = master.clone() if step == 0 else first
+    return first, master

@@ -49,7 +49,7 @@ class AdamW32:
             beta1=BETA1,
             beta2=BETA2,
             lr=pace.lr,
-            weight_decay=pace.weight_decay,
+            weight_decay=0.0,  # `masters` adds it
             eps=EPS,
             maximize=False,
         )

@@ -15,6 +15,8 @@ BLOCK = 256
 MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters have fp32 moments: bitsandbytes' own limit."""
 _ADAM, _UNUSED = "adam", 0.0
+_NO_DECAY = 0.0
+"""`masters` adds it."""
 
 
 class AdamW8bit:
@@ -66,7 +68,7 @@ class AdamW8bit:
             state["qmap2"],
             state["absmax1"],
             state["absmax2"],
-            pace.weight_decay,
+            _NO_DECAY,
             gnorm_scale=pace.gradient_scale,
         )
 
@@ -82,7 +84,7 @@ class AdamW8bit:
             pace.lr,
             state["state2"],
             BETA2,
-            weight_decay=pace.weight_decay,
+            weight_decay=_NO_DECAY,
             gnorm_scale=pace.gradient_scale,
         )
 

@@ -4,7 +4,7 @@ A rule (`UpdateRule`) knows Adam's moments and how they are kept; it works on fp
 masters are held and rounded is the other half (`MasterUpdate`), so the two combine freely.
 
 Everything happens one parameter at a time: what a step needs beside weights, moments and gradients
-is the size of the largest parameter, and a gradient is free as soon as it is used.
+is a few times the largest parameter, and a gradient is free as soon as it is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UpdateRule(Protocol):
         """A copy of a saved state, every tensor where the rule wants it."""
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
-        """One step, in place.
+        """One step, in place, without weight decay: that is added where masters are held.
 
         Args:
             weights: fp32, contiguous

@@ -49,7 +49,7 @@ class FusedAdamW:
                 master if low is None else low,
                 count,
                 pace.gradient_scale,
-                1 - pace.lr * pace.weight_decay,
+                pace.lr * pace.weight_decay,
                 pace.lr / (1 - BETA1**steps),
                 (1 - BETA2**steps) ** 0.5,
                 BETA1=BETA1,

@@ -27,13 +27,13 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     WRITES_LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW (arXiv 1711.05101, algorithm 2), in the order of operations of `torch.optim.AdamW`.
+    """AdamW (arXiv 1711.05101, algorithm 2), in the order of operations of `AdamW32`.
 
     Args:
         master, exp_avg, exp_avg_sq: [count] fp32, changed in place
         gradient: [count], any floating type
         low: [count] bf16, receives the new master; any pointer unless WRITES_LOW
-        decay: 1 - lr * weight decay
+        decay: lr * weight decay, which is added to the update: 1 - decay may be 1 in fp32
         step_size: lr / (1 - beta1^steps)
         bias_correction2_sqrt: sqrt(1 - beta2^steps)
     """
@@ -42,11 +42,12 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * gradient_scale
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
-    p = tl.load(master + at, mask=inside, other=0.0) * decay
+    p = tl.load(master + at, mask=inside, other=0.0)
     m = m + (g - m) * (1 - BETA1)
     v = v * BETA2 + g * (1 - BETA2) * g
     # Rounded as IEEE 754 has it: `/` and `sqrt` of Triton are approximations on a GPU.
-    p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + EPS)
+    update = tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + EPS)
+    p = p - (update + decay * p)
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(master + at, p, mask=inside)

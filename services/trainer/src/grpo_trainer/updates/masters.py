@@ -10,7 +10,12 @@ from grpo_trainer.updates.rounding import Rounding
 
 
 class _MastersOfRule:
-    """What a parameter's state is, the rule alone decides."""
+    """What a parameter's state is, the rule alone decides.
+
+    Decoupled weight decay (arXiv 1711.05101, algorithm 2) is added to the rule's update, and both
+    at once to the weights. Libraries multiply by 1 - lr * weight decay first, which changes nothing
+    where that product is below 6e-8: fp32 rounds the factor to 1.
+    """
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -20,6 +25,16 @@ class _MastersOfRule:
 
     def adopted(self, saved: State, master: Tensor) -> State:
         return self._rule.adopted(saved, master)
+
+    def _step(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        """Args: weights: fp32, changed in place."""
+        decay = pace.lr * pace.weight_decay
+        if decay == 0:
+            self._rule.update(weights, gradient, state, pace)
+            return
+        change = torch.zeros_like(weights)
+        self._rule.update(change, gradient, state, pace)
+        weights.add_(change.sub_(weights, alpha=decay))
 
 
 class Float32Masters(_MastersOfRule):
@@ -38,7 +53,7 @@ class Float32Masters(_MastersOfRule):
         pace: Pace,
         served: torch.dtype,  # noqa: ARG002
     ) -> None:
-        self._rule.update(master, gradient, state, pace)
+        self._step(master, gradient, state, pace)
 
 
 class Bfloat16Masters(_MastersOfRule):
@@ -64,5 +79,5 @@ class Bfloat16Masters(_MastersOfRule):
         served: torch.dtype,  # noqa: ARG002
     ) -> None:
         wide = master.float()
-        self._rule.update(wide, gradient, state, pace)
+        self._step(wide, gradient, state, pace)
         self._rounding.round_into(master, wide)
