@@ -3,7 +3,9 @@ each other or the weights stop the run at its start."""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from torch import Tensor, nn
 
 from grpo_core.settings import load_settings
 from grpo_trainer import loop
+from grpo_trainer.adapter import with_adapter
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
+from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.updates.build import build_update
-from tests.unit.trainer.forward_rig import qwen
+from tests.unit.trainer.forward_rig import qwen, ragged_batch
+from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
@@ -101,7 +107,7 @@ def test_a_write_puts_the_rounded_masters_into_the_same_memory_each_time(
 
 
 def named(tensors: list[Tensor] | list[nn.Parameter]) -> dict[str, Tensor]:
-    return {name: t.detach() for name, t in zip(Model.names, tensors, strict=True)}
+    return {str(number): tensor.detach() for number, tensor in enumerate(tensors)}
 
 
 def test_a_write_copies_the_staged_result_and_does_not_round_again() -> None:
@@ -204,3 +210,68 @@ def test_the_policys_optimizer_is_the_one_that_was_asked_for() -> None:
     assert {master.dtype for master in optimizer.masters} == {torch.bfloat16}
     with pytest.raises(UnusableOptimizer, match="weights are in float32"):
         loop.build_optimizer(qwen(), settings(*MASTERS))
+
+
+def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
+    """The gradients' norm, of a loss that is a mean over 500,000 tokens, most of them elsewhere."""
+    whole = ragged_batch()
+    micros = [replace(m, token_weight=m.token_weight * 2e-5) for m in whole.micro_batches]
+    batch = replace(whole, micro_batches=micros)
+    accumulate_gradients(policy, batch, 0.2, 0, loss_scale=optimizer.loss_scale)
+    return optimizer.step(0)
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole model", "adapter"])
+def test_gradients_too_small_for_float16_reach_the_optimizer(adapts: bool) -> None:
+    """Unscaled, 54 % of those of the whole model are 0, and the norm is off by 15 %."""
+    half = qwen(torch.float16)
+    exact = copy.deepcopy(half).float()
+    norms = []
+    for policy in (half, exact):
+        torch.manual_seed(1)  # of the adapter
+        trained = with_adapter(policy, LORA) if adapts else policy
+        norms.append(take_tiny_step(trained, loop.build_optimizer(trained, settings())))
+    assert norms[0] == pytest.approx(norms[1], rel=0.002)
+
+
+def scaled_by(scale: float) -> tuple[Any, MasterOptimizer, LossScale]:
+    """Of a policy in float16: one step before the scale grows."""
+    policy = qwen(torch.float16)
+    optimizer = loop.build_optimizer(policy, settings())
+    assert optimizer.loss_scale is not None
+    optimizer.loss_scale.record = ScaleRecord(value=scale, good_steps=GROWTH_STEPS - 1)
+    return policy, optimizer, optimizer.loss_scale
+
+
+def test_a_batch_whose_scaled_gradients_overflow_is_computed_again_with_half_the_scale() -> None:
+    policy, overflowed, scale = scaled_by(2.0**40)
+    norm = take_tiny_step(policy, overflowed)
+    found = scale.value
+    assert 2.0**16 < found < 2.0**40
+    assert scale.record.good_steps == 1
+    policy, steady, scale = scaled_by(found)
+    assert take_tiny_step(policy, steady) == norm
+    assert differing(named(overflowed.masters), named(steady.masters)) == []
+    assert scale.record == ScaleRecord(value=2 * found)
+
+
+def test_gradients_that_are_finite_at_no_scale_are_refused_and_leave_the_scale_as_it_was() -> None:
+    policy, optimizer, scale = scaled_by(2.0**10)
+    before = scale.record
+    policy.model.norm.weight.register_hook(lambda g: torch.full_like(g, float("nan")))
+    with pytest.raises(NonFiniteGradient, match="step 0: gradient norm is nan"):
+        take_tiny_step(policy, optimizer)
+    assert scale.record == before
+
+
+def test_a_loss_scale_changes_no_bit_of_a_step_in_float32() -> None:
+    plain, scaled = Model(dtype=torch.float32), Model(dtype=torch.float32)
+    scaled.optimizer.loss_scale = LossScale(scaled.optimizer.gradients)
+    for step in range(3):
+        plain.gather(step)
+        scaled.gather(step)
+        for gradient in scaled.optimizer.gradients.tensors[:2]:
+            assert gradient is not None
+            gradient.mul_(scaled.optimizer.loss_scale.value)
+        assert plain.optimizer.step(step) == scaled.optimizer.step(step)
+    assert differing(plain.tensors(), scaled.tensors()) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from grpo_trainer.adapter import trained_parameters
@@ -24,9 +25,9 @@ from tests.unit.trainer.tiny_policy import model_directory
 class Trainer:
     """As `loop.begin` makes one, from the same seed."""
 
-    def __init__(self, chosen: TrainerSettings) -> None:
+    def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)
-        self.policy = _weights(chosen).load(torch.bfloat16).eval()
+        self.policy = _weights(chosen).load(dtype).eval()
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:
@@ -34,14 +35,16 @@ class Trainer:
         taken = []
         for step in steps:
             batch = collated(group(), group(scores=[0.0, 1.0 + step]))
-            loss = accumulate_gradients(self.policy, batch, 0.2, step).loss
+            scale = self.optimizer.loss_scale
+            loss = accumulate_gradients(self.policy, batch, 0.2, step, loss_scale=scale).loss
             taken.append((loss, self.optimizer.step(step)))
             self.optimizer.write_into_parameters()
             logprobs_of(self.policy, [1, 2, 3])  # a check draws no random number
         return taken
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Path) -> None:
     chosen = TrainerSettings(
         model_name=str(model_directory(tmp_path / "model")),
         weight_bridge_mode="lora_only",
@@ -50,20 +53,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         lora_dropout=0.3,
         lora_r=4,
     )
-    alone = Trainer(chosen)
+    alone = Trainer(chosen, dtype)
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
     position = Position(step=2, batch_id=2, epoch=1)
     store.save(capture(alone.policy, alone.optimizer, chosen, position, "r"))
     expected = alone.take(range(2, 4))
+    scales = alone.optimizer.loss_scale
+    assert (scales is not None) == (dtype is torch.float16)
 
     torch.manual_seed(99)
-    again = Trainer(chosen)
+    again = Trainer(chosen, dtype)
     saved = store.newest()
     assert saved is not None
     require_fit(saved.record, again.policy, chosen, "here")
     restore(saved.load(), again.policy, again.optimizer)
     again.optimizer.write_into_parameters()
     assert again.take(range(2, 4)) == expected
+    if scales is not None:
+        assert again.optimizer.loss_scale is not None
+        assert again.optimizer.loss_scale.record == scales.record
     weights = [trained_parameters(trainer.policy).values() for trainer in (again, alone)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*weights, strict=True))

@@ -19,6 +19,7 @@ from grpo_trainer.batch import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.forward_pass import ForwardPass, plain_forward
 from grpo_trainer.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.loss_scale import LossScale
 from grpo_trainer.policy import device_of
 from grpo_trainer.token_table import TokenTable
 
@@ -38,12 +39,26 @@ def accumulate_gradients(
     clip_eps: float,
     step: int,
     forward: ForwardPass = plain_forward,
+    loss_scale: LossScale | None = None,
 ) -> GradientStats:
     """Forward and backward over the micro-batches; their gradients add up to the batch's.
 
+    Args:
+        loss_scale: what the gradients are to be multiplied by; where they overflow, the batch is
+            computed again with a smaller one
     Raises:
         NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
     """
+
+    def scaled_by(scale: float) -> GradientStats:
+        return _accumulated(policy, batch, clip_eps, step, forward, scale)
+
+    return scaled_by(1.0) if loss_scale is None else loss_scale.without_overflow(scaled_by)
+
+
+def _accumulated(
+    policy: Any, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
+) -> GradientStats:
     total, sums = 0.0, NO_SUMS
     seen: list[Tensor] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
@@ -57,7 +72,7 @@ def accumulate_gradients(
         value, logp = _fetched(loss, without_dropout)
         if not math.isfinite(value):
             raise _non_finite(value, _sums(logp, micro, clip_eps), f"step {step}, micro-batch {i}")
-        loss.backward()  # type: ignore[no-untyped-call]
+        (scale * loss).backward()  # type: ignore[no-untyped-call]
         # A GPU is busy with that; the host adds up meanwhile.
         total, sums = total + value, sums + _sums(logp, micro, clip_eps)
         seen.append(logp)

@@ -223,7 +223,9 @@ def take_step(run: Run, batch: Batch, position: Position, watch: StepWatch) -> T
     held, clip_eps = PolicyVersion(position.epoch, step), run.settings.clip_eps
     for is_last in (False, True):
         try:
-            gradients = accumulate_gradients(run.policy, batch, clip_eps, step, run.forward)
+            gradients = accumulate_gradients(
+                run.policy, batch, clip_eps, step, run.forward, run.optimizer.loss_scale
+            )
             if fresh is None:  # the check remembers what it has seen
                 fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
             watch.computed()
@@ -277,6 +279,8 @@ def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         update=build_update(settings, parameters),
+        # An adapter is in float32, and its gradients come through a model that is not.
+        scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
     )
 
 

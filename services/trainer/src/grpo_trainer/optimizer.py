@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.gathered_gradients import GatheredGradients
+from grpo_trainer.loss_scale import LossScale
 from grpo_trainer.updates.adamw import AdamW32
 from grpo_trainer.updates.base import MasterUpdate, Pace, State
 from grpo_trainer.updates.masters import Float32Masters
@@ -35,6 +36,7 @@ class MasterOptimizer:
         lr: peak learning rate, reached after `warmup_steps` steps of linear growth
         max_grad_norm: bound on the global L2 norm of the gradient
         update: what a step does to a master (default: AdamW in fp32)
+        scales_loss: gradients are computed in float16 and come multiplied by `loss_scale`
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class MasterOptimizer:
         weight_decay: float,
         max_grad_norm: float,
         update: MasterUpdate | None = None,
+        scales_loss: bool = False,
     ) -> None:
         self._parameters = list(parameters)
         self._update = update or Float32Masters(AdamW32())
         self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
         self.gradients = GatheredGradients(self._parameters)
+        self.loss_scale = LossScale(self.gradients) if scales_loss else None
         self._states: list[State] = [{} for _ in self.masters]
         self._staged: list[Tensor | None] = [None for _ in self.masters]
         self._lr = lr
@@ -76,10 +80,12 @@ class MasterOptimizer:
                 f"step {step}: gradient norm is {norm}; the weights of the step before are "
                 "intact. Lower the learning rate, or look for extreme ratios in the last metrics"
             )
-        pace = Pace(self.learning_rate(step), self._weight_decay, clip_factor)
+        pace = Pace(self.learning_rate(step), self._weight_decay, clip_factor / self._scale)
         self._update.begin(step)
         for index in range(len(self.masters)):
             self._step_one(index, pace)
+        if self.loss_scale is not None:
+            self.loss_scale.step_taken()
         return norm
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -128,9 +134,15 @@ class MasterOptimizer:
         pairs = zip(self._parameters, self.masters, strict=True)
         return sum(not torch.equal(p, master.to(p.dtype)) for p, master in pairs)
 
+    @property
+    def _scale(self) -> float:
+        """What the gathered gradients are multiplied by; a power of two, so that to divide by it
+        rounds nothing."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def _norm_and_clip_factor(self) -> tuple[float, float]:
         """In fp32, as `torch.nn.utils.clip_grad_norm_` has them; waits for the device once."""
-        norm = self.gradients.norm()
+        norm = self.gradients.norm() / self._scale
         clip_factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
         both: list[float] = torch.stack((norm, clip_factor)).tolist()
         return both[0], both[1]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.errors import StateMismatch
+from grpo_trainer.loss_scale import ScaleRecord
 from grpo_trainer.modes import Mode
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.rng_state import RngState
@@ -64,7 +65,8 @@ class LoraRecord(BaseModel):
 class StateRecord(BaseModel):
     """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
     the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
-    `run_uuid`: of the run at run-api that `batch_id` counts in, None in states of former versions.
+    `loss_scale`: None where none is used; `run_uuid`: of the run at run-api that `batch_id` counts
+    in, None in states of former versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -81,6 +83,7 @@ class StateRecord(BaseModel):
     master_dtype: str = "float32"
     parameters: dict[str, tuple[int, ...]]
     rng: RngState
+    loss_scale: ScaleRecord | None = None
     files: dict[str, FileFacts] = {}
 
     @property
@@ -115,6 +118,7 @@ def capture(
         master_dtype=settings.master_dtype,
         parameters=shapes,
         rng=RngState.capture(),
+        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
     )
     return TrainerState(record, optimizer.tensors(list(shapes)))
 
@@ -123,6 +127,8 @@ def capture(
 def restore(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
     """Into the masters, which the parameters follow with the next write, and the generators."""
     optimizer.load_tensors(list(_shapes(policy)), state.tensors)
+    if optimizer.loss_scale is not None and state.record.loss_scale is not None:
+        optimizer.loss_scale.record = state.record.loss_scale
     state.record.rng.restore()
 
 

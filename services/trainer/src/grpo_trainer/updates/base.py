@@ -27,8 +27,8 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 @dataclass(frozen=True)
 class Pace:
-    """What all parameters of a step share. `gradient_scale`: at most 1, clips the gradients' norm;
-    those that were gathered are without it."""
+    """What all parameters of a step share. `gradient_scale`: at most 1, clips the gradients' norm
+    and undoes the loss scale; those that were gathered are without it."""
 
     lr: float
     weight_decay: float
