@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.run_api_client import TrainerClient
@@ -135,10 +136,17 @@ def test_a_batch_without_a_step_is_acknowledged_with_the_next_state(tmp_path: Pa
         assert rig.seen == [(2, ["000001_step_0", "000002_step_0"])]
 
 
-def test_models_beyond_the_limit_are_removed(tmp_path: Path) -> None:
-    with bench(tmp_path, checkpoint_interval=1, keep_checkpoints=1) as rig:
+def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
+    tmp_path: Path,
+) -> None:
+    with bench(tmp_path, checkpoint_interval=1) as rig, capture_logs() as logs:
         take_steps(rig.saver, STEPS)
-        assert names(rig.save_path) == [FINAL_MODEL, "step_4", "trainer_state"]
+        assert names(rig.save_path) == [FINAL_MODEL, "step_3", "step_4", "trainer_state"]
+        model_bytes = (rig.save_path / FINAL_MODEL / "model.safetensors").stat().st_size
+    (told,) = (event for event in logs if event["event"] == "disk.planned")
+    assert (told["models"], told["states"]) == (4, 3)  # one of each is being written
+    assert told["model_megabytes"] == pytest.approx(model_bytes / 1e6, rel=0.1)
+    assert told["megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
 
 
 def test_the_models_written_last_are_kept_and_no_other_directory_is_touched(tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ def test_steps_after_a_saved_state_are_the_same_to_the_last_bit(
     again.optimizer.load_tensors(again.names, saved)
     again.optimizer.write_into_parameters()
     assert differing(again.tensors(), killed.tensors()) == []
+    held = sum(tensor.nbytes for tensor in killed.optimizer.tensors(killed.names).values())
+    moments_of_unused = 4 * (4 + 4) + 4  # and its step; it has none yet
+    assert again.optimizer.state_bytes() == held + moments_of_unused
     assert again.steps(3, 6) == expected[3:]
     assert differing(again.tensors(), alone.tensors()) == []
     assert differing(saved, killed.optimizer.tensors(killed.names)) == []  # it took a copy

@@ -103,6 +103,12 @@ class MasterOptimizer:
             found |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
         return found
 
+    def state_bytes(self) -> int:
+        """Of what `tensors` returns once every parameter has taken a step."""
+        states = [self._update.initial_state(master.to("meta")) for master in self.masters]
+        kept = [*self.masters, *(tensor for state in states for tensor in state.values())]
+        return sum(tensor.nbytes for tensor in kept)
+
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned. The parameters follow with the next write."""

@@ -9,11 +9,14 @@ from typing import Any
 import structlog
 
 from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.checkpoint import names_in_mode, remove_old_checkpoints, save_checkpoint
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.state_store import KEPT as STATES_KEPT
 from grpo_trainer.state_store import StateStore
 from grpo_trainer.trainer_state import Position, capture
+from grpo_trainer.weight_sync.served_files import KEPT as SERVED_KEPT
 
 log = structlog.get_logger()
 
@@ -35,6 +38,36 @@ def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
         models.append(names.final)
     state_is_due = 0 < settings.state_interval <= step - saved_step
     return Due(tuple(models), bool(models) or state_is_due)
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Directories at a time at most, with the one that is being written, and bytes of each kind.
+    `models`: or adapters, the final one included; `served`: those handed to the server."""
+
+    models: int
+    served: int
+    model_bytes: int
+    states: int
+    state_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (self.models + self.served) * self.model_bytes + self.states * self.state_bytes
+
+
+def disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer) -> DiskNeed:
+    """Weights only: tokenizers and configurations are small beside them."""
+    trained = trained_parameters(policy).values()
+    interval, steps = settings.checkpoint_interval, settings.training_steps
+    saved = steps // interval if interval else 0
+    return DiskNeed(
+        models=1 + min(saved, settings.keep_checkpoints + 1),
+        served=1 + SERVED_KEPT if settings.mode.hands_off else 0,
+        model_bytes=sum(p.nbytes for p in trained),
+        states=1 + STATES_KEPT,
+        state_bytes=optimizer.state_bytes(),
+    )
 
 
 class Saver:
@@ -67,6 +100,7 @@ class Saver:
             CheckpointNotSaved: it could not be written.
         """
         self._position = self._saved = position
+        _say_what_is_kept(disk_need(self._settings, self._policy, self._optimizer), self._settings)
         if not is_saved:
             self._save_state(position)
 
@@ -103,9 +137,8 @@ class Saver:
         settings = self._settings
         target = settings.save_path / name
         save_checkpoint(self._policy, settings.mode, settings.model_name, target)
-        if settings.keep_checkpoints is not None:
-            names = names_in_mode(settings.mode)
-            remove_old_checkpoints(settings.save_path, names, settings.keep_checkpoints)
+        names = names_in_mode(settings.mode)
+        remove_old_checkpoints(settings.save_path, names, settings.keep_checkpoints)
 
     def _save_state(self, position: Position) -> None:
         started = time.monotonic()
@@ -122,3 +155,20 @@ class Saver:
         )
         if position.batch_id:
             self._api.acknowledge(position.batch_id)
+
+
+def _say_what_is_kept(need: DiskNeed, settings: TrainerSettings) -> None:
+    log.info(
+        "disk.planned",
+        save_path=str(settings.save_path),
+        megabytes=_megabytes(need.total_bytes),
+        models=need.models + need.served,
+        model_megabytes=_megabytes(need.model_bytes),
+        states=need.states,
+        state_megabytes=_megabytes(need.state_bytes),
+        change="--keep-checkpoints, --checkpoint-interval",
+    )
+
+
+def _megabytes(count: int) -> float:
+    return round(count / 1e6, 3)

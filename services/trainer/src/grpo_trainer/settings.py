@@ -109,8 +109,8 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
         description="Steps between two saved models (step_<n>/); 0: only the final one. Told to "
         "environments, which save their own state that often",
     )
-    keep_checkpoints: int | None = Field(
-        None, ge=1, description="Keep the newest so many of those (default: all)"
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Keep the newest so many of those, and the final one beside them"
     )
     state_interval: int = Field(
         10,
