@@ -19,7 +19,6 @@ import torch
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer import loop, state_store
-from grpo_trainer.alignment import AlignmentProbe
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.repeats import digest
 from tests.faults.stages import (
@@ -59,7 +58,7 @@ def hold_at(stages: Stages) -> None:
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
-        (AlignmentProbe, "measure", VERIFYING),
+        (loop, "require_written", VERIFYING),
         (state_store, "_facts", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):

@@ -163,7 +163,7 @@ def test_a_server_that_serves_copies_is_caught_after_one_step(
             alignment = trainer.alignment()
             assert min(alignment.moved, alignment.mean) > 0.05
             with pytest.raises(ServedWeightsDiffer, match="LogProb Alignment: MISMATCH!"):
-                require_alignment(alignment, tolerance_of(trainer.policy), step=0)
+                require_alignment(alignment, tolerance_of(trainer.policy), "After step 0")
     finally:
         stop_inference(server)
 
@@ -190,7 +190,7 @@ def test_bfloat16_agrees_within_its_own_noise(tmp_path: Path) -> None:
             for step in range(STEPS):
                 trainer.step(step)
                 alignment = trainer.alignment()
-                require_alignment(alignment, tolerance_of(trainer.policy), step)
+                require_alignment(alignment, trainer.probe.tolerance, f"After step {step}")
                 assert alignment.mean < alignment.moved / 5
     finally:
         stop_inference(server)

@@ -21,10 +21,11 @@ UNTRAINED = PolicyVersion(0, 0)
 
 @dataclass
 class ServedModel:
-    """Serves `model` under `version`."""
+    """Serves `model` under `version`. `noise`: what a log-probability is off by, up or down."""
 
     model: Any
     version: PolicyVersion = UNTRAINED
+    noise: float = 0.0
     blocks: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def swap(self, model: Any, version: PolicyVersion, keep_cache: bool = False) -> None:
@@ -34,7 +35,8 @@ class ServedModel:
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Without the cache, as vLLM computes log-probabilities of prompts."""
-        return logprobs_of(self.model, token_ids).tolist()
+        signs = torch.tensor([1.0, -1.0]).repeat(len(token_ids))[: len(token_ids) - 1]
+        return (logprobs_of(self.model, token_ids) + self.noise * signs).tolist()
 
     @torch.no_grad()
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:

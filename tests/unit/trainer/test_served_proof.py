@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,18 @@ import pytest
 import torch
 
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.alignment import (
+    AlignmentProbe,
+    logprobs_of,
+    probe_tokens,
+    require_alignment,
+    sampled_tokens,
+)
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.trained_weights import Adapter, WholeModel
 from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof
+from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
 
@@ -111,3 +120,62 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
         run.proof.require(VERSION, "After step 3")
     run.server.swap(run.policy, VERSION)
     assert 0.003 < run.proof.require(VERSION, "After step 3").moved < 0.05
+
+
+NOISE = 1.8e-3
+"""Of float32, whose tolerance without noise is 1e-3."""
+
+
+def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_found(
+    model: str,
+) -> None:
+    torch.manual_seed(1)
+    policy = WholeModel(model).load(torch.float32).eval()
+    previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
+    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    probe = AlignmentProbe(policy)
+    assert proof.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
+    probe.calibrate(server.served_logprobs)
+
+    move(policy, optimizer, 0)
+    for served in (previous, policy):
+        server.swap(served, VERSION)
+        found = copy.copy(probe).measure(server.served_logprobs)
+        refusal = pytest.raises(ServedWeightsDiffer) if served is previous else nullcontext()
+        with refusal:
+            proof.require(VERSION, "After step 1")
+        with refusal:
+            require_alignment(found, probe.tolerance, "After step 1")
+    assert found.moved > 4 * NOISE
+
+    server.noise = 4.2 * NOISE
+    beyond = copy.copy(probe).measure(server.served_logprobs)
+    for refused in (
+        lambda: proof.require(VERSION, "After step 1"),
+        lambda: require_alignment(beyond, probe.tolerance, "After step 1"),
+    ):
+        with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0072"):
+            refused()
+
+
+def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
+    policy = WholeModel(model).load(torch.float32).eval()
+    server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
+    with pytest.raises(ServedWeightsDiffer, match="another model than --model-name"):
+        ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
+            PolicyVersion(1, 0), "At the start"
+        )
+    with pytest.raises(ServedWeightsDiffer, match="Before the first step"):
+        AlignmentProbe(policy).calibrate(server.served_logprobs)
+
+
+def test_the_tokens_that_are_compared_are_ones_that_the_policy_samples() -> None:
+    """The noise of those that it never would is none of training."""
+    policy = qwen(tie_word_embeddings=False)
+    random_state = torch.random.get_rng_state()
+    tokens = sampled_tokens(policy)
+    assert tokens == sampled_tokens(policy)
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    likely, unlikely = (logprobs_of(policy, t).mean() for t in (tokens, probe_tokens(VOCABULARY)))
+    assert likely > unlikely + 2

@@ -1,8 +1,9 @@
 """Asks the server whether it serves what the trainer holds: the proof that weights are shared.
 
 Only a check after an update proves anything: before the first one, two equal copies pass as well.
-And only an update that moves the log-probabilities further than the noise of the data type can be
-told from none; how far they moved is measured beside the difference.
+That one shows how far two computations with the same weights differ, the noise; what comes later
+is held against a multiple of it. And only an update that moves the log-probabilities further than
+the noise can be told from none; how far they moved is measured beside the difference.
 """
 
 from __future__ import annotations
@@ -23,25 +24,36 @@ log = structlog.get_logger()
 
 PROBE_LENGTH = 32
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Bound on the mean |difference| per dtype of the served weights. Measured on tiny models (tests/
-inference/test_shared_weights.py): 4e-7 in float32, 0.001 to 0.006 in bfloat16."""
+"""Bound on the mean |difference| per dtype of the served weights, where the noise is below a fourth
+of it. Measured on tiny models (tests/inference/test_shared_weights.py): 4e-7 in float32, 0.001 to
+0.006 in bfloat16."""
 DEFAULT_TOLERANCE = 0.05
 GPU_FLOAT32_TOLERANCE = 0.01
 """On a GPU vLLM's attention multiplies float32 in TF32, with 10 bits of mantissa. Not measured."""
+START_FACTOR = 2.0
+"""The noise itself may be so many times that bound: beyond, the two hold different weights."""
+NOISE_FACTOR = 4.0
+"""Bound in multiples of the noise: it grows as training makes the probe's tokens less likely."""
+FAR_BETTER = 4.0
+"""Other weights that explain the served log-probabilities so many times better are the ones served,
+however small the difference. In bfloat16 a small update lies below the tolerance, and far above the
+noise of one computation."""
 
 
 @dataclass(frozen=True)
 class Alignment:
     """|server's - trainer's log-probability| over the probe's tokens.
 
-    `moved`: mean |change| of the trainer's own since the probe before. Where it is below the
-    tolerance, a server that still serves the weights of the probe before would pass as well.
+    `moved`: mean |change| of the trainer's own since the previous probe. Near the noise, a server
+    that still serves the weights of that probe would pass as well.
+    `previous`: mean |server's - trainer's at the previous probe|.
     `sampled_mean`: mean over tokens that the server sampled for the check, where it did.
     """
 
     mean: float
     max: float
     moved: float
+    previous: float
     sampled_mean: float | None = None
 
 
@@ -53,6 +65,11 @@ def tolerance_of(policy: Any) -> float:
     return TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
 
 
+def bound_over(noise: float, tolerance: float) -> float:
+    """Bound on the mean |difference|. Args: tolerance: `tolerance_of` the policy."""
+    return max(tolerance, NOISE_FACTOR * noise)
+
+
 def probe_tokens(vocabulary: int, length: int = PROBE_LENGTH) -> list[int]:
     """A fixed sequence spread over the vocabulary: [length]"""
     generator = torch.Generator().manual_seed(20240229)
@@ -60,27 +77,66 @@ def probe_tokens(vocabulary: int, length: int = PROBE_LENGTH) -> list[int]:
     return tokens
 
 
+@torch.no_grad()
+def sampled_tokens(policy: Any, length: int = PROBE_LENGTH) -> list[int]:
+    """A sequence that the policy samples at temperature 1, the same one each time: [length]
+
+    Of tokens that it would never sample, computations differ far more than of those that are
+    trained on. Every call has one shape: what follows a position does not count for it.
+    """
+    device, generator = next(policy.parameters()).device, torch.Generator().manual_seed(20240229)
+    tokens = torch.zeros(1, length, dtype=torch.long, device=device)
+    tokens[0, 0] = probe_tokens(policy.config.vocab_size, 1)[0]
+    for position in range(1, length):
+        logits = policy(input_ids=tokens, use_cache=False).logits[0, position - 1].float().cpu()
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        tokens[0, position] = (logits - noise.log()).argmax()  # Gumbel's way to sample
+    found: list[int] = tokens[0].tolist()
+    return found
+
+
 class AlignmentProbe:
     """Compares log-probabilities of fixed tokens at temperature 1 on both sides.
 
     Made before the first update, so that the first measurement knows how far the weights moved.
+
+    `tolerance`: bound on their mean |difference|
     """
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
-        self._token_ids = probe_tokens(policy.config.vocab_size)
+        self._token_ids = sampled_tokens(policy)
         self._before = self._ours()
+        self.tolerance = tolerance_of(policy)
+
+    def calibrate(self, served_logprobs: Callable[[list[int]], list[float]]) -> None:
+        """Measure the noise, while the server still serves what was not trained yet.
+
+        Raises:
+            ServedWeightsDiffer: the difference is more than noise.
+        """
+        found = self.measure(served_logprobs)
+        require_alignment(found, START_FACTOR * self.tolerance, "Before the first step")
+        self.tolerance = bound_over(found.mean, self.tolerance)
 
     def measure(self, served_logprobs: Callable[[list[int]], list[float]]) -> Alignment:
         """Args: served_logprobs: [T] token ids → [T-1], asked of the server."""
-        ours = self._ours()
-        difference = (ours - torch.tensor(served_logprobs(self._token_ids))).abs()
-        moved = float((ours - self._before).abs().mean())
+        ours, served = self._ours(), torch.tensor(served_logprobs(self._token_ids))
+        found = Alignment(
+            mean=mean_distance(served, ours),
+            max=float((served - ours).abs().max()),
+            moved=mean_distance(ours, self._before),
+            previous=mean_distance(served, self._before),
+        )
         self._before = ours
-        return Alignment(float(difference.mean()), float(difference.max()), moved)
+        return found
 
     def _ours(self) -> Tensor:
         return logprobs_of(self._policy, self._token_ids)  # [T-1]
+
+
+def mean_distance(some: Tensor, others: Tensor) -> float:
+    return float((some - others).abs().mean())
 
 
 @torch.no_grad()
@@ -108,18 +164,28 @@ def require_written(optimizer: MasterOptimizer, step: int) -> None:
         )
 
 
-def require_alignment(alignment: Alignment, tolerance: float, step: int) -> None:
-    """Raises `ServedWeightsDiffer` beyond the tolerance."""
-    if not alignment.mean <= tolerance:
+def require_alignment(alignment: Alignment, tolerance: float, label: str) -> None:
+    """Args: label: of the moment, for the message.
+
+    Raises:
+        ServedWeightsDiffer: beyond the tolerance, or far nearer to the weights of the previous
+            probe.
+    """
+    is_previous = FAR_BETTER * alignment.previous < alignment.mean
+    if is_previous or not alignment.mean <= tolerance:
         raise ServedWeightsDiffer(
-            f"LogProb Alignment: MISMATCH! After step {step} the server's log-probabilities differ "
-            f"from the trainer's by {alignment.mean:.4f} on average, {alignment.max:.4f} at most "
-            f"(tolerance {tolerance}); the server does not serve the trained weights. Is another "
+            f"LogProb Alignment: MISMATCH! {label} the server's log-probabilities differ "
+            f"from the trainer's by {alignment.mean:.2g} on average, {alignment.max:.2g} at most "
+            f"(tolerance {tolerance:.2g}), and from those of the previous check by "
+            f"{alignment.previous:.2g}; the server does not serve the trained weights. Is another "
             "process writing them, or was the server started without --share-weights?"
         )
-    if alignment.moved <= tolerance:
+
+
+def mention_little_power(alignment: Alignment) -> None:
+    if alignment.moved <= FAR_BETTER * alignment.mean:
         log.info(
-            "the check has little power at this step: the weights moved less than the tolerance",
+            "the check has little power here: the weights moved hardly further than the noise",
             moved=alignment.moved,
-            tolerance=tolerance,
+            noise=alignment.mean,
         )

@@ -19,6 +19,7 @@ from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (
     Alignment,
     AlignmentProbe,
+    mention_little_power,
     require_alignment,
     require_written,
     tolerance_of,
@@ -66,7 +67,7 @@ class Run:
     policy: Any
     forward: ForwardPass
     optimizer: MasterOptimizer
-    probe: AlignmentProbe
+    probe: AlignmentProbe | None
     door: Doorkeeper
     rollouts: RolloutCheck
     ranges: RangeWatch
@@ -149,7 +150,7 @@ def begin(
         policy=policy,
         forward=forward,
         optimizer=optimizer,
-        probe=AlignmentProbe(policy),
+        probe=_probe(settings, policy, sync),
         door=Doorkeeper(limits, lineage, settings.max_staleness),
         rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(policy)),
         ranges=RangeWatch(),
@@ -258,15 +259,25 @@ def report_times(run: Run) -> None:
 def verify(run: Run, step: int, published: Published) -> Alignment | None:
     """Where both sides read one memory: does the server serve these weights? After the first update
     and every N-th. The other modes have proven every publication by now."""
-    if run.settings.mode.hands_off:
+    if run.probe is None:
         return published.alignment
-    every = run.settings.verify_every_steps
-    if every == 0 or (step != 0 and (step + 1) % every != 0):
+    if step != 0 and (step + 1) % run.settings.verify_every_steps != 0:
         return None
     require_written(run.optimizer, step)
     alignment = run.probe.measure(run.sync.served_logprobs)
-    require_alignment(alignment, tolerance_of(run.policy), step)
+    require_alignment(alignment, run.probe.tolerance, f"After step {step}")
+    mention_little_power(alignment)
     return alignment
+
+
+def _probe(settings: TrainerSettings, policy: Any, sync: WeightSync) -> AlignmentProbe | None:
+    """Where there are publications that nobody else proves. The server serves what `policy` holds,
+    by construction: both read one memory, and nothing was trained yet."""
+    if settings.mode.hands_off or settings.verify_every_steps == 0:
+        return None
+    probe = AlignmentProbe(policy)
+    probe.calibrate(sync.served_logprobs)
+    return probe
 
 
 def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:

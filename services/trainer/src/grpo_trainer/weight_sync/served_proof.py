@@ -15,30 +15,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import structlog
 import torch
 from torch import Tensor
 
 from grpo_core.inference_client import Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
+    FAR_BETTER,
     PROBE_LENGTH,
+    START_FACTOR,
     Alignment,
+    bound_over,
     logprobs_of,
+    mean_distance,
+    mention_little_power,
     probe_tokens,
+    sampled_tokens,
     tolerance_of,
 )
 from grpo_trainer.errors import ServedWeightsDiffer
 
-log = structlog.get_logger()
-
 SAMPLED_TOKENS = 16
 DEFAULT_BLOCK = 16
 MIN_PROMPT = 2
-FAR_BETTER = 4.0
-"""Other weights that explain the served log-probabilities so many times better are the ones served,
-however small the difference. In bfloat16 a small update lies below the tolerance, and far above the
-noise of one computation."""
 
 
 class Server(Protocol):
@@ -71,7 +70,8 @@ class ProbeLengths:
 
 class ServedProof:
     """Made while the policy is still what the server was started with, so that it knows how that
-    would answer.
+    would answer. The first publication, of weights as they were loaded, shows the noise: later ones
+    may differ by a multiple of it.
 
     Args:
         policy: the trainer's, without dropout
@@ -81,10 +81,11 @@ class ServedProof:
     def __init__(self, policy: Any, server: Server, lengths: ProbeLengths) -> None:
         self._policy = policy
         self._server = server
-        self._tolerance = tolerance_of(policy)
-        vocabulary = policy.config.vocab_size
-        self._tokens = probe_tokens(vocabulary, lengths.fixed)
-        self._prompt = probe_tokens(vocabulary, lengths.prompt)
+        self._floor = tolerance_of(policy)
+        self._tolerance = START_FACTOR * self._floor
+        self._is_first = True
+        self._tokens = sampled_tokens(policy, lengths.fixed)
+        self._prompt = probe_tokens(policy.config.vocab_size, lengths.prompt)
         self._sampled = lengths.sampled
         self._base = self._before = self._ours()
 
@@ -106,9 +107,10 @@ class ServedProof:
         completion = self._server.sample(self._prompt, max_tokens=self._sampled)
         sampled_off = self._sampled_difference(completion)
         alignment = Alignment(
-            mean=self._distance(served, ours),
+            mean=mean_distance(served, ours),
             max=float((ours - served).abs().max()),
-            moved=self._distance(ours, self._before),
+            moved=mean_distance(ours, self._before),
+            previous=mean_distance(served, self._before),
             sampled_mean=float(sampled_off.mean()),
         )
         named = {completion.first_version, completion.last_version}
@@ -119,8 +121,14 @@ class ServedProof:
                 + "; ".join(problems)
             )
         self._before = ours
-        self._mention_little_power(alignment)
+        self._learn_noise(alignment)
+        mention_little_power(alignment)
         return alignment
+
+    def _learn_noise(self, alignment: Alignment) -> None:
+        if self._is_first:
+            noise = max(alignment.mean, alignment.sampled_mean or 0.0)
+            self._tolerance, self._is_first = bound_over(noise, self._floor), False
 
     def _problems(
         self,
@@ -130,18 +138,18 @@ class ServedProof:
         version: PolicyVersion,
     ) -> list[str]:
         problems = []
-        other = min(self._distance(served, weights) for weights in (self._base, self._before))
+        other = min(mean_distance(served, self._base), alignment.previous)
         if not alignment.mean <= self._tolerance or FAR_BETTER * other < alignment.mean:
             problems.append(
                 f"the server's log-probabilities of fixed tokens differ from the trainer's by "
                 f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
-                f"{self._tolerance}). Likely cause: {self._cause(served, alignment.mean)}"
+                f"{self._tolerance:.2g}). Likely cause: {self._cause(served, alignment)}"
             )
         elif not (alignment.sampled_mean or 0.0) <= self._tolerance:
             problems.append(
                 f"what it computes afresh agrees ({alignment.mean:.2g}), but the log-probabilities "
                 f"of tokens that it samples differ by {alignment.sampled_mean:.4f} on average "
-                f"(tolerance {self._tolerance}). Likely cause: keys and values of the weights "
+                f"(tolerance {self._tolerance:.2g}). Likely cause: keys and values of the weights "
                 "before are still in its KV cache"
             )
         if named != {version}:
@@ -151,8 +159,8 @@ class ServedProof:
             )
         return problems
 
-    def _cause(self, served: Tensor, mean: float) -> str:
-        base, before = self._distance(served, self._base), self._distance(served, self._before)
+    def _cause(self, served: Tensor, alignment: Alignment) -> str:
+        base, before, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
         if FAR_BETTER * base < mean and base <= before:
             return "it serves the model that it was started with, without what was trained"
         if FAR_BETTER * before < mean:
@@ -163,10 +171,6 @@ class ServedProof:
             f"publication before: {before:.2g})"
         )
 
-    @staticmethod
-    def _distance(served: Tensor, ours: Tensor) -> float:
-        return float((served - ours).abs().mean())
-
     def _sampled_difference(self, completion: Completion) -> Tensor:
         """|server's - trainer's| of what was sampled: [K]"""
         ours = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
@@ -175,11 +179,3 @@ class ServedProof:
 
     def _ours(self) -> Tensor:
         return logprobs_of(self._policy, self._tokens)  # [T-1]
-
-    def _mention_little_power(self, alignment: Alignment) -> None:
-        if alignment.moved <= FAR_BETTER * alignment.mean:
-            log.info(
-                "the check has little power here: the weights moved hardly further than the noise",
-                moved=alignment.moved,
-                noise=alignment.mean,
-            )
