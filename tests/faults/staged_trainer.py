@@ -59,7 +59,7 @@ def hold_at(stages: Stages) -> None:
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
         (loop, "require_written", VERIFYING),
-        (state_store, "_facts", HALF_SAVED),
+        (state_store, "_write_record", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))

@@ -84,7 +84,8 @@ def write_model(policy: Any, model_name: str, directory: Path) -> None:
     with contextlib.suppress(OSError):  # most models have one; without, the configuration's
         policy.generation_config = GenerationConfig.from_pretrained(model_name)
     # Views share one storage, which would be taken for tied weights: save separate tensors.
-    tensors = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    # On the host: a second copy of the model may be more than a GPU has left.
+    tensors = {name: p.detach().to("cpu", copy=True) for name, p in policy.named_parameters()}
     policy.save_pretrained(directory, state_dict=tensors)
 
 

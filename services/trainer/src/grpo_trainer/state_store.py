@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from grpo_trainer.errors import DamagedState
 from grpo_trainer.save_path import (
@@ -22,6 +22,7 @@ from grpo_trainer.save_path import (
     remove_unfinished,
     whole_directory,
 )
+from grpo_trainer.tensor_file import write_tensors
 from grpo_trainer.trainer_state import FileFacts, StateRecord, TrainerState
 
 STATES = "trainer_state"
@@ -72,10 +73,10 @@ class StateStore:
         target = self.directory / f"{number:06}_step_{state.record.step}"
         with whole_directory(target) as directory:
             make_directory(self.directory)
-            save_file(state.tensors, directory / TENSORS)
-            files = {TENSORS: _facts(directory / TENSORS)}
-            record = state.record.model_copy(update={"files": files})
-            (directory / RECORD).write_text(record.model_dump_json())
+            digest = write_tensors(state.tensors, directory / TENSORS)
+            size_bytes = (directory / TENSORS).stat().st_size
+            files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
+            _write_record(state.record.model_copy(update={"files": files}), directory)
         for _, path in sorted(self._numbered().items())[:-KEPT]:
             remove_directory(path)
         return target
@@ -99,6 +100,10 @@ def read_state(directory: Path) -> SavedState:
     except (OSError, ValidationError) as error:
         raise _damaged(directory, f"{RECORD}: {error}") from error
     return SavedState(directory, record)
+
+
+def _write_record(record: StateRecord, directory: Path) -> None:
+    (directory / RECORD).write_text(record.model_dump_json())
 
 
 def _facts(path: Path) -> FileFacts:
