@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,11 @@ class BridgeClient(ServiceClient):
     ) -> None:
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
         self._control = ControlClient(control_url or base_url, deadline_s)
+
+    def give_up_if(self, has_ended: Callable[[], bool]) -> None:
+        """Repeat no request once `has_ended`: the memory of a server that ended is to be released,
+        and only then may there be room for the next one."""
+        self.has_ended = self._control.has_ended = has_ended
 
     def close(self) -> None:
         self._control.close()

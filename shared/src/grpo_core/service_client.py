@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -19,6 +20,9 @@ from grpo_core.retry import (
     unavailable,
 )
 
+Rule = Callable[[BaseException], bool]
+"""Which errors are tried again."""
+
 
 class ServiceClient(ClosesOnExit):
     """Args:
@@ -27,6 +31,8 @@ class ServiceClient(ClosesOnExit):
     deadline_s: how long one call may keep trying
     timeout_s: how long one attempt may take
     token: sent with every request; None where the service asks for none
+
+    `has_ended`: True once the service is known to have ended, so that no repeat can help.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class ServiceClient(ClosesOnExit):
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
+        self.has_ended: Callable[[], bool] = lambda: False
         self._http = httpx.Client(
             base_url=self.base_url, timeout=timeout_s, headers=authorization(token)
         )
@@ -66,15 +73,22 @@ class ServiceClient(ClosesOnExit):
         """
         deadline_s = deadline_s or self._deadline_s
         try:
-            for attempt in retrying(deadline_s, _rule(repeat_lost_answers)):
+            for attempt in retrying(deadline_s, self._unless_ended(_rule(repeat_lost_answers))):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
+            if self.has_ended():
+                raise ServiceUnavailable(
+                    f"{self._service} at {self.base_url} has ended ({error})"
+                ) from error
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
         return response
+
+    def _unless_ended(self, rule: Rule) -> Rule:
+        return lambda error: rule(error) and not self.has_ended()
 
 
 class AsyncServiceClient(ClosesOnAsyncExit):
@@ -135,7 +149,7 @@ def _failure(
     )
 
 
-def _rule(repeat_lost_answers: bool) -> Any:
+def _rule(repeat_lost_answers: bool) -> Rule:
     return is_transient if repeat_lost_answers else is_safe_to_repeat
 
 

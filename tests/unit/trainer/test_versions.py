@@ -1,4 +1,4 @@
-"""What a trainer makes of the version and the state of a server that it attaches to."""
+"""What a trainer makes of a server that it attaches to: its version, its state, its end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights
 from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _opened_after, _usable_after
+from tests.unit.env.http_stub import Answer, Route, stub_server
 
 OURS = PolicyVersion(3, 7)
 
@@ -81,3 +83,45 @@ def test_half_an_update_is_refused_in_every_state(state: str) -> None:
         sync._refuse_torn(info((3, 7), state))
         with pytest.raises(TornWeights, match="may hold half an update"):
             sync._refuse_torn(info((3, 7), state, intact=False))
+
+
+class LostAttachment:
+    """As `Attachment`; the server's end of its connection closes once `ended` is set."""
+
+    session = "s"
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.weights: Any = self
+
+    def is_lost(self) -> bool:
+        return self.ended
+
+    def wait_until_written(self) -> None:
+        """Nothing is written."""
+
+    def write_into_parameters(self) -> None:
+        """As of an optimizer."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> None:
+    """Its memory stays mapped until the write has failed, and the next server may need the room."""
+    held: Any = LostAttachment()
+
+    def ends(_body: dict[str, Any]) -> Answer:
+        held.ended = True
+        return 503, {}
+
+    routes: dict[str, Route] = {
+        "POST /bridge/pause": lambda _body: (200, {}),
+        "POST /bridge/resume": ends,
+    }
+    with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
+        sync = SharedVllm(bridge, "model")
+        sync._hold._attachment = sync._optimizer = held
+        with pytest.raises(ServiceUnavailable, match="has ended"):
+            sync._write(OURS)
+        assert [name for name, _ in server.seen] == ["POST /bridge/pause", "POST /bridge/resume"]

@@ -46,6 +46,11 @@ class ServerHold(ClosesOnExit):
         self._device = device
         self.return_deadline_s = return_deadline_s
         self._attachment: Attachment | None = None
+        bridge.give_up_if(self.is_lost)
+
+    def is_lost(self) -> bool:
+        """Has the server ended whose memory is held?"""
+        return self._attachment is not None and self._attachment.is_lost()
 
     @property
     def attached(self) -> bool:

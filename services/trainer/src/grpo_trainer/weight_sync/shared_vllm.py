@@ -182,6 +182,7 @@ class SharedVllm:
                 self._check_is_about_the_session(error, version)
                 if time.monotonic() >= give_up_at:
                     raise self._hold.gone_for_good(str(error)) from error
+                let_go_of_views(self._policy)
                 time.sleep(RETURN_POLL_S)
                 self._reattach(str(error))
             else:
