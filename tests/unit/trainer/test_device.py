@@ -19,9 +19,22 @@ def test_without_a_gpu_auto_is_the_host_and_a_gpu_is_refused() -> None:
             device_to_load_on(wanted)
 
 
-def test_shared_weights_need_the_device_that_they_are_on() -> None:
+def test_shared_weights_need_the_device_that_they_are_on_and_make_it_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for wanted in ("auto", "cuda", "cuda:1"):
         require_device(wanted, torch.device("cuda:1"))
+    require_device("auto", torch.device("cpu"))
+    assert current == [torch.device("cuda:1")] * 3
+    assert [device_to_load_on(wanted) for wanted in ("auto", "cuda:1")] == [
+        torch.device("cuda:0"),
+        torch.device("cuda:1"),
+    ]
+    assert current[3:] == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(PolicyMismatch, match=r"--device cuda:0, but .* are on cuda:1"):
         require_device("cuda:0", torch.device("cuda:1"))
     with pytest.raises(PolicyMismatch, match=r"--device cuda, but .* are on cpu"):
