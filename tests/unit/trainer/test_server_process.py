@@ -13,7 +13,7 @@ import pytest
 
 from grpo_local.ports import free_port
 from grpo_trainer import server_process
-from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer
+from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags
 from grpo_trainer.server_process import LOG, inference_server
 from grpo_trainer.settings import TrainerSettings
@@ -82,6 +82,23 @@ def listens(port: int) -> bool:
     return server_process._listens("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(
+    ("inherited", "seen"), [(None, "1"), ("4,GPU-a7", "GPU-a7"), ("MIG-2, 5", "5")]
+)
+def test_the_gpu_of_a_server_is_counted_among_those_that_the_trainer_sees(
+    inherited: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    chosen = settings(tmp_path, vllm_gpu=1)
+    assert server_process._environment(chosen)["CUDA_VISIBLE_DEVICES"] == seen
+    if inherited is not None:
+        beyond = chosen.model_copy(update={"vllm_gpu": 2})
+        with pytest.raises(NoSuchDevice, match=f"--vllm-gpu 2: .*{inherited} names 2 GPUs"):
+            server_process._environment(beyond)
+
+
 def test_options_of_a_server_that_is_started(tmp_path: Path) -> None:
     chosen = settings(tmp_path, lora_r=17, vllm_flags="--enforce-eager --max-num-seqs 4")
     flags = server_flags(chosen, 9001) + sizing_flags(chosen, has_gpu=False)
@@ -103,6 +120,7 @@ def test_a_server_is_started_and_ended_with_the_run(
     mode: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "END_GRACE_S", 0.1 if flags else 60.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     chosen = settings(tmp_path, mode, vllm_gpu=3, vllm_flags=flags)
     with inference_server(chosen):
         written = (tmp_path / "saved" / LOG).read_text()

@@ -12,7 +12,7 @@ GrpoError (grpo_core)
 │   ├── StateMismatch       it is of another model, mode, adapter or optimizer
 │   └── StateOfAnotherRun   the run at run-api is not the one that it was saved in
 ├── MissingPackage          an option needs a package that is not installed
-├── NoSuchDevice            --device names a GPU that this process does not see
+├── NoSuchDevice            --device or --vllm-gpu names a GPU that this process does not see
 ├── FastPathRefused         a faster way of computing was asked for that the model does not allow
 ├── UnusableOptimizer       the weights, or their device, do not go with the optimizer's options
 ├── NoInferenceServer       nothing answers at the server's URL; says what to start
@@ -114,7 +114,7 @@ class MissingPackage(GrpoError):
 
 
 class NoSuchDevice(GrpoError):
-    """The device to train on is not there."""
+    """The device to train or to serve on is not there."""
 
 
 class FastPathRefused(GrpoError):

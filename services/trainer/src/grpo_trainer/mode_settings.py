@@ -76,7 +76,10 @@ class ModeSettings(CommandSettings):
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (default: $RUN_ID)")
 
     vllm_gpu: int | None = Field(
-        None, ge=0, description="GPU of a server that grpo starts (default: the first)"
+        None,
+        ge=0,
+        description="GPU of a server that grpo starts, counted from 0 among those that "
+        "CUDA_VISIBLE_DEVICES names (default: the first)",
     )
     gpu_memory_utilization: Annotated[
         float,

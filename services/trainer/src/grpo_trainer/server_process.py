@@ -20,7 +20,7 @@ import structlog
 
 from grpo_core.bearer_token import plain
 from grpo_core.closing import ClosesOnExit
-from grpo_trainer.errors import MissingPackage, NoInferenceServer
+from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.modes import STARTS_SERVER_WITH
 from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags
 from grpo_trainer.settings import TrainerSettings
@@ -29,6 +29,7 @@ log = structlog.get_logger()
 
 PACKAGE = "grpo_vllm"
 LOG = "vllm_server.log"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 END_GRACE_S = 60.0
 """The server lets requests finish first."""
@@ -46,6 +47,7 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
     Raises:
         NoInferenceServer: nothing does, within the deadline; says what to start.
         MissingPackage: the server is to be started and is not installed.
+        NoSuchDevice: --vllm-gpu names a GPU that this process does not see.
     """
     host, port = _address(settings.inference_url)
     if settings.mode.restarts and host in LOOPBACK and not _listens(host, port):
@@ -166,8 +168,21 @@ def _environment(settings: TrainerSettings) -> dict[str, str]:
     if url is not None:
         environment["REDIS_URL"] = url
     if settings.vllm_gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(settings.vllm_gpu)
+        visible = environment.get(VISIBLE_GPUS)
+        environment[VISIBLE_GPUS] = _visible_gpu(settings.vllm_gpu, visible)
     return environment
+
+
+def _visible_gpu(index: int, visible: str | None) -> str:
+    """Args: visible: the GPUs that this process sees, by number or UUID; None: all."""
+    if visible is None:
+        return str(index)
+    gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    if index >= len(gpus):
+        raise NoSuchDevice(
+            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} names {len(gpus)} GPUs, counted from 0"
+        )
+    return gpus[index]
 
 
 def _has_gpu() -> bool:
