@@ -87,6 +87,7 @@ class Bench:
             policy=self.policy,
             forward=self.forward,
             optimizer=self.optimizer,
+            probe=None,
             door=Doorkeeper(LIMITS),
             rollouts=SimpleNamespace(require_match=lambda *_: Distance(0, 0.0, 0.0, 0.0)),
             ranges=SimpleNamespace(look=lambda _: None),
