@@ -110,11 +110,18 @@ class Run:
         Args:
             delivered: False where the answer does not reach the trainer whole.
         """
-        due = await (self.replica if replica else self.dispatcher).by_plain_poll(wait_s=0.0)
-        markers = await self.markers(due)
-        if due is not None and delivered:
-            await self.store.batches.mark_delivered(due)
+        async with self.answer(replica=replica) as due:
+            markers = await self.markers(due)
+            if due is not None and delivered:
+                await self.store.batches.mark_delivered(due)
         return markers
+
+    @asynccontextmanager
+    async def answer(self, *, replica: bool = False) -> AsyncIterator[DueBatch | None]:
+        """The answer to a plain poll, while it is being sent."""
+        async with self.store.batches.answering() as answer:
+            dispatcher = self.replica if replica else self.dispatcher
+            yield await dispatcher.by_plain_poll(answer, wait_s=0.0)
 
     async def lease(
         self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
+from grpo_api.errors import BatchGone, GroupRefused, Refused, StoreUnavailable
 from tests.integration.run_store_rig import Run, open_run
 
 
@@ -39,15 +39,6 @@ async def test_a_batch_that_was_not_sent_whole_is_sent_again(run: Run, replica: 
     assert await run.poll() == [3, 4]
 
 
-async def test_a_delivery_to_the_previous_trainer_does_not_count_for_the_next(run: Run) -> None:
-    await run.submit(1, 2, 3, 4)
-    due = await run.dispatcher.by_plain_poll(wait_s=0.0)
-    assert due is not None
-    await run.register()
-    await run.store.batches.mark_delivered(due)
-    assert await run.poll() == [1, 2]
-
-
 async def test_repeated_calls_happen_once(run: Run) -> None:
     run.link.repeats_scripts = True
     await run.submit(1, 2, 3)
@@ -61,15 +52,40 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [3, 4, 5]
 
 
-async def test_polls_side_by_side_are_handed_one_batch(run: Run) -> None:
-    await run.submit(1, 2, 3, 4)
+async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None:
+    await run.submit(1, 2, 3, 4, 5, 6)
 
     async def another_replica_leases() -> None:
         assert await run.poll(replica=True) == [1, 2]
 
     run.link.before["lease"] = another_replica_leases
-    assert await run.poll() == [1, 2]
-    assert await run.status() == (1, 2)
+    async with run.answer() as second, run.answer(replica=True) as third:
+        assert await run.markers(second) == [3, 4]
+        assert await run.markers(third) == [5, 6]
+        assert await run.poll() is None
+        assert third is not None
+        await run.store.batches.mark_delivered(third)
+    assert await run.poll(delivered=False) == [3, 4]
+    assert await run.payloads() == 3  # the third was let go of, its last group is still shown
+    await run.register()
+    assert [await run.poll() for _ in range(2)] == [[3, 4], None]
+    assert await run.status() == (3, 0)
+
+
+@pytest.mark.parametrize("loss", ["connection", "trainer"])
+async def test_an_answer_whose_batch_is_handed_out_again_meanwhile_is_not_sent_whole(
+    run: Run, loss: str
+) -> None:
+    await run.submit(1, 2)
+    async with run.answer() as due:
+        if loss == "connection":
+            await run.link.call("CLIENT", "KILL", "TYPE", "pubsub")
+        else:
+            await run.register()
+        assert await run.poll(replica=True) == [1, 2]
+        assert due is not None
+        with pytest.raises(BatchGone):
+            await run.store.batches.mark_delivered(due)
 
 
 @pytest.mark.parametrize("reset", [False, True])

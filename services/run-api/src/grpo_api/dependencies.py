@@ -5,6 +5,8 @@ All are coroutines: FastAPI hands a plain function to a thread, which costs more
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -65,8 +67,15 @@ async def _limits(services: Annotated[Services, Depends(_services)]) -> Limits:
     return services.limits
 
 
+async def _until_answered() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
 Store = Annotated[RunStore, Depends(_store)]
 ServerLifetime = Annotated[Lifetime, Depends(_lifetime)]
 ServerMetrics = Annotated[Metrics, Depends(_metrics)]
 Dispatcher = Annotated[BatchDispatcher, Depends(_dispatcher)]
 RunLimits = Annotated[Limits, Depends(_limits)]
+UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
+"""What is entered here ends once the answer is sent, or cut off."""

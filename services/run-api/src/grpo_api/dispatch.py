@@ -45,15 +45,18 @@ class BatchDispatcher:
         """
         return await self._wait(poll, wait_s)
 
-    async def by_plain_poll(self, wait_s: float) -> DueBatch | None:
+    async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
         """The same for a trainer that cannot acknowledge: asking again says that it holds what it
-        was sent, so that is let go of. What it was not sent whole it gets again.
+        was sent, so that is let go of. What it was not sent whole it gets again, except for what
+        is still being sent in another answer: polls side by side are handed different batches.
 
+        Args:
+            answer: of `BatchStore.answering`, which lasts until the batch is sent.
         Raises:
             TrainerNotRegistered, BatchesByLease, StoreUnavailable
         """
         await self._store.batches.acknowledge(None)
-        return await self._wait(Poll(), wait_s)
+        return await self._wait(Poll(answer=answer), wait_s)
 
     async def _wait(self, poll: Poll, wait_s: float) -> DueBatch | None:
         give_up_at = time.monotonic() + wait_s

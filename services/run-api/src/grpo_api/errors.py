@@ -8,7 +8,7 @@ GrpoError
 ├── BatchesByLease        409: a poll that acknowledges, while the run's trainer takes leases
 ├── BatchUnknown          404 or 409: no batch of the run has this id
 ├── LeasesFull            409: unacknowledged batches hold all that they may
-├── BatchGone             a batch was let go of, or the run reset, while it was being sent
+├── BatchGone             a batch was let go of, handed out again or reset, while it was being sent
 ├── BodyTooSlow           408: a body did not arrive in full in time
 ├── BodiesFull            503: bodies under way hold all that they may
 ├── QueueFull             503: the queue stayed full for as long as a submission may wait
@@ -91,7 +91,10 @@ class LeasesFull(GrpoError):
 
 class BatchGone(GrpoError):
     def __init__(self, batch_id: int) -> None:
-        super().__init__(f"batch {batch_id} was acknowledged, or the run reset, while it was sent")
+        super().__init__(
+            f"batch {batch_id} was acknowledged, handed out again, or the run reset, while "
+            "it was sent"
+        )
 
 
 class BodyTooSlow(GrpoError):

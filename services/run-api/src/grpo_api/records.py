@@ -31,9 +31,14 @@ class Lease:
 
 @dataclass(frozen=True)
 class DueBatch:
-    """A batch to be handed out to a trainer. `again`: it was formed by a poll before."""
+    """A batch to be handed out to a trainer.
 
-    trainer_id: bytes
+    Attributes:
+        answer: name of the answer that it is sent in; '' where it is leased.
+        again: it was formed by a poll before.
+    """
+
+    answer: str
     lease: Lease
     again: bool
 
@@ -46,17 +51,20 @@ class Poll:
         trainer_id: None for a trainer that cannot acknowledge. It holds what was delivered.
         after: id of the last batch that it holds; of no meaning without `trainer_id`.
         batches_left: how many the run needs after that; None where it does not say.
+        answer: without `trainer_id`, name of the answer that the batch is to be sent in.
     """
 
     trainer_id: int | None = None
     after: int = 0
     batches_left: int | None = None
+    answer: str = ""
 
 
 @dataclass(frozen=True)
 class OpenPoll:
     """A poll that waits for a plan, under the trainer and the batch size it began with."""
 
+    answer: str
     trainer_id: bytes
     batch_size: int
     batch_id: int

@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable
 from grpo_core.redis_names import run_prefix, served_weights_key
 
-_LAYOUT = 3
+_LAYOUT = 4
 """Changes whenever the keys or what is written in them do: no version touches another's."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
@@ -56,22 +56,14 @@ class RedisLink:
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
         self._deadline_s = deadline_s
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=_MAX_CONNECTIONS,
-            timeout=deadline_s,
-            socket_connect_timeout=deadline_s,
-            socket_timeout=deadline_s,
-            retry=Retry(
-                ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
-            ),
-            protocol=2,
-        )
-        self._redis: Redis = Redis.from_pool(pool)
+        self._redis = _client(url, deadline_s)
+        # of its own: who listens and waits for a connection to call by would hold up all others
+        self._listeners = _client(url, deadline_s)
         self._scripts = _load_scripts(self._redis)
 
     async def close(self) -> None:
         await self._redis.aclose()
+        await self._listeners.aclose()
 
     async def ping(self) -> None:
         """Raises `StoreUnavailable` within a second: health must not wait as long as a request."""
@@ -95,6 +87,18 @@ class RedisLink:
             except OutOfMemoryError:
                 # nothing was carried out: MULTI queues no command then, not even one that reads
                 return await self._in_a_script(commands)
+
+    @asynccontextmanager
+    async def listening(self, channel: str) -> AsyncIterator[None]:
+        """Let Redis count a listener of `channel`, no longer than this lasts and the process lives.
+
+        Where the connection breaks before, it counts none from then on.
+        """
+        async with self._listeners.pubsub() as pubsub:
+            async with _deadline(self._deadline_s):
+                await pubsub.subscribe(channel)
+                await pubsub.parse_response()
+            yield
 
     async def _multi(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         async with self._redis.pipeline(transaction=True) as pipeline:
@@ -143,6 +147,22 @@ def _last_failure(error: BaseException | None) -> str:
     while error is not None and not isinstance(error, RedisError):
         error = error.__cause__ or error.__context__
     return f": {error}" if error else ""
+
+
+def _client(url: str, deadline_s: float) -> Redis:
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=_MAX_CONNECTIONS,
+        timeout=deadline_s,
+        socket_connect_timeout=deadline_s,
+        socket_timeout=deadline_s,
+        retry=Retry(
+            ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
+        ),
+        protocol=2,
+    )
+    client: Redis = Redis.from_pool(pool)
+    return client
 
 
 def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:

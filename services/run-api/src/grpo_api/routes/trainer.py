@@ -22,7 +22,7 @@ from grpo_api.answers import (
 from grpo_api.batch_answer import batch_pieces, begun, gzipped
 from grpo_api.bodies import RegistrationBody
 from grpo_api.compression import accepts_gzip
-from grpo_api.dependencies import Dispatcher, Store
+from grpo_api.dependencies import Dispatcher, Store, UntilAnswered
 from grpo_api.enrolment import enrol_trainer
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.openapi import json_body, linked, refusals
@@ -98,6 +98,7 @@ async def register(registration: RegistrationBody, store: Store) -> TrainerEnrol
 async def batch(
     dispatcher: Dispatcher,
     store: Store,
+    until_answered: UntilAnswered,
     trainer: TrainerId | None = None,
     after: After = 0,
     wait_s: WaitS = 0.0,
@@ -108,11 +109,12 @@ async def batch(
 
     With `trainer` it is leased: the batch that follows `after`, the same one however often this is
     asked, until it is acknowledged by POST /batch/{id}/ack. Without, asking acknowledges what was
-    sent before.
+    sent before, and calls side by side get different batches.
     """
     try:
         if trainer is None:
-            due = await dispatcher.by_plain_poll(wait_s)
+            answer = await until_answered.enter_async_context(store.batches.answering())
+            due = await dispatcher.by_plain_poll(answer, wait_s)
         else:
             due = await dispatcher.by_lease(Poll(trainer, after, batches_left), wait_s)
     except TrainerNotRegistered as error:
@@ -121,12 +123,11 @@ async def batch(
         return NoLease(batch=None, environments=await store.facts.environments())
     if due is None:
         return {"batch": None}
-    return await _answer(store, due, trainer is None, accepts_gzip(accept_encoding))
+    return await _answer(store, due, accepts_gzip(accept_encoding))
 
 
-async def _answer(
-    store: RunStore, due: DueBatch, is_plain: bool, compressed: bool
-) -> StreamingResponse:
+async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> StreamingResponse:
+    is_plain = bool(due.answer)
     head = b"" if is_plain else _head(due.lease)
     pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces

@@ -1,7 +1,7 @@
 -- Let go of every batch up to one: they are durable with the trainer and never handed out again.
 --
 -- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 payloads (hash)  5 latest (hash)
---       6 large (hash)
+--       6 large (hash)    7 answers (hash)
 -- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
 --       2 id of the last durable batch; a plain poll: '', everything that was delivered
 -- Returns {'unregistered'}
@@ -10,7 +10,7 @@
 --         {'unknown', last batch}         no batch has this id
 --         {'acknowledged', batch id, batches let go by this call}
 
-local trainer, leases, totals, payloads, latest, large = unpack(KEYS)
+local trainer, leases, totals, payloads, latest, large, answers = unpack(KEYS)
 local asking, through = ARGV[1], ARGV[2]
 
 local function number(key, field)
@@ -35,22 +35,29 @@ if asking ~= '' then
   end
 elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
   return {'by lease'}
-else
-  through = number(trainer, 'delivered')
 end
 
 local last, acknowledged = number(trainer, 'last_batch'), number(trainer, 'acknowledged')
-through = tonumber(through)
-if through > last then
+if asking ~= '' and tonumber(through) > last then
   return {'unknown', last}
 end
+
+local function is_done(batch_id)
+  if asking ~= '' then
+    return tonumber(batch_id) <= tonumber(through)
+  end
+  return string.find(redis.call('HGET', answers, batch_id) or '', ' delivered$')
+end
+
 local latest_id = redis.call('HGET', latest, 'id')
 local bytes = 0
-for batch_id = acknowledged + 1, through do
+
+local function let_go(batch_id)
   local lease = redis.call('HGET', leases, batch_id)
   -- the first write: where memory is full Redis refuses a script that begins with one which may
   -- need more, and this is what frees memory
   redis.call('HDEL', leases, batch_id)
+  redis.call('HDEL', answers, batch_id)
   for id, stored in string.gmatch(lease, '(%d+):%d+:(%d+)') do
     bytes = bytes + tonumber(stored)
     if id == latest_id then
@@ -61,9 +68,20 @@ for batch_id = acknowledged + 1, through do
     end
   end
 end
-local now = math.max(acknowledged, through)
-if now > acknowledged then
-  redis.call('HSET', trainer, 'acknowledged', now)
+
+local released = 0
+for _, batch_id in ipairs(redis.call('HKEYS', leases)) do
+  if is_done(batch_id) then
+    let_go(batch_id)
+    released = released + 1
+  end
+end
+if released > 0 then
+  -- polls side by side are done in any order
+  while acknowledged < last and redis.call('HEXISTS', leases, acknowledged + 1) == 0 do
+    acknowledged = acknowledged + 1
+  end
+  redis.call('HSET', trainer, 'acknowledged', acknowledged)
   redis.call('HINCRBY', totals, 'leased_bytes', -bytes)
 end
-return {'acknowledged', now, now - acknowledged}
+return {'acknowledged', acknowledged, released}

@@ -2,15 +2,19 @@
 --
 -- KEYS  1 trainer (hash)  2 leases (hash)        3 totals (hash)
 --       4 queue (zset)    5 queued_kinds (hash)  6 queued_sizes (hash)
--- ARGV  1 trainer id at planning  2 batch id  3 sequences in the batch, then entries of the queue
+--       7 answers (hash)
+-- ARGV  1 name of the answer to a plain poll, or ''  2 trainer id at planning  3 batch id
+--       4 sequences in the batch, then entries of the queue
 -- Returns {'superseded'}     a trainer registered, or the run was reset, since the poll began
---         {'moved'}          one of the bundles is not in the queue any more: plan again
+--         {'moved'}          one of the bundles is not in the queue any more, or another answer has
+--                            the batch: plan again
 --         {'leased', lease}  by this call, or by one before it with the same batch id
 --
 -- Repeating a call whose answer was lost leases nothing more.
 
-local trainer, leases, totals, queue, kinds, sizes = unpack(KEYS)
-local trainer_id, batch_id, sequences = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local trainer, leases, totals, queue, kinds, sizes, answers = unpack(KEYS)
+local answer, trainer_id, batch_id, sequences = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local first = 5
 
 local function decrease(counters, field)
   if redis.call('HINCRBY', counters, field, -1) == 0 then
@@ -22,20 +26,20 @@ if redis.call('HGET', trainer, 'id') ~= trainer_id then
   return {'superseded'}
 end
 local leased = redis.call('HGET', leases, batch_id)
-if leased then
+if leased and (answer == '' or redis.call('HGET', answers, batch_id) == answer) then
   return {'leased', leased}
 end
 if tonumber(redis.call('HGET', trainer, 'last_batch') or 0) ~= batch_id - 1 then
   return {'moved'}
 end
-for i = 4, #ARGV do
+for i = first, #ARGV do
   if not redis.call('ZSCORE', queue, ARGV[i]) then
     return {'moved'}
   end
 end
 
 local groups, bytes, oldest = {}, 0, nil
-for i = 4, #ARGV do
+for i = first, #ARGV do
   local kind, members, queued_ms = string.match(ARGV[i], '^(%S+ %d+) %d+ (%S+) (%d+)$')
   -- the first write: where memory is full Redis refuses a script that begins with one which may
   -- need more, and only what is handed out is ever let go of
@@ -61,4 +65,7 @@ local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 local lease = table.concat({step, sequences, now_ms, oldest, table.concat(groups, ',')}, ' ')
 redis.call('HSET', leases, batch_id, lease)
 redis.call('HSET', trainer, 'last_batch', batch_id)
+if answer ~= '' then
+  redis.call('HSET', answers, batch_id, answer)
+end
 return {'leased', lease}

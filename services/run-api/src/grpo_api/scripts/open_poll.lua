@@ -1,20 +1,23 @@
 -- Begin a poll for a batch: hand out again what the trainer does not hold yet, or ask for a plan.
 --
--- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)
+-- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 answers (hash)
 -- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
 --       2 id of the last batch that it holds; a plain poll: '', it holds what was delivered
 --       3 most bytes that unacknowledged batches may hold
 --       4 how many batches the run needs after ARGV 2, or '' where the trainer does not say
+--       5 name of the answer to a plain poll
 -- Returns {'unregistered'}
 --         {'superseded'}                     another trainer has registered
 --         {'by lease'}                       a plain poll, while the run's trainer takes leases
 --         {'unknown', last batch}            no batch has the id of ARGV 2
 --         {'full', bytes}                    nothing new before batches are acknowledged
---         {'leased', trainer id, batch id, lease}      the next batch that is not acknowledged
+--         {'leased', batch id, lease}                  the next batch that is not acknowledged; a
+--                                            plain poll: nor being sent in another answer
 --         {'open', trainer id, batch_size, batch id}   nothing more is leased: plan this one
 
-local trainer, leases, totals = unpack(KEYS)
+local trainer, leases, totals, answers = unpack(KEYS)
 local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local answer = ARGV[5]
 
 local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
@@ -49,12 +52,26 @@ if asking ~= '' then
   set_once('takes_leases')
 elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
   return {'by lease'}
-else
-  after = number(trainer, 'delivered')
 end
 set_once('started')
 
-local next_id = math.max(tonumber(after), number(trainer, 'acknowledged')) + 1
+local function is_free(batch_id)
+  if redis.call('HEXISTS', leases, batch_id) == 0 then
+    return false
+  end
+  local sent_in = asking == '' and redis.call('HGET', answers, batch_id)
+  if not sent_in or sent_in == answer then
+    return true
+  end
+  -- nobody listens: the answer was cut off, or its server is gone
+  return not string.find(sent_in, ' delivered$')
+    and redis.call('PUBSUB', 'NUMSUB', sent_in)[2] == 0
+end
+
+local next_id = math.max(tonumber(after) or 0, number(trainer, 'acknowledged')) + 1
+while next_id <= last and not is_free(next_id) do
+  next_id = next_id + 1
+end
 if batches_left == '' then
   redis.call('HDEL', trainer, 'ends_at')
 else
@@ -66,7 +83,11 @@ else
 end
 if next_id <= last then
   set('redeliveries', number(trainer, 'redeliveries') + 1)
-  return {'leased', current, next_id, redis.call('HGET', leases, next_id)}
+  if asking == '' then
+    redis.call('HDEL', answers, next_id)
+    redis.call('HSET', answers, next_id, answer)
+  end
+  return {'leased', next_id, redis.call('HGET', leases, next_id)}
 end
 local leased_bytes = number(totals, 'leased_bytes')
 if leased_bytes >= max_bytes then

@@ -6,7 +6,7 @@
 -- Returns {step, last_batch, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
---          environments alive, environments registered}: all numbers
+--          environments alive, environments registered, batches leased}: all numbers
 
 local trainer, totals, leases, connected, seen, environments, queue, kinds = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
@@ -48,4 +48,5 @@ for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
 end
 table.insert(facts, alive)
 table.insert(facts, redis.call('HLEN', environments))
+table.insert(facts, redis.call('HLEN', leases))
 return facts

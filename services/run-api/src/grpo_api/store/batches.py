@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from grpo_api.bundles import Bundle
 from grpo_api.errors import (
     BatchesByLease,
+    BatchGone,
     BatchUnknown,
     LeasesFull,
     TrainerNotRegistered,
@@ -25,6 +28,17 @@ class BatchStore:
         self._link = link
         self._max_leased_bytes = max_leased_bytes
 
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[str]:
+        """The name of an answer to a plain poll, while it is made and sent.
+
+        The batch that is handed out under it goes to no other plain poll until this ends. It ends
+        too where the process is killed: Redis counts who listens to the channel of that name.
+        """
+        answer = f"{self._link.prefix}answer:{os.urandom(16).hex()}"
+        async with self._link.listening(answer):
+            yield answer
+
     async def open_poll(self, poll: Poll) -> DueBatch | OpenPoll:
         """Hand out again what the trainer does not hold, or begin to plan the next batch.
 
@@ -35,18 +49,19 @@ class BatchStore:
         """
         outcome, *rest = await self._link.script(
             "open_poll",
-            keys(self._link, "trainer", "leases", "totals"),
+            keys(self._link, "trainer", "leases", "totals", "answers"),
             *_asking(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
+            poll.answer,
         )
         _refuse(outcome, poll.after, rest)
         if outcome == b"full":
             raise LeasesFull(stored_bytes=rest[0], limit=self._max_leased_bytes)
         if outcome == b"leased":
-            trainer, batch_id, lease = rest
-            return DueBatch(trainer, parse_lease(batch_id, lease), again=True)
-        return OpenPoll(*rest)
+            batch_id, lease = rest
+            return DueBatch(poll.answer, parse_lease(batch_id, lease), again=True)
+        return OpenPoll(poll.answer, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
         """Entries of the oldest bundles, as many of each kind as a batch could hold; for
@@ -63,7 +78,9 @@ class BatchStore:
             keys(
                 self._link,
                 *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
+                "answers",
             ),
+            poll.answer,
             poll.trainer_id,
             poll.batch_id,
             poll.batch_size,
@@ -71,7 +88,7 @@ class BatchStore:
         )
         if outcome != b"leased":
             return PlanLost(outcome.decode())
-        return DueBatch(poll.trainer_id, parse_lease(poll.batch_id, rest[0]), again=False)
+        return DueBatch(poll.answer, parse_lease(poll.batch_id, rest[0]), again=False)
 
     async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
         """Let go of every batch up to `batch_id`, or of what was delivered without `trainer_id`.
@@ -82,17 +99,26 @@ class BatchStore:
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
-            keys(self._link, "trainer", "leases", "totals", "payloads", "latest", "large"),
+            keys(
+                self._link, "trainer", "leases", "totals", "payloads", "latest", "large", "answers"
+            ),
             *_asking(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
         return Acknowledged(*rest)
 
     async def mark_delivered(self, due: DueBatch) -> None:
-        """A trainer that cannot acknowledge was sent all of it: its next poll lets go of it."""
-        await self._link.script(
-            "mark_delivered", keys(self._link, "trainer"), due.trainer_id, due.lease.batch_id
+        """A trainer that cannot acknowledge was sent all of it: its next poll lets go of it.
+
+        Raises:
+            BatchGone: it is another answer's, since Redis lost sight of this one, or another
+                trainer's.
+        """
+        outcome = await self._link.script(
+            "mark_delivered", keys(self._link, "answers"), due.lease.batch_id, due.answer
         )
+        if outcome == b"gone":
+            raise BatchGone(due.lease.batch_id)
 
     async def arrivals(self) -> int:
         """A number that grows with every submission: where it stands still, nothing came."""

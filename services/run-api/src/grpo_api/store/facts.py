@@ -34,13 +34,13 @@ class FactStore:
             queued_bytes=found.queued_bytes,
             buffered_parts=found.buffered_parts,
             buffered_bytes=found.buffered_bytes,
-            leased_batches=found.last_batch - found.acknowledged,
+            leased_batches=found.leased,
             leased_bytes=found.leased_bytes,
             oldest_lease_age_s=found.oldest_lease_ms / 1000,
             oldest_queued_age_s=found.oldest_queued_ms / 1000,
             deliveries=found.last_batch,
             redeliveries=found.redeliveries,
-            acknowledged_batches=found.acknowledged,
+            acknowledged_batches=found.last_batch - found.leased,
             environments_alive=found.alive,
             environments_registered=found.registered,
         )
@@ -70,3 +70,4 @@ class _Answer:
     oldest_queued_ms: int
     alive: int
     registered: int
+    leased: int

@@ -1,7 +1,7 @@
 """The keys of a run, and how metadata is written in them.
 
     trainer            hash   registration (JSON), batch_size, id, step, run_uuid, started;
-                              last_batch, acknowledged, delivered (batch ids), redeliveries;
+                              last_batch, acknowledged (batch ids: all up to it), redeliveries;
                               takes_leases where the trainer asked by lease
     environments       hash   env_id → registration (JSON)
     environment_names  hash   env_id → name
@@ -19,6 +19,9 @@
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
                               buffered_bytes, leased_bytes
     leases             hash   batch id → lease: batches handed out and not acknowledged
+    answers            hash   batch id → name of the answer to a plain poll that it is, or was, sent
+                              in, which is a channel with a listener while it is being sent; and
+                              " delivered" where it was sent whole
     latest             hash   id of the last queued group; acknowledged: its batch is done
     last_group_id      string
     resets             string how often the run was reset; this and last_group_id outlive a reset,
@@ -65,6 +68,7 @@ STATE_KEYS = (
         "queued_sizes",
         "totals",
         "leases",
+        "answers",
     ),
     "latest",
 )
@@ -76,9 +80,11 @@ _FORMER_LAYOUTS = {
         "last_group_id",
     ),
     "2:": (*STATE_KEYS, "last_group_id", "resets"),
+    "3:": (*STATE_KEYS, "last_group_id", "resets"),
 }
 """Keys of the layouts before this one, by what stood behind the run's prefix. The first had no
-number; the second did not say under which version a group was received."""
+number; the second did not say under which version a group was received, the third not which of
+several plain polls was sent a batch."""
 
 
 def keys(link: RedisLink, *names: str) -> list[str]:

@@ -30,7 +30,7 @@ class TrainerStore:
         outcome, *rest = await self._link.script(
             "register",
             [
-                *keys(self._link, "trainer", "connected", "queued_kinds"),
+                *keys(self._link, "trainer", "connected", "queued_kinds", "leases", "answers"),
                 *former_keys(self._link, "trainer"),
             ],
             registration.model_dump_json(),
