@@ -12,7 +12,7 @@ Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `ma
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
@@ -113,7 +113,10 @@ class EnvironmentId(WireModel):
 
 
 class FreeFormFields(WireModel):
-    """What of a scored group has no shape of its own. Its numbers are finite: JSON has no NaN."""
+    """What of a scored group has no shape of its own. Its numbers are finite: JSON has no NaN.
+
+    A number under `temperature`, where trainers look for it, is 0 or one to divide logits by.
+    """
 
     messages: Rows[Rows[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
@@ -141,12 +144,30 @@ class FreeFormFields(WireModel):
         _refuse(f"{path or 'value'} is not a finite number" for path in _non_finite_paths(value))
         return value
 
+    @field_validator("generation_params", "group_overrides")
+    @classmethod
+    def _temperature_divides(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        _refuse(_bad_temperatures("", value))
+        return value
+
+    @field_validator("overrides")
+    @classmethod
+    def _temperatures_divide(
+        cls, value: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]] | None:
+        _refuse(
+            problem
+            for i, override in enumerate(value or [])
+            for problem in _bad_temperatures(f"[{i}].", override)
+        )
+        return value
+
 
 class ScoredGroup(FreeFormFields):
     """`POST /scored_data`: the completions of one prompt with their scores.
 
-    Empty optional lists mean "absent": upstream environments send them. Numbers are finite
-    everywhere, inside the free-form fields too: JSON has no NaN.
+    Empty optional lists mean "absent": upstream environments send them. Numbers are within
+    float32's range; inside the free-form fields they are finite: JSON has no NaN.
 
     `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: a teacher's choices at
     every position of `tokens`, prompt included. k may differ by position, down to none.
@@ -154,18 +175,18 @@ class ScoredGroup(FreeFormFields):
 
     tokens: Rows[Rows[TokenId]]
     masks: Rows[Rows[MaskValue]]
-    scores: Rows[FiniteFloat]
-    advantages: Rows[Rows[FiniteFloat]] | None = None
-    ref_logprobs: Rows[Rows[FiniteFloat]] | None = None
+    scores: Rows[Float32]
+    advantages: Rows[Rows[Float32]] | None = None
+    ref_logprobs: Rows[Rows[Float32]] | None = None
     messages: Rows[Rows[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: Rows[Rows[FiniteFloat]] | None = None
+    inference_logprobs: Rows[Rows[Float32]] | None = None
     overrides: Rows[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any | None = None
     env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
     distill_token_ids: Rows[Rows[Rows[TokenId]]] | None = None
-    distill_logprobs: Rows[Rows[Rows[FiniteFloat]]] | None = None
+    distill_logprobs: Rows[Rows[Rows[Float32]]] | None = None
 
     @property
     def size(self) -> int:
@@ -240,12 +261,23 @@ def _refuse(problems: Iterator[str]) -> None:
     raise ValueError("; ".join(listed))
 
 
+def _bad_temperatures(where: str, holder: dict[str, Any] | None) -> Iterator[str]:
+    value = (holder or {}).get("temperature")
+    if not isinstance(value, int | float) or not value:  # trainers refuse those that are none
+        return
+    if not MIN_TEMPERATURE <= abs(value) <= FLOAT32_MAX:
+        yield (
+            f"{where}temperature is neither 0 nor between {MIN_TEMPERATURE:g} and "
+            f"{FLOAT32_MAX:.2g}: logits cannot be divided by it in float32"
+        )
+
+
 def _non_finite_paths(root: Any) -> Iterator[str]:
-    """Where a NaN or an infinity hides inside parsed JSON, as `[0].reward`."""
+    """Where a NaN, an infinity or an integer beyond floats hides in parsed JSON: `[0].reward`."""
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
             yield path
         elif isinstance(value, dict):
             pending.extend((f"{path}.{key}", item) for key, item in value.items())

@@ -75,6 +75,7 @@ REFUSED: dict[str, Json] = {
     "arrays that make up for others": {"tokens": [[[5, 6], [], [90], [91]], [5, 6, 91, 91]]},
     "token beyond 31 bits": {"tokens": [[5, 6, 2**31, 91], [5, 6, 91, 91]]},
     "shifted masks": {"masks": [[-100, -100, 90], [-100, -100, 91, 91, 91]]},
+    "a score beyond float32": {"scores": [0.5, 3.5e38]},
     "misaligned logprobs": {"inference_logprobs": [[1.0, 1.0, -0.25], [1.0, 1.0, -0.2, -0.1]]},
 }
 COERCED: dict[str, Json] = {
@@ -112,8 +113,22 @@ def paths(value: Any) -> Iterator[list[Any]]:
 
 
 VALUES = [
-    *(None, True, 0, 1, -1, -100, 1.5, 2**31, 2**63, 2**64, 1e308, "", "1", "x", {}, [], [1], [{}]),
-    *([1.5], [[]], [[1]], [[1.5, -0.5]], {"role": "user", "content": "[", "x": [1.5]}),
+    *(None, True, 0, 1, -1, -100, 1.5, 2**31, 2**63, 2**64, 1e308, 3.5e38, -1e39, 1e-39, 10**400),
+    *(
+        "",
+        "1",
+        "x",
+        {},
+        {"temperature": 1e39},
+        [],
+        [1],
+        [{}],
+        [1.5],
+        [[]],
+        [[1]],
+        [[1.5, -0.5]],
+        {"role": "user", "content": "[", "x": [1.5]},
+    ),
 ]
 DAMAGE = st.tuples(
     st.sampled_from([*paths(usual())]),

@@ -61,6 +61,9 @@ def test_groups_as_upstream_sends_them_are_valid(absent: dict[str, Any]) -> None
         ({"inference_logprobs": [[0, 0, 0], [0, 0, -INFINITY]]}, ("inference_logprobs", 1, 2)),
         ({"advantages": [[NAN], [0.0]]}, ("advantages", 0, 0)),
         ({"distill_logprobs": [[[NAN]], [[0.0]]]}, ("distill_logprobs", 0, 0, 0)),
+        ({"scores": [1.0, -3.5e38]}, ("scores", 1)),
+        ({"inference_logprobs": [[0, 0, 0], [0, 0, "-1e39"]]}, ("inference_logprobs", 1, 2)),
+        ({"advantages": [[10**400], [0.0]]}, ("advantages", 0, 0)),
         ({"tokens": [[5, 6, 1.5], [5, 6, 91]]}, ("tokens", 0, 2)),
         ({"tokens": [[5, 6, -1], [5, 6, 91]]}, ("tokens", 0, 2)),
         ({"masks": [[-101, 6, 90], [-100, 6, 91]]}, ("masks", 0, 0)),
@@ -80,6 +83,7 @@ def test_a_bad_value_is_named_by_field_and_index(
     [
         ({"messages": [[{"role": "u", "content": "", "reward": NAN}], []]}, "[0][0].rew"),
         ({"group_overrides": {"a": [0, INFINITY]}}, ".a[1]"),
+        ({"images": [10**400]}, "[0]"),
     ],
 )
 def test_free_form_fields_hold_finite_numbers_too(changes: dict[str, Any], says: str) -> None:
@@ -87,6 +91,17 @@ def test_free_form_fields_hold_finite_numbers_too(changes: dict[str, Any], says:
     assert location == tuple(changes)
     assert f"{says}" in message
     assert "finite" in message
+
+
+@pytest.mark.parametrize("temperature", [3.5e38, -1e39, 10**39, 1e-31])
+def test_a_temperature_is_one_that_float32_can_divide_by(temperature: float) -> None:
+    says = {"temperature": temperature}
+    for changes in ({"generation_params": says}, {"group_overrides": says}):
+        location, message = refusal(**changes)
+        assert location == tuple(changes)
+        assert message.startswith("Value error, temperature")
+    assert "[1].temperature" in refusal(overrides=[{}, says])[1]
+    assert parse(overrides=[{"temperature": 0}, {"temperature": "hot"}]).size == 2
 
 
 TEACHER: dict[str, Any] = {

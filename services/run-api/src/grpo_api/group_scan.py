@@ -19,7 +19,7 @@ import numpy as np
 import simdjson
 from pydantic import ValidationError
 
-from grpo_core.wire import MASKED, MAX_TOKEN_ID, FreeFormFields, ScoredGroup
+from grpo_core.wire import FLOAT32_MAX, MASKED, MAX_TOKEN_ID, FreeFormFields, ScoredGroup
 
 FIELDS = frozenset(ScoredGroup.model_fields)
 _REQUIRED = frozenset({"tokens", "masks", "scores"})
@@ -113,6 +113,7 @@ def _scores(scores: Any, sequences: int) -> int:
     _expect(isinstance(scores, simdjson.Array))
     values = scores.as_list()
     _expect(len(values) == sequences and all(type(value) is float for value in values))
+    _expect(all(abs(value) <= FLOAT32_MAX for value in values))
     return 1
 
 
