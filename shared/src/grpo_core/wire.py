@@ -22,6 +22,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -48,7 +50,6 @@ MIN_TEMPERATURE = 1e-30
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 """Trainers compute in float32, where a larger number is an infinity and ends as a NaN."""
-Weight = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
@@ -59,6 +60,26 @@ MAX_NAME_CHARS = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern=r"^[^\x00]*$")]
 """Kept for as long as the run; a NUL in it would break the paths and tables it is put into."""
 Directory = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+
+IGNORED_WEIGHT = -1.0
+"""Of an environment that takes no part in the sharing of slots, as Atropos documents it."""
+
+
+def _or_ignored(value: Any, weight: ValidatorFunctionWrapHandler) -> Any:
+    return IGNORED_WEIGHT if value in (-1, "-1") else weight(value)
+
+
+def _declare_ignored(schema: dict[str, Any]) -> None:
+    weight = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [weight, {"enum": [-1, "-1"]}]
+
+
+Weight = Annotated[
+    float,
+    Field(ge=0.0, le=1e9, allow_inf_nan=False, json_schema_extra=_declare_ignored),
+    WrapValidator(_or_ignored),
+]
 
 T = TypeVar("T")
 

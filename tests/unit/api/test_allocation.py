@@ -68,6 +68,8 @@ def test_a_minimum_of_a_disconnected_environment_is_not_reserved() -> None:
         pytest.param([environment(0, max_token_length=300), environment(1)], 0.75, id="lengths"),
         pytest.param([environment(0), environment(1, weight=1e6)], 0.01, id="never starved"),
         pytest.param([environment(0), environment(1, connected=False)], 1.0, id="one is gone"),
+        pytest.param([environment(0, weight=-1), environment(1)], 1.0, id="ignored for itself"),
+        pytest.param([environment(0), environment(1, weight=-1)], 1.0, id="ignored for others"),
     ],
 )
 def test_weight(environments: list[Environment], weight: float) -> None:

@@ -149,7 +149,7 @@ def test_every_mismatch_is_in_one_error() -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("weight", [-1.0, NAN, INFINITY, 1e300])
+@pytest.mark.parametrize("weight", [-0.5, -2, NAN, INFINITY, 1e300])
 def test_weight_of_an_environment_is_a_share(weight: float) -> None:
     with pytest.raises(ValidationError):
         EnvironmentRegistration(max_token_length=10, desired_name="e", weight=weight, group_size=1)

@@ -50,7 +50,8 @@ def test_a_file_that_is_broken_or_names_several_policies_is_refused(
 
 ATROPOS = """
 env: {group_size: 4, total_steps: 120, batch_size: 64, start_tok_length: 8192, use_wandb: true,
-  ensure_scores_are_not_same: false, max_num_workers_per_node: 24}
+  inference_weight: -1, ensure_scores_are_not_same: false,
+  max_num_workers_per_node: 24}
 openai:
   - {base_url: "http://localhost:9001/v1", model_name: m, api_key: x, num_requests_for_eval: 8}
 slurm: false
@@ -64,7 +65,7 @@ def test_the_words_of_atropos_are_understood_and_the_command_line_wins_over_the_
 
     env = settings.env
     assert (env.group_size, env.total_steps, env.max_concurrent_groups) == (6, 120, 24)
-    assert env.drop_equal_scores is False
+    assert (env.drop_equal_scores, env.weight) == (False, -1)
     # Unset: the model's tokenizer, the task's name.
     assert (settings.tokenizer_name, settings.wandb_name) == ("m", "gsm8k")
     assert "without effect here: env.batch_size, env.start_tok_length, env.use_wandb, openai." in (

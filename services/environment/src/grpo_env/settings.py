@@ -30,6 +30,7 @@ from pydantic_settings import (
 
 from grpo_core.bearer_token import usable_token
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_core.wire import Weight
 from grpo_env.settings_file import ConfigFileUnusable, config_argument, read_config_file
 
 PROG = "env-server"
@@ -113,11 +114,10 @@ class EnvSettings(_Section):
     wandb_name: str | None = Field(
         None, min_length=1, description="Name under which metrics are reported; unset: the task's"
     )
-    weight: float = Field(
+    weight: Weight = Field(
         1.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Share of the sampling slots, relative to the other environments (no unit)",
+        description="Share of the sampling slots, relative to the other environments (no unit); "
+        "-1: all of them, and the others share theirs without this one",
     )
     min_batch_allocation: float | None = Field(
         None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grpo_api.demand import Demand, Share, demand
 from grpo_api.exact_sums import Kind
 from grpo_api.limits import Fill, Limits
-from grpo_core.wire import EnvironmentRegistration, EnvironmentStatus
+from grpo_core.wire import IGNORED_WEIGHT, EnvironmentRegistration, EnvironmentStatus
 
 MIN_ENV_WEIGHT = 0.01
 """No environment is starved completely."""
@@ -150,10 +150,15 @@ def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCo
 
 
 def _weight(own: Environment, connected: Sequence[Environment]) -> float:
-    """Share of the token budget; the least one where nobody connected has any weight."""
+    """Share of the token budget; the least one where nobody connected has any weight, all of it
+    where its own is to be ignored."""
+    if own.registration.weight == IGNORED_WEIGHT:
+        return 1.0
     total = math.fsum(_tokens_times_weight(environment) for environment in connected)
     return max(MIN_ENV_WEIGHT, _tokens_times_weight(own) / total) if total else MIN_ENV_WEIGHT
 
 
 def _tokens_times_weight(environment: Environment) -> float:
-    return environment.registration.max_token_length * environment.registration.weight
+    registration = environment.registration
+    weight = 0.0 if registration.weight == IGNORED_WEIGHT else registration.weight
+    return registration.max_token_length * weight
