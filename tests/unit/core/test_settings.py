@@ -4,7 +4,11 @@ import pytest
 from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
+from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
+from grpo_local.run_settings import RunSettings
+from grpo_trainer.settings import TrainerSettings
+from grpo_vllm.settings import ServerSettings
 
 
 class Section(BaseModel):
@@ -48,3 +52,28 @@ def test_every_mistake_names_its_option_and_only_a_secret_is_not_shown(
     assert "(got '0')" in told
     assert "example: --token: " in told
     assert "xy" not in told
+
+
+@pytest.mark.parametrize(
+    ("settings_type", "words"),
+    [
+        (RunApiSettings, []),
+        (ServerSettings, ["--model", "m"]),
+        (TrainerSettings, ["--model-name", "m", "--weight-bridge-mode", "none"]),
+        (RunSettings, ["--model", "m"]),
+    ],
+)
+def test_no_command_shows_what_a_redis_url_holds(
+    settings_type: type[CommandSettings], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "redis://:hunter2@h:1/0"
+    assert "hunter" not in repr(load_settings(settings_type, words, {"REDIS_URL": url}))
+    with pytest.raises(SystemExit):
+        load_settings(settings_type, [*words, "--help"], {"REDIS_URL": url})
+    for wrong in ("http://:hunter2@h", "redis://:hunter2/x@h:1", "redis://:hunter2\u2100@h:1"):
+        with pytest.raises(SystemExit) as stop:
+            load_settings(settings_type, words, {"REDIS_URL": wrong})
+        assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert told.err.count("--redis-url: ") == 3
+    assert "hunter" not in told.out + told.err

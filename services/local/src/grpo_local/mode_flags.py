@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_local.mode_options import ModeOptions
@@ -30,7 +30,7 @@ class HandOff:
     options: ModeOptions
     restart_every_steps: int
     target_modules: tuple[str, ...]
-    redis_url: str
+    redis_url: str = field(repr=False)
     run_id: str
     save_path: Path
     weights_socket: Path

@@ -6,10 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from grpo_core.redis_names import DEFAULT_RUN_ID
+from grpo_core.redis_url import RedisUrl
 from grpo_local.mode_options import ModeOptions
 
 TRAINERS_RESTART_INTERVAL = 3
@@ -28,7 +29,7 @@ class RunSettings(ModeOptions):
     model_config = SettingsConfigDict(cli_prog_name="grpo-run", env_prefix="GRPO_RUN_")
 
     model: str = Field(description="hub id or directory of the model")
-    redis_url: SecretStr = Field(description="Redis of the run (default: $REDIS_URL)")
+    redis_url: RedisUrl = Field(description="Redis of the run (default: $REDIS_URL)")
     run_id: str = Field(DEFAULT_RUN_ID, description="name of the run (default: $RUN_ID)")
     atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
     host: str = Field("127.0.0.1", description="address that the inference server listens on")

@@ -26,7 +26,7 @@ class Service:
     command: Sequence[str]
     healthy: Callable[[], bool]
     deadline_s: float
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     may_finish: bool = False
     """Ending with status 0 is success, not failure."""
 

@@ -36,7 +36,9 @@ def serve(settings: RunApiSettings) -> None:
 
 async def _serve(settings: RunApiSettings) -> None:
     lifetime = Lifetime()
-    link = RedisLink(settings.redis_url, settings.run_id, settings.redis_deadline_s)
+    link = RedisLink(
+        settings.redis_url.get_secret_value(), settings.run_id, settings.redis_deadline_s
+    )
     store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
     server = HttpServer(
         create_app(store, settings, lifetime),

@@ -6,17 +6,15 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from grpo_core.bearer_token import plain
 from grpo_core.redis_names import DEFAULT_RUN_ID
+from grpo_core.redis_url import OptionalRedisUrl
 from grpo_core.settings import CommandSettings
 from grpo_trainer.modes import Mode, unused_options
 from grpo_trainer.option_lists import names_in, numbers_in
 
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 SERVED_WEIGHTS = "served_weights"
 
 
@@ -68,7 +66,7 @@ class ModeSettings(CommandSettings):
         gt=0,
         description="Seconds that the server may take to serve new weights, a restart included",
     )
-    redis_url: SecretStr | None = Field(
+    redis_url: OptionalRedisUrl = Field(
         None,
         description="Redis by which trainer and server speak: needed in every mode but shared_vllm "
         "(default: $REDIS_URL)",
@@ -96,14 +94,6 @@ class ModeSettings(CommandSettings):
     vllm_flags: str = Field(
         "", description='More flags for such a server, as one string: "--enforce-eager"'
     )
-
-    @field_validator("redis_url")
-    @classmethod
-    def _redis_url_names_a_redis(cls, value: SecretStr | None) -> SecretStr | None:
-        url = plain(value)
-        if url is not None and urlsplit(url).scheme not in REDIS_SCHEMES:
-            raise ValueError("expected redis://host:port/db, rediss://... or unix://...")
-        return value
 
     @field_validator("lora_target_modules")
     @classmethod

@@ -120,7 +120,8 @@ async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStac
     """Of weights that a trainer writes here. Others come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
         return NoRecord()
-    return await stack.enter_async_context(ServedRecord(settings.redis_url, settings.run_id))
+    url = settings.redis_url.get_secret_value()
+    return await stack.enter_async_context(ServedRecord(url, settings.run_id))
 
 
 def _beginning(

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
 from grpo_core.bridge_config import FILE_NAME
 from grpo_core.redis_names import DEFAULT_RUN_ID
+from grpo_core.redis_url import OptionalRedisUrl
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.weight_files import LORA_RANKS
 from grpo_vllm.plugin_names import SHARE_WEIGHTS_VARIABLE
@@ -24,7 +24,6 @@ OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would break the importance ratio, or the sharing, without a word."""
 HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class ServerSettings(CommandSettings):
@@ -68,7 +67,7 @@ class ServerSettings(CommandSettings):
         "(VLLM_BRIDGE_CONFIG_PATH; default: in --logdir)",
     )
     logdir: Path = Field(Path("."), description=f"Directory for {FILE_NAME} (LOGDIR)")
-    redis_url: str | None = Field(
+    redis_url: OptionalRedisUrl = Field(
         None,
         description="Redis that remembers which weights this run has served, so that a restarted "
         "server waits for them (REDIS_URL; default: none, and it serves its checkpoint)",
@@ -179,13 +178,6 @@ class ServerSettings(CommandSettings):
                 "or sends adapters; choose one"
             )
         return self
-
-    @field_validator("redis_url")
-    @classmethod
-    def _redis_url_names_a_redis(cls, value: str | None) -> str | None:
-        if value is not None and urlsplit(value).scheme not in REDIS_SCHEMES:
-            raise ValueError("expected redis://host:port/db, rediss://... or unix://...")
-        return value
 
     @model_validator(mode="after")
     def _control_is_reachable_and_private(self) -> Self:

@@ -56,12 +56,9 @@ async def _run(
         control: CommandStream | NoControlPlane = NoControlPlane()
         record: ServedRecord | NoRecord = NoRecord()
         if settings.redis_url is not None:
-            record = await stack.enter_async_context(
-                ServedRecord(settings.redis_url, settings.run_id)
-            )
-            control = await stack.enter_async_context(
-                CommandStream(settings.redis_url, settings.run_id)
-            )
+            url = settings.redis_url.get_secret_value()
+            record = await stack.enter_async_context(ServedRecord(url, settings.run_id))
+            control = await stack.enter_async_context(CommandStream(url, settings.run_id))
         weights = await first_weights(settings, record)
         host = EngineHost(engine_module, arguments)
         stack.push_async_callback(host.close)
