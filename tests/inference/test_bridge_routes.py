@@ -81,7 +81,13 @@ def test_an_update_notice_clears_the_prefix_cache_and_changes_no_version(
     before = info(shared_server)
     answer = post(shared_server, "notify_update").raise_for_status().json()
     assert answer["prefix_cache_reset"] is True
-    assert info(shared_server) == before | {"notice_count": before["notice_count"] + 1}
+    noticed = before | {"notice_count": before["notice_count"] + 1}
+    assert info(shared_server) == noticed
+    page = {"Sec-Fetch-Site": "cross-site", "Origin": "http://elsewhere.example"}
+    for url in {shared_server.url, shared_server.control_url}:
+        for route in ("bridge/notify_update", "v1/completions"):
+            assert httpx.post(f"{url}/{route}", headers=page).status_code == 403
+    assert info(shared_server) == noticed
 
 
 def test_a_server_that_cannot_sleep_refuses_with_the_reason(shared_server: InferenceServer) -> None:

@@ -96,6 +96,17 @@ def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
     assert client.get("/info").json()["batch_size"] == -1
 
 
+def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Client) -> None:
+    start(http)
+    submit(http, 1, 2)
+    for path in ("/reset_data", "/batch"):
+        answer = http.get(path, headers={"Sec-Fetch-Site": "cross-site"})
+        assert answer.status_code == 403
+        assert "in a browser, open" in answer.json()["detail"].lower()
+        assert "x-request-id" in answer.headers
+    assert run_facts(http)["queued_groups"] == 2
+
+
 def test_the_client_sends_its_token_and_names_a_missing_one(api: RunningApi) -> None:
     with TrainerClient(api.url, token=TOKEN) as known, TrainerClient(api.url) as unknown:
         known.status()

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from grpo_api.bearer_token import BearerTokenMiddleware
 from grpo_api.lifetime import Lifetime
 from grpo_api.request_log import RequestLogMiddleware
+from grpo_core.same_site import SameSiteOnly
 
 TOKEN = "correct-horse"
 
@@ -57,3 +58,34 @@ async def test_any_other_token_is_refused_and_no_body_is_read(given: list[str]) 
     headers = [(b"authorization", value.encode("latin-1")) for value in given]
     answer = await exchange(BearerTokenMiddleware(answering(200), TOKEN), *headers)
     assert answer["status"] == 401
+
+
+BROWSER = (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)")
+
+
+def fetched(site: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """As browsers ask where they trust the address: loopback, or over TLS."""
+    return [BROWSER, (b"sec-fetch-site", site.encode()), *more]
+
+
+@pytest.mark.parametrize(
+    ("headers", "passes"),
+    [
+        ([], True),
+        ([(b"user-agent", b"python-httpx/0.28.1"), (b"sec-fetch-mode", b"cors")], True),
+        (fetched("none"), True),
+        (fetched("same-origin", (b"origin", b"http://127.0.0.1:8000")), True),
+        (fetched("cross-site", (b"origin", b"https://ui.example")), True),
+        (fetched("cross-site"), False),
+        (fetched("same-site", (b"origin", b"http://localhost:3000")), False),
+        ([BROWSER, (b"host", b"192.168.0.2:8000")], False),
+        ([BROWSER, (b"host", b"rebound.example:8000")], False),
+        ([(b"origin", b"http://rebound.example"), (b"host", b"rebound.example")], False),
+        ([(b"origin", b"null")], False),
+    ],
+)
+async def test_a_browser_asks_for_its_user_and_for_no_page_elsewhere(
+    headers: list[tuple[bytes, bytes]], passes: bool
+) -> None:
+    app = SameSiteOnly(answering(200), allowed=["https://ui.example"])
+    assert (await exchange(app, *headers))["status"] == (200 if passes else 403)

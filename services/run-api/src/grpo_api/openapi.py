@@ -36,6 +36,7 @@ _FASTAPI_ERRORS = ("HTTPValidationError", "ValidationError")
 _WHEN = {
     400: "The body says that it is gzip and is not",
     401: "No token, or another one",
+    403: "A web page of another site asked",
     404: "No such batch or environment",
     408: "The body did not arrive in full in time; the connection is closed",
     409: "It conflicts with the state of the run",
@@ -159,6 +160,7 @@ def _answer_as_we_do(_path: str, operation: Json) -> None:
     answers = operation["responses"]
     if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
         del answers["422"]
+    answers["403"] = _refusal_of_any_body(403)
     for answer in answers.values():
         answer.setdefault("headers", {})
         answer["headers"] = answer["headers"] | {

@@ -14,6 +14,7 @@ import structlog
 
 from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
+from grpo_core.same_site import SameSiteOnly
 from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.applications import (
     Serving,
@@ -82,7 +83,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             include_control(app, serving)
         lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
-        public = HttpServer(gated, lot=lot)
+        pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
+        public = HttpServer(SameSiteOnly(gated, allowed=pages), lot=lot)
         let_handlers_stop(app, public)
         drain = Drain(public, lot, in_flight, channel)
         endpoints = [
@@ -90,7 +92,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
         ]
         if plan.control is not None:
-            endpoints.append(Endpoint(HttpServer(control_app(serving)), _listening(plan.control)))
+            control = HttpServer(SameSiteOnly(control_app(serving)))
+            endpoints.append(Endpoint(control, _listening(plan.control)))
         log.info(
             "serving",
             host=settings.host,
