@@ -14,6 +14,7 @@ import structlog
 
 from benchmarks.run_api_bench import (
     first_batch,
+    fsync,
     machine,
     memory,
     minimums,
@@ -45,11 +46,35 @@ _log = structlog.get_logger()
 def main() -> None:
     settings = load_settings(BenchSettings, sys.argv[1:])
     configure_logging("bench-run-api")
+    if settings.fsync:
+        _compare_fsync(settings)
+        return
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in settings.scenarios]
     section = _section(settings, scenarios, measure(settings, scenarios))
     sys.stdout.write("\n".join([*section, ""]))
     if settings.is_complete:
         replace_section(settings.results, SECTION, section)
+
+
+def _compare_fsync(settings: BenchSettings) -> None:
+    host = machine.host()
+    turns = fsync.measure(settings.sizes(), settings.effective_runs)
+    section = [
+        f'`make bench-run-api BENCH_FLAGS="--fsync --runs {len(turns)}"` on {_today()}: groups as '
+        "under *Submitting groups*, a batch of 64 sequences; median (lowest to highest). Both ran "
+        "in turn, and a ratio is of one turn, so that what else the machine does meets both.",
+        "",
+        *(f"- {fact}" for fact in host),
+        "",
+        *fsync.report(turns),
+    ]
+    sys.stdout.write("\n".join([*section, ""]))
+    if not settings.quick:
+        replace_section(settings.results, fsync.SECTION, section)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def measure(settings: BenchSettings, scenarios: Sequence[Scenario]) -> Results:
@@ -75,7 +100,7 @@ def _section(settings: BenchSettings, scenarios: Sequence[Scenario], results: Re
 def _introduction(runs: int) -> list[str]:
     counted = "one run" if runs == 1 else f"{runs} runs: median (lowest to highest)"
     return [
-        f"`make bench-run-api` on {datetime.now(UTC).date().isoformat()}, {counted}. Both servers "
+        f"`make bench-run-api` on {_today()}, {counted}. Both servers "
         "ran alone, one after the other, with one process that sends and one that probes beside "
         "them. *ratio* is run-api over atroposlib.",
         "",

@@ -22,13 +22,21 @@ _SERVING = ("starlette", "pydantic-core", "uvloop", "httptools")
 _PACKAGE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-def description() -> list[str]:
-    """One line per fact."""
+def host() -> list[str]:
+    """One line per fact about the machine."""
     memory_gib = psutil.virtual_memory().total / _BYTES_PER_GIB
+    load = os.getloadavg()[0]
     return [
         f"CPU: {_cpu_model()}, {len(os.sched_getaffinity(0))} cores; memory: {memory_gib:.0f} GiB",
-        f"Linux {platform.release()}, Python {platform.python_version()}",
-        f"Redis {_redis_version()} (appendonly yes, appendfsync everysec)",
+        f"Linux {platform.release()}, Python {platform.python_version()}; load average {load:.1f}",
+    ]
+
+
+def description() -> list[str]:
+    """The same, and what was compared."""
+    return [
+        *host(),
+        f"Redis {_redis_version()} (appendonly yes, appendfsync always)",
         f"atroposlib: {', '.join(_atroposlib_packages())}",
         f"run-api: {', '.join(_run_api_packages())}",
     ]

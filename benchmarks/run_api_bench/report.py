@@ -45,8 +45,8 @@ class Row:
         return [
             self.metric.name,
             self.metric.unit,
-            _spread(theirs),
-            _spread(ours),
+            spread_text(theirs),
+            spread_text(ours),
             _ratio(ours, theirs),
             self._goal(ours, theirs),
         ]
@@ -60,10 +60,10 @@ class Row:
 def scenario_section(scenario: Scenario, results: Results) -> list[str]:
     """Heading, explanation, table."""
     cells = [list(_HEAD), *(row.cells() for row in results.rows(scenario))]
-    return [f"### {scenario.title}", "", scenario.explanation, "", *_table(cells)]
+    return [f"### {scenario.title}", "", scenario.explanation, "", *table(cells)]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Padded, so that it reads on a terminal too. The first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -73,7 +73,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]
 
 
-def _spread(spread: Spread | None) -> str:
+def spread_text(spread: Spread | None) -> str:
     if spread is None:
         return NOT_MEASURED
     if spread.low == spread.high:

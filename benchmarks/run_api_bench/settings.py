@@ -38,8 +38,12 @@ class BenchSettings(CommandSettings):
     scenarios: list[ScenarioName] = Field(
         list(SCENARIOS), min_length=1, description="what to measure of it; results need all"
     )
+    fsync: bool = Field(
+        False,
+        description="instead: run-api alone, on Redis with appendfsync always and everysec in turn",
+    )
     results: Path = Field(
-        Path("benchmarks/RESULTS.md"), description="file whose run-api section is replaced"
+        Path("benchmarks/RESULTS.md"), description="file whose section is replaced"
     )
 
     @property

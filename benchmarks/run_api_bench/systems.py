@@ -127,10 +127,11 @@ def start_atroposlib(directory: Path) -> RunningServer:
     return RunningServer(port, process)
 
 
-def start_run_api(directory: Path) -> RunningServer:
-    """Our `run-api` with its defaults, on a Redis with appendfsync everysec."""
+def start_run_api(directory: Path, appendfsync: str = "always") -> RunningServer:
+    """Our `run-api` with its defaults, on a Redis of its own."""
     redis_port = free_port()
-    redis_server = RedisServer(redis_port, start_redis(redis_port, directory / "redis"))
+    process = start_redis(redis_port, directory / "redis", appendfsync=appendfsync)
+    redis_server = RedisServer(redis_port, process)
     try:
         port = free_port()
         command = [str(Path(sys.executable).with_name("run-api"))]

@@ -66,11 +66,7 @@ class Commands:
     def _redis(self) -> list[str]:
         directory = self.directory / REDIS
         directory.mkdir(exist_ok=True)
-        # appendfsync: else a kill may take what was acknowledged
-        return [
-            *redis_command(self.ports[REDIS], directory, bundled_redis()),
-            *("--appendfsync", "always"),
-        ]
+        return redis_command(self.ports[REDIS], directory, bundled_redis())
 
     def _run_api(self) -> list[str]:
         return _flags({"port": self.ports[RUN_API], "redis-deadline-s": 3, **self._of_the_run()})

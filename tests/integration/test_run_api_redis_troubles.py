@@ -255,7 +255,7 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
         return line
 
     line = await report()
-    assert (line["log_level"], line["appendfsync"]) == ("info", "everysec")
+    assert (line["log_level"], line["appendfsync"]) == ("info", "always")
     server.admin.config_set("appendonly", "no")
     line = await report()
     assert line["log_level"] == "warning"

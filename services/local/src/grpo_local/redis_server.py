@@ -43,27 +43,35 @@ def bundled_redis() -> str | None:
     return None
 
 
-def redis_command(port: int, directory: Path, binary: str | None = None) -> list[str]:
-    """Redis on the loopback interface, with its append-only file under `directory`."""
+def redis_command(
+    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
+) -> list[str]:
+    """Redis on the loopback interface, with its append-only file under `directory`.
+
+    Args:
+        appendfsync: `always` loses nothing that it acknowledged, whenever it is killed.
+    """
     return [
         binary or redis_binary(),
         *("--port", str(port)),
         *("--bind", "127.0.0.1"),
         *("--dir", str(directory)),
         *("--appendonly", "yes"),
-        *("--appendfsync", "everysec"),
+        *("--appendfsync", appendfsync),
         *("--save", ""),
     ]
 
 
-def start_redis(port: int, directory: Path, binary: str | None = None) -> ManagedProcess:
-    """Start Redis on the loopback interface with its append-only file under `directory`.
+def start_redis(
+    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
+) -> ManagedProcess:
+    """Start what `redis_command` says.
 
     Raises:
         ProcessFailed: it did not answer PING within a minute.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    command = redis_command(port, directory, binary)
+    command = redis_command(port, directory, binary, appendfsync)
     process = ManagedProcess("redis", command, directory / "redis.log")
     try:
         process.wait_until(lambda: answers_ping(port), deadline_s=REDIS_DEADLINE_S)

@@ -53,7 +53,7 @@ class ServiceFactory:
     def redis(self, port: int) -> Service:
         return Service(
             name="redis",
-            command=redis_command(port, self.run.redis),
+            command=redis_command(port, self.run.redis, None, self.settings.redis_appendfsync),
             healthy=lambda: answers_ping(port),
             deadline_s=REDIS_DEADLINE_S,
         )

@@ -132,6 +132,11 @@ class DemoSettings(ModeOptions):
         description="threads each for the vLLM server and the trainer; half the cores by default",
     )
 
+    redis_appendfsync: Literal["always", "everysec"] = Field(
+        "always",
+        description="when Redis syncs its file: always loses nothing acknowledged; everysec writes "
+        "less, and may lose 1 to 2 s where Redis is killed or the power fails",
+    )
     run_api_token: SecretStr | None = Field(
         None,
         description="token that run-api asks for (default: $RUN_API_TOKEN); unset: none",
