@@ -62,7 +62,8 @@ def _compare_fsync(settings: BenchSettings) -> None:
     section = [
         f'`make bench-run-api BENCH_FLAGS="--fsync --runs {len(turns)}"` on {_today()}: groups as '
         "under *Submitting groups*, a batch of 64 sequences; median (lowest to highest). Both ran "
-        "in turn, and a ratio is of one turn, so that what else the machine does meets both.",
+        "in turn, and a ratio is of one turn, so that what else the machine does meets both: the "
+        "load average before the first turn says how much that was.",
         "",
         *(f"- {fact}" for fact in host),
         "",
