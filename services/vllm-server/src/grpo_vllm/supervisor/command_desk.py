@@ -57,8 +57,8 @@ class CommandDesk:
                 await self._follow(found.newest)
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
-        """Where one was asked for."""
-        command = self._situation.take_restart()
+        """If the engine was started for one."""
+        command = self._situation.take_launched()
         if command is None:
             return
         log.info("restart answered", command=named(command), outcome=state.value)

@@ -25,7 +25,8 @@ class Situation:
     """`weights`: what is served, or will be once the engine is up; `before`: what was served before
     a restart that was asked for; `reason`: why nothing is served.
 
-    `restart`: asked for and not answered yet; `wanted` is set as long as there is one.
+    `restart`: asked for and not answered yet; `wanted` is set as long as there is one. `launched`:
+    the same once an engine is started for it; only then can it be answered.
     """
 
     weights: PlannedWeights
@@ -33,6 +34,7 @@ class Situation:
     state: SupervisorState = SupervisorState.STARTING
     reason: str = ""
     restart: Restart | None = None
+    launched: Restart | None = None
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -45,11 +47,15 @@ class Situation:
 
     def turn_to_what_is_asked_for(self) -> None:
         """The next engine serves it."""
+        self.launched = self.restart
         if self.restart is not None and self.weights != self.restart.weights:
             self.before, self.weights = self.weights, self.restart.weights
 
-    def take_restart(self) -> Command | None:
-        """The command that is to be answered now; None where no restart was asked for."""
-        restart, self.restart = self.restart, None
+    def take_launched(self) -> Command | None:
+        """The command that the engine was started for and that is to be answered now, if any."""
+        launched, self.launched = self.launched, None
+        if launched is None:
+            return None
+        self.restart = None
         self.wanted.clear()
-        return restart.command if restart else None
+        return launched.command

@@ -117,7 +117,7 @@ class Supervisor:
             code = await self._slot.end()
             if self._stop.is_set():
                 break
-            if first and self._now.restart is None:
+            if first and self._now.launched is None:
                 return code if code > 0 else EXIT_FAILED
             await self._did_not_come_up(code)
         self._slot.let_go_of_parked()
@@ -176,7 +176,7 @@ class Supervisor:
     async def _did_not_come_up(self, code: int) -> None:
         """Neither first nor serving: another try, the weights before, or none."""
         reason = f"the engine ended with status {code} before it served; the server's log says why"
-        if self._now.restart is None:
+        if self._now.launched is None:
             self._now.reason = reason
             await self._back_off()
             return

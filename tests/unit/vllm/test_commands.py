@@ -1,0 +1,191 @@
+"""What the supervisor answers to commands that come at an awkward moment. Its engines are records
+of what they were launched with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.handoff import Action, Command, Outcome, OutcomeState, ServerStatus
+from grpo_core.weight_files import directory_digest
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine_plan import PlannedWeights
+from grpo_vllm.served_record import ServedWeights
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.supervisor import Supervisor
+from tests.support.wait import wait_for_async
+from tests.unit.vllm.fake_engine import Record
+
+
+class Engine:
+    """Ends when it is told to drain."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.ended.result() if self.ended.done() else None
+
+    async def wait(self) -> int:
+        return int(await asyncio.shield(self.ended))
+
+    async def drain(self, _within_s: float) -> None:
+        self.end(0)
+
+    async def ended_within(self, _seconds: float) -> bool:
+        return True
+
+    def end(self, code: int) -> None:
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+
+class Slot:
+    """`seen`: what its engine says of itself."""
+
+    pid = dropped_requests = dropped_by_this_engine = generation_tokens = 0
+    answers = True
+
+    def __init__(self, *_: object) -> None:
+        self.launched: list[PlannedWeights] = []
+        self.engine: Engine | None = None
+        self.seen: dict[str, Any] | None = None
+
+    async def measure_memory(self) -> None: ...
+
+    async def launch(self, weights: PlannedWeights) -> Engine:
+        self.launched.append(weights)
+        self.engine = Engine()
+        return self.engine
+
+    async def serves(self) -> bool:
+        return True
+
+    def let_go_of_parked(self) -> None: ...
+
+    async def look(self) -> dict[str, Any] | None:
+        return self.seen
+
+    async def end(self) -> int:
+        assert self.engine is not None
+        self.engine.end(0)
+        code, self.engine = self.engine.exit_code, None
+        return code or 0
+
+
+class Control:
+    """`answers`: with the weights that were launched last when each was given."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.sent: asyncio.Queue[Command] = asyncio.Queue()
+        self.answers: list[tuple[OutcomeState, PolicyVersion]] = []
+        self.statuses: list[ServerStatus] = []
+        self._slot = slot
+
+    async def commands(self) -> AsyncIterator[list[Command]]:
+        while True:
+            yield [await self.sent.get()]
+
+    async def answer(self, _command: Command, outcome: Outcome) -> None:
+        self.answers.append((outcome.state, self._slot.launched[-1].version))
+
+    async def report(self, status: ServerStatus) -> None:
+        self.statuses.append(status)
+
+
+class HeldRecord(Record):
+    """Its notes wait while `free` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def note(self, served: ServedWeights) -> None:
+        await super().note(served)
+        await self.free.wait()
+
+
+class Rig:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.slot = Slot()
+        self.control, self.record = Control(self.slot), HeldRecord()
+        monkeypatch.setattr("grpo_vllm.supervisor.supervisor.EngineSlot", lambda *_: self.slot)
+        flags = ["--model", "m", "--weights-dir", str(directory)]
+        nothing: Any = None
+        self.supervisor = Supervisor(
+            load_server_settings(flags),
+            nothing,
+            self.weights(1),
+            self.control,
+            self.record,
+            nothing,
+        )
+
+    def checkpoint(self, step: int) -> Path:
+        path = self.directory / str(step)
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_text(str(step))
+        return path
+
+    def weights(self, step: int) -> PlannedWeights:
+        return PlannedWeights(version=PolicyVersion(1, step), directory=self.checkpoint(step))
+
+    def send(self, step: int) -> None:
+        path = self.checkpoint(step)
+        self.control.sent.put_nowait(
+            Command(
+                id=f"c-{step}",
+                action=Action.RESTART_WITH_CHECKPOINT,
+                epoch=1,
+                step=step,
+                path=str(path),
+                sha256=directory_digest(path),
+            )
+        )
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.supervisor.run())
+        try:
+            await self.until(lambda: self.supervisor.ready())
+            yield
+        finally:
+            self.record.free.set()
+            self.supervisor.stop()
+            assert await running == 0
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        await wait_for_async(happened)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -> None:
+    """A command is accepted while the supervisor notes what a recovered engine serves."""
+    async with rig.serving():
+        rig.record.free.clear()
+        noted = len(rig.record.noted)
+        assert rig.slot.engine is not None
+        rig.slot.engine.end(9)
+        await rig.until(lambda: len(rig.record.noted) > noted)
+        rig.send(2)
+        await rig.until(lambda: len(rig.control.answers) == 1)
+        rig.record.free.set()
+        await rig.until(lambda: len(rig.control.answers) == 2)
+    accepted, done = rig.control.answers
+    assert accepted == (OutcomeState.ACCEPTED, (1, 1))
+    assert done == (OutcomeState.DONE, (1, 2))
