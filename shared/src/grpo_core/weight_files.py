@@ -6,8 +6,10 @@ A directory is handed off under a name of its own per version and never changed 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -36,14 +38,16 @@ class UnusableWeights(GrpoError):
 def directory_digest(directory: Path) -> str:
     """SHA-256 (hexadecimal) over the relative names, sizes and bytes of all files below it.
 
-    Raises `OSError` where a file cannot be read.
+    Raises `OSError` where it, or a file in it, cannot be read.
     """
     total = hashlib.sha256()
+    directory.stat()  # rglob finds nothing where there is none
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(directory).as_posix()
-        total.update(f"{digest} {path.stat().st_size} {name}\n".encode())
+        line = f"{digest} {path.stat().st_size} {name}\n"
+        total.update(line.encode(errors="surrogateescape"))  # names are bytes
     return total.hexdigest()
 
 
@@ -60,10 +64,8 @@ def check_weights(kind: WeightKind, path: str, sha256: str, below: Path) -> Path
     """
     directory = inside(path, below)
     require_complete(kind, directory)
-    try:
+    with _readable(directory):
         found = directory_digest(directory)
-    except OSError as error:
-        raise UnusableWeights(f"{directory}: {error}") from error
     if found != sha256:
         raise UnusableWeights(
             f"{directory}: checksum {found[:12]}…, announced {sha256[:12]}…; it was changed or cut "
@@ -74,13 +76,15 @@ def check_weights(kind: WeightKind, path: str, sha256: str, below: Path) -> Path
 
 def inside(path: str, below: Path) -> Path:
     """`path` with every link resolved. Raises `UnusableWeights` where that is not under `below`."""
-    directory, root = Path(path).resolve(), below.resolve()
+    with _readable(path):
+        directory, root = Path(path).resolve(), below.resolve()
+        is_there = directory.is_dir()
     if directory == root or not directory.is_relative_to(root):
         raise UnusableWeights(
             f"{path} is not below {root}, the only directory that weights are taken from; let the "
             "trainer save there, or start the server with another --weights-dir"
         )
-    if not directory.is_dir():
+    if not is_there:
         raise UnusableWeights(
             f"{path}: no such directory here; trainer and server must see it under one path"
         )
@@ -89,13 +93,26 @@ def inside(path: str, below: Path) -> Path:
 
 def require_complete(kind: WeightKind, directory: Path) -> None:
     """Raises `UnusableWeights` naming every file that is missing."""
-    if kind is WeightKind.ADAPTER:
-        missing = [n for n in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (directory / n).is_file()]
-    else:
-        missing = [] if (directory / MODEL_CONFIG).is_file() else [MODEL_CONFIG]
-        missing += [] if any(directory.glob(MODEL_WEIGHTS_GLOB)) else [MODEL_WEIGHTS_GLOB]
+    with _readable(directory):
+        missing = _missing(kind, directory)
     if missing:
         raise UnusableWeights(f"{directory}: no {', no '.join(missing)}: not a whole {kind.value}")
+
+
+def _missing(kind: WeightKind, directory: Path) -> list[str]:
+    if kind is WeightKind.ADAPTER:
+        return [n for n in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (directory / n).is_file()]
+    missing = [] if (directory / MODEL_CONFIG).is_file() else [MODEL_CONFIG]
+    return missing + ([] if any(directory.glob(MODEL_WEIGHTS_GLOB)) else [MODEL_WEIGHTS_GLOB])
+
+
+@contextlib.contextmanager
+def _readable(path: Path | str) -> Iterator[None]:
+    """Raises `UnusableWeights` where what is done inside finds a file gone or barred."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the latter: links that lead in a circle
+        raise UnusableWeights(f"{path}: {error}") from error
 
 
 def adapter_rank(directory: Path) -> int:

@@ -63,6 +63,18 @@ def test_nothing_outside_the_root_is_taken(adapter: Path, name: str) -> None:
         check_weights(WeightKind.ADAPTER, str(root / name), "", root)
 
 
+def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
+    root = adapter.parent
+    (root / "circle").symlink_to(root / "circle")
+    for name in ("x" * 300, "circle"):
+        with pytest.raises(UnusableWeights, match=rf"{name}.*(too long|loop)"):
+            check_weights(WeightKind.ADAPTER, str(root / name), "", root)
+    with pytest.raises(FileNotFoundError):
+        directory_digest(root / "gone")
+    (adapter / "\udcff").touch()  # a byte that is no text
+    assert checked(adapter, directory_digest(adapter))
+
+
 def test_half_written_weights_are_refused(adapter: Path) -> None:
     (adapter / ADAPTER_WEIGHTS).unlink()
     with pytest.raises(UnusableWeights, match=f"no {ADAPTER_WEIGHTS}: not a whole adapter"):

@@ -189,3 +189,20 @@ async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -
     accepted, done = rig.control.answers
     assert accepted == (OutcomeState.ACCEPTED, (1, 1))
     assert done == (OutcomeState.DONE, (1, 2))
+
+
+async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: Rig) -> None:
+    """Somebody has loaded it by hand; what is served last is what another engine can load."""
+
+    def seen(directory: Path) -> dict[str, Any]:
+        adapter = {"adapter_path": str(directory)}
+        return {"reason": "", "policy_version": [1, 5], "adapter": adapter}
+
+    async with rig.serving():
+        rig.slot.seen = seen(rig.directory / "gone")
+        reports = len(rig.control.statuses)
+        await rig.until(lambda: len(rig.control.statuses) > reports + 2)
+        assert rig.supervisor.status().step == 1
+        rig.slot.seen = seen(rig.checkpoint(5))
+        await rig.until(lambda: rig.supervisor.status().step == 5)
+        assert rig.record.noted[-1].path == str(rig.checkpoint(5))

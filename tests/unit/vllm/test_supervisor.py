@@ -20,8 +20,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
-from grpo_core.handoff import Action, OutcomeState
+from grpo_core.handoff import Action, OutcomeState, commands_key
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
@@ -197,6 +198,7 @@ def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict
     digest = {"sha256": "0" * 64}
     return {
         "is not below": (link, digest),
+        "File name too long": (server.weights / ("x" * 300), digest),
         "not a whole adapter": (half, digest),
         "checksum": (server.adapter("other-bytes"), digest),
         "rank 64, the server accepts at most 16": (server.adapter("large", rank=64), {}),
@@ -207,6 +209,8 @@ def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict
 def test_bad_commands_are_refused_with_the_reason_and_change_nothing(lora: Supervised) -> None:
     served, restarts = lora.publish(LOAD), lora.count("restarts")
     version = lora.next_version()
+    with Redis.from_url(lora.sender.redis_url) as redis:
+        redis.xadd(commands_key(lora.sender.run_id), {b"id": b"\xff"})
     for reason, (path, other) in refusals(lora, served.step).items():
         for action in (LOAD, Action.RESTART_WITH_ADAPTER):
             outcome = lora.sender.ask(action, version, path, **other)

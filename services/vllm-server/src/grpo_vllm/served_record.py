@@ -91,6 +91,7 @@ class ServedRecord(ClosesOnAsyncExit):
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             decode_responses=True,
+            encoding_errors="replace",  # what is no text is refused as what it then says
         )
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None

@@ -81,6 +81,7 @@ class CommandStream(ClosesOnAsyncExit):
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             decode_responses=True,
+            encoding_errors="replace",  # what is no text is refused as what it then says
         )
 
     async def close(self) -> None:

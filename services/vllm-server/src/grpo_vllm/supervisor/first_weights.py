@@ -66,7 +66,10 @@ def found_serving(
     version: PolicyVersion, adapter: dict[str, str] | None, in_memory: bool
 ) -> PlannedWeights:
     """What an engine serves without having been told by us: a trainer has written in place, or
-    somebody has loaded or unloaded an adapter by hand."""
+    somebody has loaded or unloaded an adapter by hand.
+
+    Raises `OSError` where the adapter is not on disk any more.
+    """
     if in_memory:
         return PlannedWeights(version=version, trained=True, in_memory=True)
     if adapter is None:

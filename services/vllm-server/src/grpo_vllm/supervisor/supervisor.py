@@ -61,6 +61,7 @@ class Supervisor:
         self._desk = CommandDesk(settings, control, self._now, self._slot, self._note)
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
+        self._lost: PolicyVersion | None = None
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -253,13 +254,27 @@ class Supervisor:
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _look(self) -> None:
-        seen = await self._slot.look()
+        engine, seen = self._slot.engine, await self._slot.look()
         if seen is None or not self._now.serving:
             return
         self._now.reason = seen["reason"]
         version = PolicyVersion(*seen["policy_version"])
-        if version > self._now.weights.version and not self._desk.loading:
-            self._now.weights = await asyncio.to_thread(
+        if not self._is_news(version):
+            return
+        try:
+            found = await asyncio.to_thread(
                 found_serving, version, seen["adapter"], self._settings.share_weights
             )
+        except OSError as error:
+            if version != self._lost:  # said once
+                self._lost = version
+                log.warning("the adapter that is served cannot be read again", reason=str(error))
+            return
+        if engine is self._slot.engine and self._is_news(version):
+            self._now.weights = found
             await self._note()
+
+    def _is_news(self, version: PolicyVersion) -> bool:
+        """Served by an engine that was not told by us, as far as is known now."""
+        now = self._now
+        return now.serving and version > now.weights.version and not self._desk.loading
