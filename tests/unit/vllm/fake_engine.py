@@ -12,15 +12,18 @@ from tests.support.wait import wait_for_async
 
 @dataclass
 class FakeEngine:
-    """Notes what it is told, never answers the calls named in `hangs`, and those named in `held`
-    once that event is set."""
+    """Notes what it is told, never answers the calls named in `hangs`, raises at those named in
+    `fails`, and answers those named in `held` once that event is set."""
 
+    fails: set[str] = field(default_factory=set)
     hangs: set[str] = field(default_factory=set)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
+        if name in self.fails:
+            raise RuntimeError(f"{name}: the engine does not like it")
         if name in self.hangs:
             await asyncio.sleep(3600)
         if name in self.held:

@@ -25,19 +25,20 @@ async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBr
     return bridge, session
 
 
+@pytest.mark.parametrize("how", ["hangs", "fails"])
 @pytest.mark.parametrize(
-    ("hangs", "what", "served"),
+    ("call", "what", "served"),
     [
-        ("resume", "did not resume", NEXT),
+        ("resume", "resume", NEXT),
         # Otherwise it would serve the new weights under the previous name.
-        ("name 1.0", "did not name its weights", PolicyVersion(0, 0)),
+        ("name 1.0", "name", PolicyVersion(0, 0)),
     ],
 )
 async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_paused(
-    hangs: str, what: str, served: PolicyVersion
+    how: str, call: str, what: str, served: PolicyVersion
 ) -> None:
-    bridge, session = await paused(FakeEngine(hangs={hangs}))
-    with pytest.raises(EngineTimeout, match=what):
+    bridge, session = await paused(FakeEngine(**{how: {call}}))
+    with pytest.raises((EngineTimeout, RuntimeError), match=what):
         await bridge.resume(session, written=True)
     assert bridge.paused
     assert bridge.engine.broken

@@ -9,8 +9,7 @@ unloaded once no request is left that can use it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Coroutine, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,23 +124,39 @@ class AdapterSwitch:
         except EngineDeadError:
             raise
         except TimeoutError:
+            self._in_background(self._remove(request))
             raise AdapterRefused(
                 f"{request.lora_path}: not loaded within {LOAD_DEADLINE_S:g} s; see the server log"
             ) from None
         except Exception as error:  # the engine passes on whatever went wrong in its worker
+            self._in_background(self._remove(request))
             raise AdapterRefused(f"{request.lora_path}: {error}") from error
 
     def _unload_later(self, former: LoadedAdapter, generation: int) -> None:
-        task = asyncio.create_task(self._unload(former, generation))
-        self._unloading.add(task)
-        task.add_done_callback(self._unloading.discard)
+        self._in_background(self._unload(former, generation))
 
     async def _unload(self, former: LoadedAdapter, generation: int) -> None:
         await self._in_flight.finished_up_to(generation)
-        with contextlib.suppress(EngineDeadError):
-            await self._engine.remove_lora(former.request.lora_int_id)
+        await self._remove(former.request)
         self._former.remove(former)
         log.info("adapter unloaded", name=former.name)
+
+    async def _remove(self, request: Any) -> None:
+        """What the engine does not remove, it evicts for newer ones: no request names it again."""
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                await self._engine.remove_lora(request.lora_int_id)
+        except Exception as error:  # noqa: BLE001 - as in `_add`
+            log.warning(
+                "the engine does not remove an adapter",
+                name=request.lora_name,
+                reason=str(error) or type(error).__name__,
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
 
 
 class AdapterNames(MutableMapping[str | None, Any]):

@@ -37,7 +37,7 @@ class Engine(Protocol):
 
 
 class EngineSwitch:
-    """`Engine` with deadlines. Every method raises `EngineTimeout`.
+    """`Engine` with deadlines. Every method raises `EngineTimeout`, or what the engine raises.
 
     Args: engine: what is switched.
     """
@@ -75,7 +75,7 @@ class EngineSwitch:
     async def _or_broken(self, what: str, call: Awaitable[None]) -> None:
         try:
             await _in_time(what, call)
-        except EngineTimeout:
+        except Exception:  # the engine passes on whatever went wrong in it
             self.broken = True
             raise
 

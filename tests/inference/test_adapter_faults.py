@@ -1,0 +1,75 @@
+"""Adapters on an engine that fails, which the real one does not do on demand. None is started."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.in_flight import InFlight
+from tests.support.wait import wait_for_async
+
+
+@pytest.fixture(scope="module")
+def adapters() -> ModuleType:
+    """Importing vLLM warns about its own dependencies; that is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from grpo_vllm import adapters
+    return adapters
+
+
+@dataclass
+class LoraEngine:
+    """`there`: numbers of the adapters that it holds. It raises `add` after an adapter was added,
+    and `remove` instead of removing one."""
+
+    add: Exception | None = None
+    remove: Exception | None = None
+    there: set[int] = field(default_factory=set)
+
+    async def add_lora(self, request: Any) -> bool:
+        self.there.add(request.lora_int_id)
+        if self.add is not None:
+            raise self.add
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        if self.remove is not None:
+            raise self.remove
+        self.there.remove(number)
+        return True
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no room"), FileNotFoundError(2, "gone")])
+async def test_an_adapter_that_fails_to_load_leaves_nothing_in_the_engine(
+    adapters: ModuleType, error: Exception
+) -> None:
+    engine = LoraEngine()
+    switch = adapters.AdapterSwitch(engine, "m", InFlight())
+    served = await switch.load(Path("/a"), PolicyVersion(1, 1))
+    engine.add = error
+    with pytest.raises(adapters.AdapterRefused, match=f"/b: .*{error.args[-1]}"):
+        await switch.load(Path("/b"), PolicyVersion(1, 2))
+    assert switch.in_use() == [served]
+    await wait_for_async(lambda: engine.there == {1})
+
+
+async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_removed(
+    adapters: ModuleType,
+) -> None:
+    engine = LoraEngine(remove=RuntimeError("not now"))
+    switch = adapters.AdapterSwitch(engine, "m", InFlight())
+    for step in (1, 2):
+        newest = await switch.load(Path(f"/{step}"), PolicyVersion(1, step))
+    await wait_for_async(lambda: switch.in_use() == [newest])
+    engine.remove = None
+    await switch.load(Path("/3"), PolicyVersion(1, 3))
+    await wait_for_async(lambda: 2 not in engine.there)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
