@@ -14,7 +14,8 @@ from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import PolicyVersion
 
 SERVICE = "vllm-server"
-_REQUEST_TIMEOUT_S = 300.0
+_PROBE_TIMEOUT_S = 300.0
+"""Of a few tokens, behind whatever the server has to do before."""
 _CONTROL_TIMEOUT_S = 60.0
 _PROBE_DEADLINE_S = 5.0
 """The trainer that asks is also the one who would bring a restarted server to answer."""
@@ -87,10 +88,14 @@ class GenerationClient(AsyncServiceClient):
 
     Args:
         base_url: with or without a trailing /v1, for example http://127.0.0.1:9001/v1
+        deadline_s: how long one call may keep trying
+        answer_s: how long the completions of one call may take
     """
 
-    def __init__(self, base_url: str, deadline_s: float = 60.0, max_connections: int = 256) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, max_connections)
+    def __init__(
+        self, base_url: str, deadline_s: float, answer_s: float, max_connections: int
+    ) -> None:
+        super().__init__(SERVICE, base_url, deadline_s, answer_s, max_connections)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """Sample completions of one prompt in one request.
@@ -167,7 +172,7 @@ class BridgeClient(ServiceClient):
     def __init__(
         self, base_url: str, deadline_s: float = 60.0, control_url: str | None = None
     ) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S)
+        super().__init__(SERVICE, base_url, deadline_s, _PROBE_TIMEOUT_S)
         self._control = ControlClient(control_url or base_url, deadline_s)
 
     def give_up_if(self, has_ended: Callable[[], bool]) -> None:

@@ -84,6 +84,12 @@ def async_retrying(deadline_s: float, retry_on: Callable[[BaseException], bool])
 
 def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
     """The named error for a deadline that passed."""
+    if isinstance(error, httpx.ReadTimeout):
+        seconds = error.request.extensions["timeout"]["read"]
+        return ServiceUnavailable(
+            f"{service} at {url} took a request and did not answer within {seconds:g} s; it has "
+            "too much to do, or the deadline is too short for what was asked"
+        )
     reason = str(error) or type(error).__name__
     return ServiceUnavailable(
         f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that it runs and "

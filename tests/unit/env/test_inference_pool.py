@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from grpo_env.inference_health import (
@@ -80,6 +81,22 @@ async def test_a_server_that_is_gone_does_not_hold_its_requests_back() -> None:
         async with InferencePool([NOBODY, alive.url], math.inf, max_requests=8) as pool:
             await pool.generate(PROMPT, n=1)
     assert len(alive.seen) == 1
+
+
+@pytest.mark.parametrize("others", [[], [NOBODY]])
+async def test_a_completion_may_take_as_long_as_its_request(
+    others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def answer(_: object, request: httpx.Request) -> httpx.Response:
+        waits.append(request.extensions["timeout"]["read"])
+        return httpx.Response(200, json=generate_answer(["7"]), request=request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    async with InferencePool([NOBODY, *others], 7200.0, max_requests=8) as pool:
+        await pool.generate(PROMPT)
+    assert waits == [7200.0]
 
 
 @contextmanager

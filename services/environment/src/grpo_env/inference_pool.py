@@ -38,8 +38,8 @@ class InferencePool(ClosesOnAsyncExit):
 
     Args:
         urls: with or without a trailing /v1.
-        deadline_s: how long a single server may be unreachable; one of several hands its
-            requests on long before that.
+        deadline_s: how long completions may take, and how long a single server may be
+            unreachable; one of several hands its requests on long before that.
         max_requests: most requests under way at one server.
         clock: in seconds; measures how long a server that failed is left alone.
     """
@@ -54,7 +54,7 @@ class InferencePool(ClosesOnAsyncExit):
         attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
         self._servers = [
             _Server(
-                GenerationClient(url, attempt_s, max_requests),
+                GenerationClient(url, attempt_s, deadline_s, max_requests),
                 Patience(f"{SERVICE} at {url}", float("inf"), clock),
             )
             for url in urls

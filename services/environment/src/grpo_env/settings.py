@@ -174,7 +174,10 @@ class OpenaiSettings(_Section):
         "vllm", description="Kind of server: vllm, whose /generate returns log-probabilities"
     )
     request_deadline_s: float = Field(
-        300.0, gt=0.0, description="How long the inference server may be unreachable (seconds)"
+        300.0,
+        gt=0.0,
+        description="How long the inference server may be unreachable, and how long the "
+        "completions of one prompt may take (seconds)",
     )
     start_deadline_s: float = Field(
         1800.0,
