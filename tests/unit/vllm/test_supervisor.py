@@ -23,6 +23,8 @@ import pytest
 from redis import Redis
 
 from grpo_core.handoff import Action, OutcomeState, commands_key
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine_plan import UNTRAINED
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
@@ -257,15 +259,22 @@ def test_only_an_engine_that_served_for_a_while_ends_a_series_of_failures() -> N
     policy = RestartPolicy(limit=2, clock=lambda: next(clock))
     for delay in (1, 1, None):
         policy.serving()
-        assert policy.delay_after_failure() == delay
+        assert policy.delay_after_failure(UNTRAINED) == delay
+
+
+def test_engines_that_end_after_newer_weights_are_no_series_of_failures() -> None:
+    policy = RestartPolicy(limit=3)
+    served = [(1, 0), (1, 1), (1, 1), (2, 0), (2, 0), (2, 0)]
+    delays = [policy.delay_after_failure(PolicyVersion(*each)) for each in served]
+    assert delays == [1, 1, 2, 1, 2, None]
 
 
 def test_restarts_are_delayed_by_up_to_half_a_minute_until_a_command_starts_over() -> None:
     policy = RestartPolicy(limit=8)
-    delays = [policy.delay_after_failure() for _ in range(8)]
+    delays = [policy.delay_after_failure(UNTRAINED) for _ in range(8)]
     assert delays == [1, 2, 4, 8, 16, 30, 30, None]
     policy.forget()
-    assert policy.delay_after_failure() == 1
+    assert policy.delay_after_failure(UNTRAINED) == 1
 
 
 def test_it_imports_neither_vllm_nor_torch() -> None:

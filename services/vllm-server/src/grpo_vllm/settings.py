@@ -127,8 +127,8 @@ class ServerSettings(CommandSettings):
     restart_limit: int = Field(
         5,
         ge=1,
-        description="Engine starts that may fail in a row before the server gives up: it then "
-        "answers 503 until it is told what to serve",
+        description="Engines that may fail in a row, without newer weights served in between, "
+        "before the server gives up: it then answers 503 until it is told what to serve",
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (RUN_ID)")
     log_level: str = Field("INFO", description="Least severe level that is logged")

@@ -188,7 +188,7 @@ class Supervisor:
 
     async def _back_off(self) -> None:
         self._now.state = SupervisorState.RESTARTING
-        delay_s = self._policy.delay_after_failure()
+        delay_s = self._policy.delay_after_failure(self._now.weights.version)
         if delay_s is None:
             await self._give_up()
         else:
