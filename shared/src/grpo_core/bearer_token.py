@@ -1,4 +1,4 @@
-"""The token that run-api may ask its clients for (RFC 6750)."""
+"""The token that run-api, and the key that the inference server may ask clients for (RFC 6750)."""
 
 from __future__ import annotations
 

@@ -90,12 +90,18 @@ class GenerationClient(AsyncServiceClient):
         base_url: with or without a trailing /v1, for example http://127.0.0.1:9001/v1
         deadline_s: how long one call may keep trying
         answer_s: how long the completions of one call may take
+        api_key: where the server asks for one (VLLM_API_KEY)
     """
 
     def __init__(
-        self, base_url: str, deadline_s: float, answer_s: float, max_connections: int
+        self,
+        base_url: str,
+        deadline_s: float,
+        answer_s: float,
+        max_connections: int,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, answer_s, max_connections)
+        super().__init__(SERVICE, base_url, deadline_s, answer_s, max_connections, api_key)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """Sample completions of one prompt in one request.
@@ -153,8 +159,8 @@ class BridgeInfo(BaseModel):
 class ControlClient(ServiceClient):
     """Sends the requests that change the server's state."""
 
-    def __init__(self, base_url: str, deadline_s: float) -> None:
-        super().__init__(f"{SERVICE} control", base_url, deadline_s, _CONTROL_TIMEOUT_S)
+    def __init__(self, base_url: str, deadline_s: float, api_key: str | None) -> None:
+        super().__init__(f"{SERVICE} control", base_url, deadline_s, _CONTROL_TIMEOUT_S, api_key)
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         # A pause or resume that was carried out must not be sent again: the second would be
@@ -167,13 +173,18 @@ class BridgeClient(ServiceClient):
 
     Args:
         control_url: where the routes that change state are; None for `base_url`.
+        api_key: where the server asks for one (VLLM_API_KEY)
     """
 
     def __init__(
-        self, base_url: str, deadline_s: float = 60.0, control_url: str | None = None
+        self,
+        base_url: str,
+        deadline_s: float = 60.0,
+        control_url: str | None = None,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _PROBE_TIMEOUT_S)
-        self._control = ControlClient(control_url or base_url, deadline_s)
+        super().__init__(SERVICE, base_url, deadline_s, _PROBE_TIMEOUT_S, api_key)
+        self._control = ControlClient(control_url or base_url, deadline_s, api_key)
 
     def give_up_if(self, has_ended: Callable[[], bool]) -> None:
         """Repeat no request once `has_ended`: the memory of a server that ended is to be released,

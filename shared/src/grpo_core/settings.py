@@ -26,6 +26,7 @@ SHARED_ENVIRONMENT: Mapping[str, str] = {
     "redis_url": "REDIS_URL",
     "run_id": "RUN_ID",
     "run_api_token": "RUN_API_TOKEN",
+    "vllm_api_key": "VLLM_API_KEY",
 }
 """Fields that every command which has them also reads from these variables."""
 

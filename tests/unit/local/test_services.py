@@ -14,18 +14,21 @@ from grpo_local.settings import DemoSettings
 from grpo_local.sizes import sizes_for
 
 
-def test_the_token_of_run_api_reaches_its_clients_and_no_command_line(
+def test_one_token_reaches_every_service_and_no_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = load_settings(DemoSettings, ["--run-api-token", "a-secret"])
     with HealthProbe() as probe:
         factory = ServiceFactory(settings, sizes_for(settings), RunDirectory(tmp_path), probe)
+        hand_off = factory.hand_off(2, Path("weights.sock"))
         clients = [
             factory.run_api(1, 2),
-            factory.trainer("m", 1, 3, factory.hand_off(2, Path("weights.sock"))),
+            factory.vllm_server(3, "m", hand_off),
+            factory.trainer("m", 1, 3, hand_off),
             factory.environment("arithmetic", "m", 1, 3),
         ]
-    assert [service.environment["RUN_API_TOKEN"] for service in clients] == ["a-secret"] * 3
+    for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
+        assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
     assert "a-secret" not in repr(settings)

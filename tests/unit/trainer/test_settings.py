@@ -20,7 +20,7 @@ def settings(mode: str, *flags: str) -> TrainerSettings:
 
 @pytest.fixture(autouse=True)
 def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REDIS_URL", "RUN_API_TOKEN"):
+    for name in ("REDIS_URL", "RUN_API_TOKEN", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -51,6 +51,7 @@ def test_a_mistake_ends_it_with_the_name_of_the_option(
     ("variable", "right", "wrong", "option"),
     [
         ("RUN_API_TOKEN", "a-secret", "a-secret\n", "--run-api-token: "),
+        ("VLLM_API_KEY", "a-secret", "a-secret\n", "--vllm-api-key: "),
         ("REDIS_URL", "redis://:a-secret@host/0", "http://:a-secret@host", "--redis-url"),
     ],
 )

@@ -37,9 +37,11 @@ class _BridgeInfo(BaseModel):
 class HealthClient(AsyncServiceClient):
     """Asks one inference server about itself; one call takes a few seconds at most."""
 
-    def __init__(self, base_url: str, deadline_s: float = _ATTEMPT_S) -> None:
+    def __init__(
+        self, base_url: str, deadline_s: float = _ATTEMPT_S, api_key: str | None = None
+    ) -> None:
         attempt_s = min(_ATTEMPT_S, deadline_s)
-        super().__init__(SERVICE, base_url, attempt_s, attempt_s)
+        super().__init__(SERVICE, base_url, attempt_s, attempt_s, token=api_key)
 
     async def wait_until_healthy(self, deadline_s: float) -> None:
         """Raises `ServiceUnavailable` after the deadline, `NotAnInferenceServer` on a 4xx."""
@@ -86,7 +88,9 @@ class HealthClient(AsyncServiceClient):
             raise ProtocolViolation(f"{SERVICE}: /bridge/info: {error}") from error
 
 
-async def wait_for_servers(urls: Sequence[str], deadline_s: float) -> None:
+async def wait_for_servers(
+    urls: Sequence[str], deadline_s: float, api_key: str | None = None
+) -> None:
     """Wait until every server answers `GET /health`.
 
     Raises:
@@ -95,7 +99,7 @@ async def wait_for_servers(urls: Sequence[str], deadline_s: float) -> None:
         SharedWeightsHaveOneServer: of several, one shares its weights with a trainer.
     """
     for url in urls:
-        async with HealthClient(url, deadline_s) as server:
+        async with HealthClient(url, deadline_s, api_key) as server:
             await server.wait_until_healthy(deadline_s)
             if len(urls) > 1 and await server.shares_weights():
                 raise SharedWeightsHaveOneServer(

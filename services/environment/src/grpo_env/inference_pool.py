@@ -41,6 +41,7 @@ class InferencePool(ClosesOnAsyncExit):
         deadline_s: how long completions may take, and how long a single server may be
             unreachable; one of several hands its requests on long before that.
         max_requests: most requests under way at one server.
+        api_key: where they ask for one.
         clock: in seconds; measures how long a server that failed is left alone.
     """
 
@@ -49,12 +50,13 @@ class InferencePool(ClosesOnAsyncExit):
         urls: Sequence[str],
         deadline_s: float,
         max_requests: int,
+        api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
         self._servers = [
             _Server(
-                GenerationClient(url, attempt_s, deadline_s, max_requests),
+                GenerationClient(url, attempt_s, deadline_s, max_requests, api_key),
                 Patience(f"{SERVICE} at {url}", float("inf"), clock),
             )
             for url in urls

@@ -169,7 +169,9 @@ class OpenaiSettings(_Section):
         "requests, which in-place weight updates do not allow",
     )
     model_name: str = Field(min_length=1, description="Model served: hub id or directory")
-    api_key: str = Field("x", description="Accepted for Atropos command lines; never sent")
+    api_key: str = Field(
+        "x", description="Accepted for Atropos command lines; never sent: see --vllm-api-key"
+    )
     server_type: Literal["vllm"] = Field(
         "vllm", description="Kind of server: vllm, whose /generate returns log-probabilities"
     )
@@ -225,10 +227,13 @@ class EnvServerSettings(CommandSettings):
     run_api_token: SecretStr | None = Field(
         None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
     )
+    vllm_api_key: SecretStr | None = Field(
+        None, description="Key that the inference server asks for (default: $VLLM_API_KEY)"
+    )
     env: EnvSettings = Field(default_factory=EnvSettings)
     openai: OpenaiSettings
 
-    _usable_token = field_validator("run_api_token")(usable_token)
+    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
     @model_validator(mode="before")
     @classmethod

@@ -48,7 +48,8 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
         GrpoError: what ended the work, by name.
     """
     env, openai = settings.env, settings.openai
-    await wait_for_servers(openai.base_url, openai.start_deadline_s)
+    api_key = plain(settings.vllm_api_key)
+    await wait_for_servers(openai.base_url, openai.start_deadline_s, api_key)
     with there_meanwhile(env.ready_file):
         await _work(settings, task, prompts)
 
@@ -60,7 +61,10 @@ async def _work(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
             env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)
         ) as api,
         InferencePool(
-            openai.base_url, openai.request_deadline_s, env.max_concurrent_groups
+            openai.base_url,
+            openai.request_deadline_s,
+            env.max_concurrent_groups,
+            plain(settings.vllm_api_key),
         ) as generation,
     ):
         await Worker(settings, task, prompts, api, generation).run()

@@ -107,7 +107,8 @@ class ServiceFactory:
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.sizes.server_deadline_s,
             environment=child_environment(self.settings.compute_threads, model)
-            | hand_off.environment(),
+            | hand_off.environment()
+            | self._token(),
         )
 
     def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
@@ -183,9 +184,10 @@ class ServiceFactory:
         return ["--gpu-memory-utilization", str(self.settings.gpu_memory_utilization)]
 
     def _token(self) -> dict[str, str]:
-        """As a variable: everybody may read a command line."""
+        """One for run-api and the inference server, as variables: everybody may read a command
+        line."""
         token = plain(self.settings.run_api_token)
-        return {} if token is None else {"RUN_API_TOKEN": token}
+        return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
 
     def _data_is_on_the_hub(self, task: TaskName) -> bool:
         data = self.settings.data

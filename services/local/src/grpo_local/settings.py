@@ -139,7 +139,8 @@ class DemoSettings(ModeOptions):
     )
     run_api_token: SecretStr | None = Field(
         None,
-        description="token that run-api asks for (default: $RUN_API_TOKEN); unset: none",
+        description="token that run-api and the inference server ask for (default: "
+        "$RUN_API_TOKEN); unset: none",
     )
 
     _usable_token = field_validator("run_api_token")(usable_token)

@@ -119,7 +119,7 @@ class ServerChild(ClosesOnExit):
 
     def _serves(self) -> bool:
         try:
-            return httpx.get(f"{self._url}/bridge/info", timeout=_CONNECT_S).is_success
+            return httpx.get(f"{self._url}/health", timeout=_CONNECT_S).is_success
         except httpx.TransportError:
             return False
 
@@ -167,6 +167,9 @@ def _environment(settings: TrainerSettings) -> dict[str, str]:
     url = plain(settings.redis_url)
     if url is not None:
         environment["REDIS_URL"] = url
+    key = plain(settings.vllm_api_key)
+    if key is not None:
+        environment["VLLM_API_KEY"] = key
     if settings.vllm_gpu is not None:
         visible = environment.get(VISIBLE_GPUS)
         environment[VISIBLE_GPUS] = _visible_gpu(settings.vllm_gpu, visible)

@@ -52,6 +52,9 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
     run_api_token: SecretStr | None = Field(
         None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
     )
+    vllm_api_key: SecretStr | None = Field(
+        None, description="Key that the inference server asks for (default: $VLLM_API_KEY)"
+    )
     vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the inference server")
     vllm_url: str | None = Field(
         None, description="URL of the inference server (default: http://127.0.0.1:<vllm port>)"
@@ -146,7 +149,7 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
     )
     log_level: str = Field("INFO", description="Least severe level that is logged")
 
-    _usable_token = field_validator("run_api_token")(usable_token)
+    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
     @field_validator("wandb_project")
     @classmethod

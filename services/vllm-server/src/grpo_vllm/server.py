@@ -16,6 +16,7 @@ from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
 from grpo_core.same_site import SameSiteOnly
 from grpo_vllm.adapters import AdapterSwitch
+from grpo_vllm.api_key import ApiKeyGuard
 from grpo_vllm.applications import (
     Serving,
     control_app,
@@ -84,7 +85,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
-        public = HttpServer(SameSiteOnly(gated, allowed=pages), lot=lot)
+        guarded = ApiKeyGuard(gated, settings.api_keys)
+        public = HttpServer(SameSiteOnly(guarded, allowed=pages), lot=lot)
         let_handlers_stop(app, public)
         drain = Drain(public, lot, in_flight, channel)
         endpoints = [
@@ -92,8 +94,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
         ]
         if plan.control is not None:
-            control = HttpServer(SameSiteOnly(control_app(serving)))
-            endpoints.append(Endpoint(control, _listening(plan.control)))
+            control = SameSiteOnly(ApiKeyGuard(control_app(serving), settings.api_keys))
+            endpoints.append(Endpoint(HttpServer(control), _listening(plan.control)))
         log.info(
             "serving",
             host=settings.host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -137,6 +138,17 @@ class ServerSettings(CommandSettings):
     @property
     def public_is_loopback(self) -> bool:
         return is_loopback(self.host)
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """That requests must carry one of, as vLLM reads them; none: anybody may ask."""
+        words = iter(self.engine_arguments)
+        for word in words:
+            flag, _, value = word.partition("=")
+            if flag.replace("_", "-") == "--api-key":
+                following = itertools.takewhile(lambda w: not w.startswith("--"), words)
+                return (value,) if value else tuple(following)
+        return tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
 
     @property
     def socket_path(self) -> Path:

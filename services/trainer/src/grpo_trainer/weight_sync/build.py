@@ -29,7 +29,10 @@ ACTIONS = {
 def build_weight_sync(settings: TrainerSettings) -> WeightSync:
     """Nothing is asked of anybody yet."""
     bridge = BridgeClient(
-        settings.inference_url, settings.service_deadline_s, settings.vllm_control_url
+        settings.inference_url,
+        settings.service_deadline_s,
+        settings.vllm_control_url,
+        plain(settings.vllm_api_key),
     )
     if settings.mode is Mode.SHARED_VLLM:
         return _shared(settings, bridge)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.handoff import ServerStatus, SupervisorState
+from grpo_vllm.api_key import ApiKeyGuard
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
 
 
-def health_app(status: Callable[[], ServerStatus], ready: Callable[[], bool]) -> Starlette:
+def health_app(
+    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_keys: Sequence[str]
+) -> ASGIApp:
     """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
-    `/status`: everything that is known."""
+    `/status`: everything that is known, for those who know the key."""
 
     async def healthz(_request: Request) -> Response:
         now = status()
@@ -31,7 +34,8 @@ def health_app(status: Callable[[], ServerStatus], ready: Callable[[], bool]) ->
         return JSONResponse(status().model_dump(mode="json"))
 
     handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
-    return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+    app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+    return ApiKeyGuard(app, api_keys)
 
 
 def _answer(status: ServerStatus, good: bool) -> Response:

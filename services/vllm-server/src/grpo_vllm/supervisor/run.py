@@ -64,13 +64,15 @@ async def _run(
         stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, record, host)
         _handle_signals(supervisor, host)
-        await stack.enter_async_context(_health(supervisor, sockets))
+        await stack.enter_async_context(_health(supervisor, sockets, settings))
         return await supervisor.run()
 
 
 @contextlib.asynccontextmanager
-async def _health(supervisor: Supervisor, sockets: Sockets) -> AsyncIterator[None]:
-    server = HttpServer(health_app(supervisor.status, supervisor.ready))
+async def _health(
+    supervisor: Supervisor, sockets: Sockets, settings: ServerSettings
+) -> AsyncIterator[None]:
+    server = HttpServer(health_app(supervisor.status, supervisor.ready, settings.api_keys))
     serving = asyncio.create_task(server.serve(sockets=[duplicate(sockets.health)]))
     try:
         yield
