@@ -22,6 +22,8 @@ from grpo_core.weight_transport import MemfdMemory, WeightGrant, WeightRefusal
 
 _ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
 _LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("iII")
+"""pid, uid, gid: unix(7)"""
 _MAX_GRANT_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -71,12 +73,13 @@ def connect_weights(path: Path) -> WeightConnection:
     Raises:
         ServiceUnavailable: nothing listens at `path`, the server ends at this moment, or it
             refuses; the reason is in the message.
-        ProtocolViolation: what listens there speaks something else.
+        ProtocolViolation: what listens there is another user's, or speaks something else.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
         connection.connect(str(path))
+        _require_own(connection, path)
         fd, grant = _receive_grant(connection)
     except OSError as error:
         connection.close()
@@ -89,6 +92,16 @@ def connect_weights(path: Path) -> WeightConnection:
         raise
     connection.setblocking(False)
     return WeightConnection(connection, fd, grant)
+
+
+def _require_own(connection: socket.socket, path: Path) -> None:
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(peer)
+    if uid != os.getuid():
+        raise ProtocolViolation(
+            f"weight socket {path}: user {uid} listens there, and the trainer's is {os.getuid()}; "
+            "run both as one user, or look who put that socket there"
+        )
 
 
 def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:

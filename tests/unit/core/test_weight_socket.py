@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 import threading
@@ -30,7 +32,7 @@ def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection:
+            with connection, contextlib.suppress(BrokenPipeError):  # it may leave at once
                 connection.sendall(content)
 
         thread = threading.Thread(target=serve)
@@ -64,6 +66,18 @@ def test_each_way_to_get_no_grant_has_its_error(
     content: bytes, error: type[GrpoError], message: str, tmp_path: Path
 ) -> None:
     with server_that_sends(content, tmp_path) as path, pytest.raises(error, match=message):
+        connect_weights(path)
+
+
+def test_a_server_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: 4321)
+    with (
+        server_that_sends(framed('{"refused": "no"}'), tmp_path) as path,
+        pytest.raises(ProtocolViolation, match=f"user {own} .* trainer's is 4321"),
+    ):
         connect_weights(path)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,11 +28,19 @@ class SocketTaken(GrpoError):
     """The path of the weight socket is in use."""
 
 
+class UnsafeSocketDirectory(GrpoError):
+    """Others could put a socket of theirs in the place of ours."""
+
+
 @contextlib.asynccontextmanager
 async def serve_weights(
     path: Path, weights: ExportedWeights, bridge: WeightBridge
 ) -> AsyncIterator[None]:
-    """Grant the memory to whoever connects at `path` (mode 0600) while the context is open."""
+    """Grant the memory to whoever connects at `path` (mode 0600) while the context is open.
+
+    Raises:
+        SocketTaken, UnsafeSocketDirectory: not there.
+    """
     listener = _listen(path)
     grants: set[asyncio.Task[None]] = set()
     accepting = asyncio.create_task(_accept(listener, weights, bridge, grants))
@@ -47,6 +57,7 @@ async def serve_weights(
 
 def _listen(path: Path) -> socket.socket:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(path.parent)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -54,6 +65,17 @@ def _listen(path: Path) -> socket.socket:
     listener.listen()
     listener.setblocking(False)
     return listener
+
+
+def _require_own(directory: Path) -> None:
+    found = directory.stat()
+    mode, own = stat.S_IMODE(found.st_mode), os.getuid()
+    if found.st_uid != own or mode & 0o077:
+        raise UnsafeSocketDirectory(
+            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
+            f"and others than user {own} must not enter it; name a directory that is not there "
+            "yet, or give this one to that user and chmod 700"
+        )
 
 
 def _remove_stale(path: Path) -> None:

@@ -1,0 +1,42 @@
+"""Where the weight socket may lie. What it hands out: `inference/test_shared_weights.py`."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_vllm.bridge import WeightBridge
+from grpo_vllm.weight_server import UnsafeSocketDirectory, serve_weights
+from tests.unit.vllm.fake_engine import FakeEngine
+
+NO_WEIGHTS: Any = None
+"""Nobody connects."""
+
+
+async def served_at(path: Path) -> int:
+    """Mode of the directory while it is served."""
+    async with serve_weights(path, NO_WEIGHTS, WeightBridge(FakeEngine())):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        return stat.S_IMODE(path.parent.stat().st_mode)
+
+
+async def test_its_directory_is_made_for_one_user(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "weights.sock"
+    assert [await served_at(path) for _ in range(2)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize(("uid", "mode", "told"), [(None, 0o750, "0750"), (4321, 0o700, "4321")])
+async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
+    uid: int | None, mode: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "theirs" / "weights.sock"
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    if uid is not None:
+        monkeypatch.setattr("os.getuid", lambda: uid)
+    with pytest.raises(UnsafeSocketDirectory, match=f"{path.parent}.*{told}.*chmod 700"):
+        await served_at(path)
+    assert not path.exists()
