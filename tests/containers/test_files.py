@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.containers.stack import ROOT, Done, run
 
@@ -89,6 +90,18 @@ def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None
         assert service["logging"]["options"]["max-size"], name
         assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", ())), name
         assert "docker.sock" not in json.dumps(service), name
+
+
+def test_kernels_that_are_compiled_at_run_time_can_be_loaded_and_their_caches_named() -> None:
+    """Triton loads them from below HOME; torch asks for the user, whom the base may not know."""
+    stack = yaml.safe_load((ROOT / "containers" / "stack.yml").read_text())["services"].items()
+    computing = {name: s for name, s in stack if name.startswith(("trainer", "vllm", "single"))}
+    assert len(computing) == 9
+    for name, service in computing.items():
+        assert service["tmpfs"] == ["/tmp:mode=1777,exec"], name
+    for service in ("trainer", "vllm-server", "local"):
+        dockerfile = (ROOT / "services" / service / "Dockerfile").read_text()
+        assert "\nENV HOME=/tmp USER=grpo LOGNAME=grpo " in dockerfile
 
 
 def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
