@@ -44,6 +44,7 @@ class Producer:
         temperature: of the sampling; the groups say 1.0
         batches_late: how many steps lie between sampling a batch and training on it
         repeats_after: once so many batches were sent, the first is sent again and again
+        paced: by steps; else no batch waits for the one before
     """
 
     server: InferenceServer
@@ -52,6 +53,7 @@ class Producer:
     temperature: float = 1.0
     batches_late: int = 0
     repeats_after: int | None = None
+    paced: bool = True
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -75,7 +77,7 @@ class Producer:
         held: deque[list[ScoredGroup]] = deque()
         sent: list[list[ScoredGroup]] = []
         for number in itertools.count():
-            if number == 0 or number > self.batches_late:
+            if number == 0 or (self.paced and number > self.batches_late):
                 version = self._version_other_than(version)
             if self._stop.is_set():
                 return

@@ -186,7 +186,7 @@ FAULTS = {
     "prompt with its placeholders": Fault(
         UnusableGroup,
         "ref_logprobs avg 1.000 (should be negative!)",
-        {"change": prompt_trained(0, 1.0)},
+        {"change": prompt_trained(0, 1.0), "paced": False},  # no step is taken
     ),
     "temperature": Fault(
         RolloutMismatch, f"Likely cause: {Cause.TEMPERATURE}.", {"temperature": 0.7}

@@ -48,7 +48,7 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx
 
 def test_a_registration_that_no_batch_can_suit_is_refused_by_field(http: httpx.Client) -> None:
     start(http)
-    for field, value in (("group_size", 8), ("weight", -1.0), ("min_batch_allocation", 1.5)):
+    for field, value in (("group_size", 8), ("weight", -2.0), ("min_batch_allocation", 1.5)):
         answer = http.post("/register-env", json=ENVIRONMENT | {field: value})
         assert refused_field(answer) == field
     assert http.get("/environments").json() == []

@@ -8,6 +8,7 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_core.wire import FLOAT32_MAX
 from tests.integration.run_api_calls import group, send_raw, start
 
 SIZE = 2
@@ -18,10 +19,10 @@ ALL_KEYS = {
     *("env_id", "distill_token_ids", "distill_logprobs"),
 }
 
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = st.floats(-FLOAT32_MAX, FLOAT32_MAX)
 TOKENS = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | NUMBERS | st.text(),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
