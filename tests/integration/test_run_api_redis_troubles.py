@@ -15,6 +15,7 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
+from grpo_api.errors import StoreUnavailable
 from grpo_api.lifetime import Lifetime
 from grpo_api.persistence import report_persistence
 from grpo_api.redis_link import RedisLink
@@ -235,6 +236,21 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
     assert status(http) == (step + 1, 0)
     assert probe(http, "/readyz").json() == {"status": "ok"}
     assert run_facts(http)["step"] == step + 1
+
+
+async def test_a_connection_that_breaks_before_its_first_byte_is_503(
+    server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uvloop says it, which is no error that redis-py knows; seen where Redis was killed."""
+    link = RedisLink(server.url, RUN_ID, DEADLINE_S)
+
+    async def closed(*_: Any) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+    monkeypatch.setattr(link._redis, "execute_command", closed)
+    with pytest.raises(StoreUnavailable, match="closed a connection"):
+        await link.call("PING")
+    await link.close()
 
 
 def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:

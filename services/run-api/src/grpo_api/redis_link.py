@@ -125,6 +125,10 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
         ) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise StoreUnavailable(f"Redis cannot serve: {error}") from error
+    except RuntimeError as error:  # what redis-py does not know of uvloop
+        if "handler is closed" not in str(error):
+            raise
+        raise StoreUnavailable("Redis closed a connection that was just opened") from error
     except ResponseError as error:
         code = _code_of_refusal(error)
         if code is None:
