@@ -16,6 +16,7 @@ from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration
 from grpo_local.ports import free_port
 from grpo_trainer import loop
+from grpo_trainer.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api
@@ -78,16 +79,18 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
         run: Any = SimpleNamespace(
             api=trainer,
             sync=SimpleNamespace(tend=lambda: None),
-            settings=SimpleNamespace(
-                batch_deadline_s=DEADLINE_S, environment_return_deadline_s=0.01
-            ),
+            settings=SimpleNamespace(batch_deadline_s=0.01),
+            environments=EnvironmentWatch(0.01),
         )
         with pytest.raises(ServiceUnavailable, match="no batch within"):
             trainer.next_batch(0.01)
         first, second = (register_environment(http)["env_id"] for _ in range(2))
         disconnect(http, first)
         assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
+        with pytest.raises(ServiceUnavailable, match="no batch within"):
+            loop.next_batch(run, 0, batches_left=1)  # it sees the second one
         disconnect(http, second)
+        run.settings.batch_deadline_s = DEADLINE_S
         with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
             loop.next_batch(run, 0, batches_left=1)
 

@@ -14,6 +14,8 @@ from structlog.testing import capture_logs
 from grpo_core.errors import LeasesFull
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer import loop
+from grpo_trainer.alignment import Bound
+from grpo_trainer.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.resume import find_state, rejoin
 from grpo_trainer.saving import Saver
@@ -164,10 +166,16 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 submit(http, marker, **bulky(marker))
             side = Side()
             store = StateStore(config.save_path)
-            saver = Saver(config, side.model, side.optimizer, trainer, store)
+            saver = Saver(config, side.model, side.optimizer, trainer, store, Bound(1.0))
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
             no_server = SimpleNamespace(tend=lambda: None)
-            run: Any = SimpleNamespace(settings=config, api=trainer, saver=saver, sync=no_server)
+            run: Any = SimpleNamespace(
+                settings=config,
+                api=trainer,
+                saver=saver,
+                sync=no_server,
+                environments=EnvironmentWatch(DEADLINE_S),
+            )
             assert loop.next_batch(run, 0, batches_left=9).id == 1
             # nothing was trained that could be saved
             with pytest.raises(LeasesFull, match="save the trainer's state"):

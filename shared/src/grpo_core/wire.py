@@ -43,9 +43,11 @@ UNSET = -1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-MIN_TEMPERATURE = 1e-30
-"""Far below what any sampler tells from 0, and logits divided by it stay within float32."""
+FLOAT32_MAX = 3.4028235e38
+"""As it is usually printed: a little more, which is rounded to it."""
+MIN_TEMPERATURE = 1e-5
+"""From here on vLLM samples, below it takes the likeliest token. Gradients with respect to logits
+that are divided by far less leave float32."""
 
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
@@ -289,7 +291,7 @@ def _bad_temperatures(where: str, holder: dict[str, Any] | None) -> Iterator[str
     if not MIN_TEMPERATURE <= abs(value) <= FLOAT32_MAX:
         yield (
             f"{where}temperature is neither 0 nor between {MIN_TEMPERATURE:g} and "
-            f"{FLOAT32_MAX:.2g}: logits cannot be divided by it in float32"
+            f"{FLOAT32_MAX:.2g}: gradients through logits that are divided by it leave float32"
         )
 
 

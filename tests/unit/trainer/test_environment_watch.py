@@ -22,6 +22,12 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
 
     watch = EnvironmentWatch(60.0, clock=lambda: now[0])
     with capture_logs() as logs:
+        watch.begin()
+        for _ in range(2):  # of a start before: those of this one are on their way
+            watch.look(GONE)
+            sleep(1000.0)
+        watch.end()  # one has sent a batch
+        watch.begin()
         for count, then_s in (
             *((NOBODY_YET, 1000.0), (GONE, 59.0), (GONE, 0.5)),
             *((BACK, 1000.0), (GONE, 59.0), (GONE, 0.0)),

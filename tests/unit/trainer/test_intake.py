@@ -63,17 +63,7 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
             UnusableReason.TEMPERATURE,
             f"temperature {temperature!r}",
         )
-        for temperature in (0, "hot", 1e-39, 1e39, 10**400)
-    ),
-    (
-        {"scores": [1e39, 0.0]},
-        UnusableReason.NOT_FLOAT32,
-        "group 4, scores: 1e+39 is beyond what float32 holds",
-    ),
-    (
-        {"inference_logprobs": [[P, P, -0.1], [-1e39, P, -0.2, -0.3, -0.4]]},
-        UnusableReason.NOT_FLOAT32,
-        "group 4, sequence 1, inference_logprobs: -1e+39 is beyond what float32 holds",
+        for temperature in (0, "hot", 1e-6, 1e39, 10**400)
     ),
 ]
 

@@ -17,7 +17,8 @@ from grpo_core.run_api_client import LeasedBatch
 from grpo_core.wire import PolicyVersion
 from grpo_trainer import loop
 from grpo_trainer.batch import MicroBatch
-from grpo_trainer.errors import PolicyDiverged
+from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.forward_pass import plain_forward
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.optimizer import MasterOptimizer
@@ -49,6 +50,7 @@ class Bench:
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
         self.passed_over: list[int] = []
         self.records: list[dict[str, float]] = []
+        self.mismatch = False
 
     def forward(self, policy: Any, micro: MicroBatch) -> Tensor:
         logp = plain_forward(policy, micro)
@@ -61,6 +63,11 @@ class Bench:
         norm = optimizer.step(step)
         optimizer.write_into_parameters()
         return Published(PolicyVersion(1, step + 1), norm, 0.0, 0.0)
+
+    def require_match(self, *_: object) -> Distance:
+        if self.mismatch:
+            raise RolloutMismatch("sampled otherwise")
+        return Distance(0, 0.0, 0.0, 0.0)
 
     def train(self, batches: Sequence[bool], missing: Sequence[int] = ()) -> Position:
         """Args:
@@ -89,13 +96,14 @@ class Bench:
             optimizer=self.optimizer,
             probe=None,
             door=Doorkeeper(LIMITS),
-            rollouts=SimpleNamespace(require_match=lambda *_: Distance(0, 0.0, 0.0, 0.0)),
+            rollouts=SimpleNamespace(require_match=self.require_match),
+            environments=EnvironmentWatch(60.0),
             ranges=SimpleNamespace(look=lambda _: None),
             stopwatch=SimpleNamespace(add=lambda *_: None),
             saver=SimpleNamespace(
                 seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
             ),
-            quarantine=Quarantine(self.save_path),
+            quarantine=Quarantine(self.save_path, "run"),
             write_record=self.records.append,
             started=0.0,
         )
@@ -117,8 +125,8 @@ def test_a_batch_that_fails_twice_is_passed_over_without_a_trace(harm: str, tmp_
     assert [record["data/quarantined_batches"] for record in bench.records] == [0, 2]
     warned = [entry["batch_id"] for entry in logs if entry["event"] == "batch.quarantined"]
     assert warned == [2, 3]
-    assert names(tmp_path / "quarantine") == ["batch_2.json", "batch_3.json"]
-    kept = json.loads((tmp_path / "quarantine" / "batch_2.json").read_text())
+    assert names(tmp_path / "quarantine" / "run") == ["batch_2.json", "batch_3.json"]
+    kept = json.loads((tmp_path / "quarantine" / "run" / "batch_2.json").read_text())
     assert kept["groups"][1] == good(3, generation_params={"temperature": POISON}).model_dump()
     assert (kept["batch_id"], kept["step"]) == (2, 1)
     assert "nan" in kept["error"]
@@ -141,3 +149,14 @@ def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(PolicyDiverged, match="3 batches in a row"):
         bench.train([False, True, True, False, True, True, True])
     assert bench.passed_over == [2, 3, 5, 6]
+    again = Bench(tmp_path)  # no step is tried on what is kept
+    again.train([False, True, True, False, True, True, True, False])
+    assert (again.left, again.passed_over) == (100, [2, 3, 5, 6, 7])
+
+
+def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Path) -> None:
+    bench, again = Bench(tmp_path), Bench(tmp_path)
+    bench.mismatch = True
+    with pytest.raises(RolloutMismatch):
+        bench.train([False])
+    assert again.train([False, False]) == Position(step=1, batch_id=2, epoch=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +16,9 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.run_api_client import TrainerClient
+from grpo_trainer.alignment import Bound
 from grpo_trainer.checkpoint import (
     FINAL_MODEL,
-    MODEL_NAMES,
-    remove_old_checkpoints,
     save_model,
 )
 from grpo_trainer.optimizer import MasterOptimizer
@@ -84,7 +83,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
-        rig = Bench(Saver(chosen, model, optimizer, api, store), save_path)
+        rig = Bench(Saver(chosen, model, optimizer, api, store, Bound(1.0)), save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
         yield rig
@@ -149,17 +148,16 @@ def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
     assert told["megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
 
 
-def test_the_models_written_last_are_kept_and_no_other_directory_is_touched(tmp_path: Path) -> None:
-    for written_at_s, step in enumerate((90, 100, 1)):
-        (tmp_path / f"step_{step}").mkdir()
-        os.utime(tmp_path / f"step_{step}", (written_at_s, written_at_s))
-    for other in ("step_x", "adapter_step_5", "final_model", "mystep_3"):
-        (tmp_path / other).mkdir()
-    remove_old_checkpoints(tmp_path, MODEL_NAMES, kept=2)
-    assert names(tmp_path) == [
-        *("adapter_step_5", "final_model", "mystep_3"),
-        *("step_1", "step_100", "step_x"),
-    ]
+def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=1, keep_checkpoints=1) as rig:
+        for own_or_not in ("step_0", "step_1", "step_30"):
+            (rig.save_path / own_or_not).mkdir(parents=True)
+        at = Position(step=2, batch_id=2, epoch=2)
+        rig.saver.begin(at, is_saved=True, checkpoints=["step_0", "step_1"])
+        rig.saver.step_taken(Position(step=3, batch_id=3, epoch=2))
+        assert names(rig.save_path) == ["step_3", "step_30", "trainer_state"]
+        (state,) = (rig.save_path / "trainer_state").glob("*/trainer_state.json")
+        assert json.loads(state.read_text())["checkpoints"] == ["step_3"]
 
 
 def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> None:

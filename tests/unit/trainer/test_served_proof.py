@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
     AlignmentProbe,
+    Bound,
     logprobs_of,
     probe_tokens,
     require_alignment,
@@ -136,7 +137,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
     probe = AlignmentProbe(policy)
     assert proof.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
-    probe.calibrate(server.served_logprobs)
+    probe.require(server.served_logprobs, "Before the first step")
 
     move(policy, optimizer, 0)
     for served in (previous, policy):
@@ -146,14 +147,14 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
         with refusal:
             proof.require(VERSION, "After step 1")
         with refusal:
-            require_alignment(found, probe.tolerance, "After step 1")
+            require_alignment(found, probe.bound.value, "After step 1")
     assert found.moved > 4 * NOISE
 
     server.noise = 4.2 * NOISE
     beyond = copy.copy(probe).measure(server.served_logprobs)
     for refused in (
         lambda: proof.require(VERSION, "After step 1"),
-        lambda: require_alignment(beyond, probe.tolerance, "After step 1"),
+        lambda: require_alignment(beyond, probe.bound.value, "After step 1"),
     ):
         with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0072"):
             refused()
@@ -167,7 +168,38 @@ def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
             PolicyVersion(1, 0), "At the start"
         )
     with pytest.raises(ServedWeightsDiffer, match="Before the first step"):
-        AlignmentProbe(policy).calibrate(server.served_logprobs)
+        AlignmentProbe(policy).require(server.served_logprobs, "Before the first step")
+
+
+def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
+    policy = WholeModel(model).load(torch.float32).eval()
+    server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
+    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    proof.bound = Bound(floor=1e-3)
+    with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.001"):
+        proof.require(PolicyVersion(1, 0), "At the start")
+    proof.bound = Bound(floor=1e-3, noise=1e-3)
+    proof.require(PolicyVersion(1, 0), "At the start")
+    assert proof.bound.noise == 1e-3
+
+
+def test_small_updates_that_are_absent_add_up(model: str) -> None:
+    """Each of them is within the noise of bfloat16, whose tolerance is 0.05."""
+    torch.manual_seed(1)
+    policy = WholeModel(model).load(torch.bfloat16).eval()
+    optimizer = optimizer_of(policy, lr=3e-4)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
+    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    proof.require(PolicyVersion(1, 0), "At the start")
+    probe, last, off = AlignmentProbe(policy), 40, 0.0
+    with suppress(ServedWeightsDiffer):
+        for step in range(1, 100):
+            move(policy, optimizer, step)
+            server.swap(policy if step <= last else server.model, PolicyVersion(1, step))
+            off = probe.measure(server.served_logprobs).mean
+            proof.require(PolicyVersion(1, step), f"After step {step}")
+    assert last < step < 99
+    assert off < 0.03
 
 
 def test_the_tokens_that_are_compared_are_ones_that_the_policy_samples() -> None:

@@ -6,15 +6,17 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_trainer import loop
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
 from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.sinks import append_record, keep_records, open_sinks
+from grpo_trainer.sinks import append_record, keep_records, open_sinks, set_records_aside
 from grpo_trainer.wandb_sink import start_wandb
 from tests.support.directories import names
 from tests.support.process_table import is_alive
@@ -68,10 +70,25 @@ def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Pa
     path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in range(1, 6)]
     keep_records(path, steps_taken=3)
     assert not path.exists()
-    path.write_text("".join(lines) + '{"step": 3, "lr": 2}\n{"step": 4, "l')
+    path.write_text("".join(lines) + '{"step": 3, "lr": 2}\n\0\0{"st{"step": 9}\n{"step": 4, "l')
     keep_records(path, steps_taken=3)
     assert path.read_text() == "".join(lines[:2]) + '{"step": 3, "lr": 2}\n'
     assert names(tmp_path) == [path.name]
+    for run in ("a", "b"):  # which begin anew in one place
+        path.write_text(run)
+        set_records_aside(path)
+        set_records_aside(path)  # a start that was killed before its first step
+    assert [(tmp_path / f"metrics.jsonl.{n}").read_text() for n in (1, 2)] == ["a", "b"]
+    assert len(names(tmp_path)) == 2
+
+
+def test_every_start_of_a_run_is_in_one_group_of_wandb() -> None:
+    saved: Any = SimpleNamespace(record=SimpleNamespace(wandb_group="first"))
+    drawn = settings().model_copy(update={"wandb_group": "drawn"})
+    drawn.model_fields_set.discard("wandb_group")
+    assert loop._in_group_of(saved, drawn).wandb_group == "first"
+    assert loop._in_group_of(saved, settings()).wandb_group == "grp"  # as the user says
+    assert loop._in_group_of(None, drawn) is drawn
 
 
 def test_the_real_package_takes_every_record_offline(

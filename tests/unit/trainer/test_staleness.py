@@ -13,6 +13,7 @@ from grpo_core.run_api_client import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer import loop
 from grpo_trainer.batch import CollationLimits, collate
+from grpo_trainer.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import StaleData
 from grpo_trainer.intake import Doorkeeper
 from grpo_trainer.staleness import Lineage
@@ -98,11 +99,12 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
         saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
         settings=SimpleNamespace(
             batch_deadline_s=batch_deadline_s,
-            environment_return_deadline_s=60.0,
             max_staleness=2,
             training_steps=AT.step + 3,
         ),
         door=door(max_staleness=2),
+        environments=EnvironmentWatch(60.0),
+        quarantine=SimpleNamespace(holds=lambda _: False),
     )
 
 

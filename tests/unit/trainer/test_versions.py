@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights
+from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm, _opened_after, _usable_after
 from tests.unit.env.http_stub import Answer, Route, stub_server
@@ -64,10 +67,15 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         def write(version: PolicyVersion) -> None:
             assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
 
-        with BridgeClient("http://127.0.0.1:1") as bridge:
-            sync: Any = SharedVllm(bridge, "model", epochs=OpenedEpochs(tmp_path))
+        chosen = TrainerSettings(
+            model_name="model", weight_bridge_mode="shared_vllm", save_path=tmp_path
+        )
+        with contextlib.closing(build_weight_sync(chosen)) as built:
+            sync: Any = built
             sync._hold = SimpleNamespace(
-                attachment=SimpleNamespace(is_lost=lambda: False), return_deadline_s=0.0
+                attachment=SimpleNamespace(is_lost=lambda: False),
+                return_deadline_s=0.0,
+                close=sync._hold.close,
             )
             sync._version, sync._write = PolicyVersion(1, 0), write
             opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)

@@ -44,9 +44,9 @@ noise of one computation."""
 class Alignment:
     """|server's - trainer's log-probability| over the probe's tokens.
 
-    `moved`: mean |change| of the trainer's own since the previous probe. Near the noise, a server
-    that still serves the weights of that probe would pass as well.
-    `previous`: mean |server's - trainer's at the previous probe|.
+    `moved`: mean |change| of the trainer's own since a probe before, the last one from which it
+    could be told. Near the noise, a server that still serves those weights would pass as well.
+    `previous`: mean |server's - trainer's at that probe|.
     `sampled_mean`: mean over tokens that the server sampled for the check, where it did.
     """
 
@@ -65,9 +65,30 @@ def tolerance_of(policy: Any) -> float:
     return TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
 
 
-def bound_over(noise: float, tolerance: float) -> float:
-    """Bound on the mean |difference|. Args: tolerance: `tolerance_of` the policy."""
-    return max(tolerance, NOISE_FACTOR * noise)
+@dataclass
+class Bound:
+    """On the mean |difference| between what is served and what the trainer holds.
+
+    Args:
+        floor: `tolerance_of` the policy
+        noise: the difference while nothing was trained yet; None where that was not measured
+        learns: nothing was trained yet, so the next check measures it
+    """
+
+    floor: float
+    noise: float | None = None
+    learns: bool = False
+
+    @property
+    def value(self) -> float:
+        if self.learns:
+            return START_FACTOR * self.floor
+        return max(self.floor, NOISE_FACTOR * (self.noise or 0.0))
+
+    def learn(self, noise: float) -> None:
+        """From the first check. What is compared later was trained, and may differ for that."""
+        if self.learns:
+            self.noise, self.learns = noise, False
 
 
 def probe_tokens(vocabulary: int, length: int = PROBE_LENGTH) -> list[int]:
@@ -100,24 +121,27 @@ class AlignmentProbe:
 
     Made before the first update, so that the first measurement knows how far the weights moved.
 
-    `tolerance`: bound on their mean |difference|
+    Args: bound: on their mean |difference|; it learns the noise from the first check
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, bound: Bound | None = None) -> None:
         self._policy = policy
         self._token_ids = sampled_tokens(policy)
         self._before = self._ours()
-        self.tolerance = tolerance_of(policy)
+        self.bound = bound or Bound(tolerance_of(policy), learns=True)
 
-    def calibrate(self, served_logprobs: Callable[[list[int]], list[float]]) -> None:
-        """Measure the noise, while the server still serves what was not trained yet.
+    def require(self, served_logprobs: Callable[[list[int]], list[float]], label: str) -> Alignment:
+        """Args:
+            served_logprobs: [T] token ids → [T-1], asked of the server
+            label: of the moment, for the message
 
         Raises:
-            ServedWeightsDiffer: the difference is more than noise.
+            ServedWeightsDiffer: it does not serve the policy's weights.
         """
         found = self.measure(served_logprobs)
-        require_alignment(found, START_FACTOR * self.tolerance, "Before the first step")
-        self.tolerance = bound_over(found.mean, self.tolerance)
+        require_alignment(found, self.bound.value, label)
+        self.bound.learn(found.mean)
+        return found
 
     def measure(self, served_logprobs: Callable[[list[int]], list[float]]) -> Alignment:
         """Args: served_logprobs: [T] token ids → [T-1], asked of the server."""
@@ -128,7 +152,8 @@ class AlignmentProbe:
             moved=mean_distance(ours, self._before),
             previous=mean_distance(served, self._before),
         )
-        self._before = ours
+        if could_be_told(found):
+            self._before = ours
         return found
 
     def _ours(self) -> Tensor:
@@ -182,8 +207,14 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
         )
 
 
+def could_be_told(alignment: Alignment) -> bool:
+    """Whether a server that serves the weights of the probe before would have shown. Until then
+    later probes are held against that one: small steps add up."""
+    return alignment.moved > FAR_BETTER * alignment.mean
+
+
 def mention_little_power(alignment: Alignment) -> None:
-    if alignment.moved <= FAR_BETTER * alignment.mean:
+    if not could_be_told(alignment):
         log.info(
             "the check has little power here: the weights moved hardly further than the noise",
             moved=alignment.moved,

@@ -7,7 +7,6 @@ A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,6 @@ class CheckpointNames:
 
     def after(self, step: int) -> str:
         return f"{self.stem}{step}"
-
-    def step_of(self, name: str) -> int | None:
-        """None where the directory is not one of these."""
-        found = re.fullmatch(re.escape(self.stem) + r"(\d+)", name)
-        return int(found[1]) if found else None
 
 
 MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
@@ -95,14 +89,14 @@ def write_adapter(policy: Any, directory: Path) -> None:
     policy.save_pretrained(str(directory), save_embedding_layers=False)
 
 
-def remove_old_checkpoints(save_path: Path, names: CheckpointNames, kept: int) -> None:
-    """All but the `kept` that were written last. The final one does not count and stays."""
-    written = [p for p in save_path.iterdir() if names.step_of(p.name) is not None]
-    # By time: where a run begins anew in one place, its lower steps are the newer ones.
-    written.sort(key=lambda path: (path.stat().st_mtime_ns, names.step_of(path.name) or 0))
-    for path in written[:-kept]:
-        remove_directory(path)
-        log.info("removed an old checkpoint", directory=str(path))
+def remove_checkpoint(directory: Path) -> None:
+    """One that may be gone already, or that something may keep from going."""
+    try:
+        remove_directory(directory)
+    except OSError as error:
+        log.warning("checkpoint.kept", directory=str(directory), reason=str(error))
+    else:
+        log.info("checkpoint.removed", directory=str(directory))
 
 
 def _write_tokenizer(model_name: str, directory: Path) -> None:

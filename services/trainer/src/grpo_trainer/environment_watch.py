@@ -14,7 +14,8 @@ log = structlog.get_logger()
 
 
 class EnvironmentWatch:
-    """Of one wait for a batch.
+    """Counts from the moment on at which this trainer has seen that there is one: after a start,
+    environments of the run may still be on their way.
 
     Args:
         return_deadline_s: how long to wait for an environment once the last one has left
@@ -27,11 +28,22 @@ class EnvironmentWatch:
         self._return_deadline_s = return_deadline_s
         self._clock = clock
         self._give_up_at: float | None = None
+        self._has_waited = self._has_seen = False
+
+    def begin(self) -> None:
+        """A batch is waited for."""
+        self._give_up_at, self._has_waited = None, False
+
+    def end(self) -> None:
+        """It is there: somebody has sent it, unless it was there all the time."""
+        self._has_seen |= self._has_waited
 
     def look(self, environments: EnvironmentCount) -> None:
         """Raises `NoEnvironmentLeft` once all have been gone for the deadline. Where none has ever
-        registered, groups may come from elsewhere, or the first one is on its way."""
-        if environments.connected or not environments.registered:
+        registered, groups come from elsewhere."""
+        self._has_waited = True
+        self._has_seen |= environments.connected > 0
+        if environments.connected or not environments.registered or not self._has_seen:
             self._give_up_at = None
         elif self._give_up_at is None:
             self._give_up_at = self._clock() + self._return_deadline_s

@@ -61,7 +61,6 @@ class UnusableReason(StrEnum):
     PROMPT_TRAINED = "prompt_trained_on"
     NOTHING_TRAINED = "nothing_trained_on"
     CUT_OFF = "cut_off_by_seq_len"
-    NOT_FLOAT32 = "beyond_float32"
 
 
 class UnusableGroup(GrpoError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     Raises:
         UnusableGroup: no inference_logprobs, sampled from another distribution than the one its
             logprobs can be compared with, masks that do not fit its tokens or leave the prompt
-            unmasked, nothing to train on, tokens that the policy does not know, or numbers beyond
-            float32.
+            unmasked, nothing to train on, or tokens that the policy does not know.
     """
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
@@ -75,9 +74,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_sampling(index, group)
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
-    _check_float32(f"group {index}, scores", group.scores)
     for i, (masks, logprobs) in enumerate(zip(group.masks, group.inference_logprobs, strict=True)):
-        _check_float32(f"group {index}, sequence {i}, inference_logprobs", logprobs)
         _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
     _check_prompts(index, group)
     _check_cut(index, group, limits.seq_len)
@@ -133,15 +130,6 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
         )
 
 
-def _check_float32(where: str, values: Sequence[float]) -> None:
-    beyond = [value for value in values if not abs(value) <= FLOAT32_MAX]
-    if beyond:
-        raise UnusableGroup(
-            UnusableReason.NOT_FLOAT32,
-            f"{where}: {beyond[0]:g} is beyond what float32 holds, so the loss would be NaN",
-        )
-
-
 def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:
     first = min(positions[0] for m in group.masks if (positions := _trained_positions(m)))
     if first >= seq_len:
@@ -193,7 +181,7 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
             UnusableReason.TEMPERATURE,
             f"group {index}: temperature {found!r}; the importance ratio needs completions that "
             f"were sampled at a temperature above 0 (from {MIN_TEMPERATURE:g} to "
-            f"{FLOAT32_MAX:.2g}, by which float32 can divide)",
+            f"{FLOAT32_MAX:.2g})",
         )
     return float(found)
 

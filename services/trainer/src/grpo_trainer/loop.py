@@ -19,14 +19,15 @@ from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (
     Alignment,
     AlignmentProbe,
+    Bound,
     mention_little_power,
-    require_alignment,
     require_written,
     tolerance_of,
 )
 from grpo_trainer.batch import Batch, CollationLimits, collate
 from grpo_trainer.benchmark import Stopwatch, server_status
-from grpo_trainer.errors import NonFiniteStep
+from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
 from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.group_checks import GroupLimits
@@ -42,7 +43,7 @@ from grpo_trainer.save_path import hold_save_path
 from grpo_trainer.saving import Saver
 from grpo_trainer.server_process import inference_server
 from grpo_trainer.settings import AUTO, TrainerSettings
-from grpo_trainer.sinks import Write, keep_records, open_sinks
+from grpo_trainer.sinks import Write, keep_records, open_sinks, set_records_aside
 from grpo_trainer.staleness import Lineage
 from grpo_trainer.state_store import SavedState, StateStore
 from grpo_trainer.taking import next_batch, take_batch
@@ -72,6 +73,7 @@ class Run:
     rollouts: RolloutCheck
     ranges: RangeWatch
     saver: Saver
+    environments: EnvironmentWatch
     quarantine: Quarantine
     write_record: Write
     stopwatch: Stopwatch
@@ -101,6 +103,7 @@ def train(settings: TrainerSettings) -> None:
                 anew="--resume never, or another --save-path",
             )
             return
+        settings = _in_group_of(saved, settings)
         with (
             open_sinks(settings) as write_record,
             inference_server(settings),
@@ -113,6 +116,13 @@ def train(settings: TrainerSettings) -> None:
                 run.saver.step_taken(position)
             if settings.benchmark:
                 report_times(run)
+
+
+def _in_group_of(saved: SavedState | None, settings: TrainerSettings) -> TrainerSettings:
+    """The W&B runs of all starts are in one group, unless the user names another."""
+    if saved is None or not saved.record.wandb_group or "wandb_group" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"wandb_group": saved.record.wandb_group})
 
 
 def begin(
@@ -134,14 +144,19 @@ def begin(
         api.register(settings.registration(first_step=0))
     else:
         at = take_up(saved, policy, optimizer, api, settings)
-        if settings.metrics_file is not None:
-            keep_records(settings.metrics_file, at.step)
-    version = sync.start(optimizer, at.step, at.epoch)
+    if settings.metrics_file is not None and saved is None:
+        set_records_aside(settings.metrics_file)
+    elif settings.metrics_file is not None:
+        keep_records(settings.metrics_file, at.step)
+    bound = _bound(settings, policy, saved)
+    version = sync.start(optimizer, at.step, at.epoch, bound)
     lineage = Lineage(version, sync.begun_as)
     position = replace(at, epoch=version.epoch)
-    saver = Saver(settings, policy, optimizer, api, store)
+    probe = _probe(settings, policy, sync, bound)
+    saver = Saver(settings, policy, optimizer, api, store, bound)
     # A state that the user named may lie elsewhere, and may be gone on from in another run.
-    saver.begin(position, is_saved=saved is not None and settings.resume == AUTO)
+    own = saved if settings.resume == AUTO else None
+    saver.begin(position, own is not None, own.record.checkpoints if own else ())
     limits = GroupLimits(policy.config.vocab_size, settings.seq_len)
     run = Run(
         settings=settings,
@@ -150,12 +165,13 @@ def begin(
         policy=policy,
         forward=forward,
         optimizer=optimizer,
-        probe=_probe(settings, policy, sync),
+        probe=probe,
         door=Doorkeeper(limits, lineage, settings.max_staleness),
-        rollouts=RolloutCheck(policy, sync.served_logprobs, tolerance_of(policy)),
+        rollouts=RolloutCheck(policy, sync.served_logprobs, bound.value),
         ranges=RangeWatch(),
         saver=saver,
-        quarantine=Quarantine(settings.save_path),
+        environments=EnvironmentWatch(settings.environment_return_deadline_s),
+        quarantine=Quarantine(settings.save_path, api.run_uuid),
         write_record=write_record,
         stopwatch=Stopwatch(),
         started=time.monotonic(),
@@ -179,10 +195,13 @@ def run_step(run: Run, position: Position) -> Position:
     try:
         taken_step = take_step(run, batch, position, watch)
     except NonFiniteStep as error:
-        run.quarantine.take_in(taken, step, error)
+        run.quarantine.keep(taken.batch_id, taken.groups, step, error)
         beyond = replace(position, batch_id=taken.batch_id)
         run.saver.batch_passed_over(beyond)
         return run_step(run, beyond)
+    except RolloutMismatch as error:
+        run.quarantine.keep(taken.batch_id, taken.groups, step, error)
+        raise
     published = taken_step.published
     alignment = verify(run, step, published)
     outcome = StepOutcome(
@@ -264,19 +283,27 @@ def verify(run: Run, step: int, published: Published) -> Alignment | None:
     if step != 0 and (step + 1) % run.settings.verify_every_steps != 0:
         return None
     require_written(run.optimizer, step)
-    alignment = run.probe.measure(run.sync.served_logprobs)
-    require_alignment(alignment, run.probe.tolerance, f"After step {step}")
+    alignment = run.probe.require(run.sync.served_logprobs, f"After step {step}")
     mention_little_power(alignment)
     return alignment
 
 
-def _probe(settings: TrainerSettings, policy: Any, sync: WeightSync) -> AlignmentProbe | None:
-    """Where there are publications that nobody else proves. The server serves what `policy` holds,
-    by construction: both read one memory, and nothing was trained yet."""
+def _bound(settings: TrainerSettings, policy: Any, saved: SavedState | None) -> Bound:
+    """The noise is learnt while nothing was trained yet; a run that goes on knows it."""
+    is_checked = settings.mode.hands_off or settings.verify_every_steps > 0
+    noise = None if saved is None else saved.record.noise
+    return Bound(tolerance_of(policy), noise, learns=saved is None and is_checked)
+
+
+def _probe(
+    settings: TrainerSettings, policy: Any, sync: WeightSync, bound: Bound
+) -> AlignmentProbe | None:
+    """Where there are publications that nobody else proves. What is served now is asked for first:
+    both sides read one memory."""
     if settings.mode.hands_off or settings.verify_every_steps == 0:
         return None
-    probe = AlignmentProbe(policy)
-    probe.calibrate(sync.served_logprobs)
+    probe = AlignmentProbe(policy, bound)
+    probe.require(sync.served_logprobs, "Before the first step")
     return probe
 
 

@@ -1,58 +1,73 @@
-"""Batches on which no step could be taken: kept, named, counted and passed over."""
+"""Batches that a run cannot be trained on: kept, named, counted and passed over."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
+from grpo_core.errors import GrpoError
+from grpo_core.wire import ScoredGroup
 from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
 from grpo_trainer.save_path import write_whole
-from grpo_trainer.taking import TakenBatch
 
 log = structlog.get_logger()
 
 QUARANTINE = "quarantine"
 MOST_IN_A_ROW = 3
-"""So many batches in a row are not to blame: the policy is."""
+"""So many batches in a row on which no step could be taken: the policy may be to blame."""
 
 
 class Quarantine:
-    """Args: save_path: of the run; the batches lie in a folder of it.
+    """A batch that is kept here is not tried again by the trainers that follow.
 
-    `since_step`: batches that were passed over since the step before.
+    Args:
+        save_path: of the run; the batches lie in a folder of it
+        run_uuid: of the run at run-api, which counts the batches
+
+    `since_step`: batches that were put here since the step before.
     """
 
-    def __init__(self, save_path: Path) -> None:
-        self._directory = save_path / QUARANTINE
+    def __init__(self, save_path: Path, run_uuid: str) -> None:
+        self._directory = save_path / QUARANTINE / run_uuid
         self.since_step = 0
 
-    def take_in(self, taken: TakenBatch, step: int, error: NonFiniteStep) -> None:
-        """Keep the batch, whose step failed twice with `error` and changed no weight.
+    def holds(self, batch_id: int) -> bool:
+        return self._file(batch_id).exists()
+
+    def keep(
+        self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError
+    ) -> None:
+        """Args: groups: as received; error: why.
 
         Raises:
-            PolicyDiverged: it is the third in a row.
+            PolicyDiverged: no step could be taken on it, nor on the two before.
             CheckpointNotSaved: it could not be written.
         """
-        path = self._directory / f"batch_{taken.batch_id}.json"
-        groups = [group.model_dump(mode="json") for group in taken.groups]
-        content = {"batch_id": taken.batch_id, "step": step, "error": str(error), "groups": groups}
+        path = self._file(batch_id)
+        sent = [group.model_dump(mode="json") for group in groups]
+        content = {"batch_id": batch_id, "step": step, "error": str(error), "groups": sent}
         write_whole(path, json.dumps(content))
         log.warning(
             "batch.quarantined",
-            batch_id=taken.batch_id,
+            batch_id=batch_id,
             step=step,
             file=str(path),
             reason=f"{type(error).__name__}: {error}",
         )
         self.since_step += 1
-        if self.since_step == MOST_IN_A_ROW:
+        if isinstance(error, NonFiniteStep) and self.since_step == MOST_IN_A_ROW:
             raise PolicyDiverged(
-                f"step {step}: no step could be taken on {MOST_IN_A_ROW} batches in a row, so it "
-                f"is the policy and not its data ({error}). Lower the learning rate, go on from an "
-                f"older state (--resume DIRECTORY), or look at the batches in {self._directory}"
+                f"step {step}: no step could be taken on {MOST_IN_A_ROW} batches in a row "
+                f"({error}). Look at those in {self._directory}, which the next start passes over; "
+                "where they are sound the policy is not: lower the learning rate, or go on from an "
+                "older state (--resume DIRECTORY)"
             ) from error
 
     def step_taken(self) -> None:
         self.since_step = 0
+
+    def _file(self, batch_id: int) -> Path:
+        return self._directory / f"batch_{batch_id}.json"

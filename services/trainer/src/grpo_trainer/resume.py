@@ -15,6 +15,7 @@ from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import AUTO, NEVER, TrainerSettings
 from grpo_trainer.state_store import RECORD, SavedState, StateStore, read_state
 from grpo_trainer.trainer_state import Position, require_fit, restore
+from grpo_trainer.weight_sync.opened_epochs import OpenedEpochs
 
 log = structlog.get_logger()
 
@@ -56,6 +57,8 @@ def take_up(
     require_fit(saved.record, policy, settings, str(saved.directory))
     restore(saved.load(), policy, optimizer)
     at = rejoin(api, settings, saved)
+    noted = OpenedEpochs(saved.directory.parents[1]).newest()  # where --save-path is another
+    at = replace(at, epoch=max(at.epoch, noted))
     log.info("resuming", state=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
 
@@ -78,6 +81,8 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
     if not known and settings.resume == AUTO:
         raise _of_another_run(saved, api, f"run {run_uuid}" if run_uuid else "no run yet")
     api.register(settings.registration(first_step=at.step))
+    if known and api.run_uuid != run_uuid:  # it was reset between the two
+        raise _of_another_run(saved, api, f"run {api.run_uuid}")
     if known and at.batch_id > 0:
         try:
             api.acknowledge(at.batch_id)

@@ -138,6 +138,8 @@ def remove_directory(target: Path) -> None:
 
 def remove_unfinished(parent: Path) -> None:
     """What a trainer that was killed left behind in the middle of writing or removing."""
+    for part in parent.glob(f".*{_PART}"):
+        part.unlink()
     for suffix in (_NEW, _OLD):
         for path in parent.glob(f".*{suffix}"):
             _remove(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import structlog
 
 from grpo_core.run_api_client import TrainerClient
 from grpo_trainer.adapter import trained_parameters
-from grpo_trainer.checkpoint import names_in_mode, remove_old_checkpoints, save_checkpoint
+from grpo_trainer.alignment import Bound
+from grpo_trainer.checkpoint import names_in_mode, remove_checkpoint, save_checkpoint
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.state_store import KEPT as STATES_KEPT
@@ -83,23 +85,30 @@ class Saver:
         optimizer: MasterOptimizer,
         api: TrainerClient,
         store: StateStore,
+        bound: Bound,
     ) -> None:
         self._settings = settings
         self._policy = policy
         self._optimizer = optimizer
         self._api = api
         self._store = store
+        self._bound = bound
+        self._checkpoints: list[str] = []
         self._position = self._saved = Position(step=0, batch_id=0, epoch=0)
         self.seconds: float | None = None
 
-    def begin(self, position: Position, is_saved: bool) -> None:
+    def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
         """The next step follows `position`. Where that is not saved it is now: a trainer killed
         before its first state must not train the same batches into weights that hold them already.
+
+        Args:
+            checkpoints: that the run has written before, the oldest first
 
         Raises:
             CheckpointNotSaved: it could not be written.
         """
         self._position = self._saved = position
+        self._checkpoints = list(checkpoints)
         _say_what_is_kept(disk_need(self._settings, self._policy, self._optimizer), self._settings)
         if not is_saved:
             self._save_state(position)
@@ -137,13 +146,24 @@ class Saver:
         settings = self._settings
         target = settings.save_path / name
         save_checkpoint(self._policy, settings.mode, settings.model_name, target)
-        names = names_in_mode(settings.mode)
-        remove_old_checkpoints(settings.save_path, names, settings.keep_checkpoints)
+        if name == names_in_mode(settings.mode).final:
+            return
+        self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
+        while len(self._checkpoints) > settings.keep_checkpoints:
+            remove_checkpoint(settings.save_path / self._checkpoints.pop(0))
 
     def _save_state(self, position: Position) -> None:
         started = time.monotonic()
         run_uuid = self._api.run_uuid
-        state = capture(self._policy, self._optimizer, self._settings, position, run_uuid)
+        state = capture(
+            self._policy,
+            self._optimizer,
+            self._settings,
+            position,
+            run_uuid,
+            self._checkpoints,
+            self._bound.noise,
+        )
         directory = self._store.save(state)
         self._saved = position
         log.info(

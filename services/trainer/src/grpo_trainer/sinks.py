@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from grpo_trainer.metrics import Record
 from grpo_trainer.save_path import write_whole
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.wandb_sink import start_wandb
+
+log = structlog.get_logger()
 
 Write = Callable[[Record], None]
 
@@ -39,18 +44,37 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
 
 def keep_records(path: Path, steps_taken: int) -> None:
     """Leave one record of each step up to `steps_taken`: later steps, which a killed trainer took
-    beyond the state that the run goes on from, are taken again.
+    beyond the state that the run goes on from, are taken again. Lines that are no record go too.
 
     Raises:
         CheckpointNotSaved: the file could not be written anew; it is as it was.
     """
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    steps = {json.loads(line)["step"]: line for line in lines if line.endswith("\n")}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    steps = {step: line for line in lines if (step := _step_of(line)) is not None}
     kept = [line for step, line in sorted(steps.items()) if step <= steps_taken]
     if kept != lines:
         write_whole(path.resolve(), "".join(kept))
+
+
+def set_records_aside(path: Path) -> None:
+    """Those of another run: `path` is renamed to `path.1`, or the next number that is free."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    numbers = itertools.count(1)
+    aside = next(p for n in numbers if not (p := path.with_name(f"{path.name}.{n}")).exists())
+    path.rename(aside)
+    log.info("metrics.set_aside", file=str(aside))
+
+
+def _step_of(line: str) -> int | None:
+    """None where it is not a whole record: its writer was killed, or the disk full."""
+    try:
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def append_record(path: Path, record: Record) -> None:

@@ -13,8 +13,9 @@ from grpo_core.errors import LeasesFull
 from grpo_core.run_api_client import LeasedBatch, TrainerClient
 from grpo_core.wire import ScoredGroup
 from grpo_trainer.environment_watch import EnvironmentWatch
-from grpo_trainer.errors import StaleData
+from grpo_trainer.errors import StaleData, UnusableGroup
 from grpo_trainer.intake import Doorkeeper, Intake
+from grpo_trainer.quarantine import Quarantine
 from grpo_trainer.saving import Saver
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.trainer_state import Position
@@ -39,6 +40,12 @@ class Taker(Protocol):
     def door(self) -> Doorkeeper: ...
 
     @property
+    def environments(self) -> EnvironmentWatch: ...
+
+    @property
+    def quarantine(self) -> Quarantine: ...
+
+    @property
     def saver(self) -> Saver: ...
 
 
@@ -55,17 +62,18 @@ class TakenBatch:
 def take_batch(run: Taker, position: Position) -> TakenBatch:
     """Wait for a batch of which something can be trained on.
 
-    One whose groups are all stale or unusable is done with: the next state holds its id, and with
-    that it is acknowledged. No step is taken on it.
+    One whose groups are all stale or unusable, or that is in quarantine, is done with: the next
+    state holds its id, and with that it is acknowledged. No step is taken on it.
 
     Raises:
         StaleData: nothing else came for as long as a batch may take.
-        DuplicatedBatch, UnusableGroup: see `Doorkeeper`; and as `next_batch`.
+        UnusableGroup: see `Doorkeeper`; the batch is in quarantine.
+        DuplicatedBatch: see `Doorkeeper`; and as `next_batch`.
     """
     began, last, stale, unusable = time.monotonic(), position.batch_id, 0, 0
     while True:
         leased = next_batch(run, last, run.settings.training_steps - position.step)
-        intake = run.door.admit(leased.groups, position.step, leased.received_under)
+        intake = _admitted(run, leased, position.step)
         stale, unusable = stale + intake.stale_groups, unusable + intake.unusable_groups
         if intake.groups:
             counted = replace(intake, stale_groups=stale, unusable_groups=unusable)
@@ -86,6 +94,17 @@ def take_batch(run: Taker, position: Position) -> TakenBatch:
             )
 
 
+def _admitted(run: Taker, leased: LeasedBatch, step: int) -> Intake:
+    """Without groups where the batch is in quarantine."""
+    if run.quarantine.holds(leased.id):
+        return Intake([], unusable_groups=0, repeated_groups=0)
+    try:
+        return run.door.admit(leased.groups, step, leased.received_under)
+    except UnusableGroup as error:
+        run.quarantine.keep(leased.id, leased.groups, step, error)
+        raise
+
+
 def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
     """Args:
         last_batch: id of the one taken before, 0 where this line of training begins
@@ -94,7 +113,8 @@ def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
     Raises:
         NoEnvironmentLeft: nobody is left to send it; and as `TrainerClient.next_batch`.
     """
-    watch = EnvironmentWatch(run.settings.environment_return_deadline_s)
+    watch = run.environments
+    watch.begin()
     tend = partial(watch.not_counting, run.sync.tend)
     deadline_s = run.settings.batch_deadline_s
     ask = partial(run.api.next_batch, deadline_s, tend, batches_left, watch.look)
@@ -105,6 +125,7 @@ def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
         if not run.saver.release_batches():
             raise
         leased = ask()
+    watch.end()
     if 0 < last_batch < leased.id - 1:
         log.warning(
             "batches are missing here: a state that this run does not go on from held them",

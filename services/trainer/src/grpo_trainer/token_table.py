@@ -76,7 +76,7 @@ class TokenTable:
 
     def mean_distance(self) -> float:
         """Mean |difference|; needs a token at least."""
-        return float(self.diff.abs().mean())
+        return float(self.diff.abs().double().mean())
 
     def numbers(self) -> list[int]:
         """Of the sequences that have tokens here, in order."""
@@ -108,7 +108,7 @@ class Distance:
     def of(cls, table: TokenTable) -> Distance:
         if not len(table):
             return cls(0, 0.0, 0.0, 0.0)
-        diff = table.diff.abs()
+        diff = table.diff.abs().double()  # a sum of what float32 holds may be more than it holds
         noise = diff * table.temperature.clamp(max=1.0)
         error = noise.std(correction=0) / len(table) ** 0.5
         surely = float(noise.mean() - STANDARD_ERRORS * error) if len(table) >= MIN_TOKENS else 0.0

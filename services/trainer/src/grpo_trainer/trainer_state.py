@@ -11,6 +11,7 @@ do the random numbers of stochastic rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
@@ -66,7 +67,8 @@ class StateRecord(BaseModel):
     """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
     the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
     `loss_scale`: None where none is used; `run_uuid`: of the run at run-api that `batch_id` counts
-    in, None in states of former versions.
+    in, None in states of former versions; `checkpoints`: that this run keeps, the oldest first;
+    `noise`: of the check of publications, None where it was not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -84,6 +86,9 @@ class StateRecord(BaseModel):
     parameters: dict[str, tuple[int, ...]]
     rng: RngState
     loss_scale: ScaleRecord | None = None
+    checkpoints: tuple[str, ...] = ()
+    noise: float | None = None
+    wandb_group: str = ""
     files: dict[str, FileFacts] = {}
 
     @property
@@ -103,6 +108,8 @@ def capture(
     settings: TrainerSettings,
     position: Position,
     run_uuid: str,
+    checkpoints: Sequence[str] = (),
+    noise: float | None = None,
 ) -> TrainerState:
     """As it is between two steps. The tensors are those that the next step changes: write first."""
     shapes = _shapes(policy)
@@ -119,6 +126,9 @@ def capture(
         parameters=shapes,
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
+        checkpoints=tuple(checkpoints),
+        noise=noise,
+        wandb_group=settings.wandb_group,
     )
     return TrainerState(record, optimizer.tensors(list(shapes)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.alignment import Alignment
+from grpo_trainer.alignment import Alignment, Bound
 from grpo_trainer.optimizer import MasterOptimizer
 
 
@@ -40,12 +40,19 @@ class WeightSync(Protocol):
             restoring: a saved state takes the place of its weights before they are used.
         """
 
-    def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,
+    ) -> PolicyVersion:
         """Have the server serve the weights of `step`, the optimizer's masters; returns the name
         that they have from now on.
 
         Args:
             last_epoch: of the state that the run goes on from; a later one is opened.
+            bound: for modes that prove their publications (default: one that learns)
         """
 
     @property

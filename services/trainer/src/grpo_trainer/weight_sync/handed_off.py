@@ -18,7 +18,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.handoff import ServerStatus
 from grpo_core.inference_client import BridgeClient, BridgeInfo, Completion
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.alignment import Alignment
+from grpo_trainer.alignment import Alignment, Bound
 from grpo_trainer.device import device_to_load_on
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
@@ -108,9 +108,17 @@ class HandedOff:
         self._proof = ServedProof(self._policy, self, lengths)
         return self._policy
 
-    def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,
+    ) -> PolicyVersion:
         """Open an epoch beyond every one that is known of, and publish, unless the server serves
         these very weights already."""
+        if bound is not None:
+            self._proof_of_policy.bound = bound
         status = self._watch.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()

@@ -23,9 +23,9 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
     FAR_BETTER,
     PROBE_LENGTH,
-    START_FACTOR,
     Alignment,
-    bound_over,
+    Bound,
+    could_be_told,
     logprobs_of,
     mean_distance,
     mention_little_power,
@@ -70,20 +70,19 @@ class ProbeLengths:
 
 class ServedProof:
     """Made while the policy is still what the server was started with, so that it knows how that
-    would answer. The first publication, of weights as they were loaded, shows the noise: later ones
-    may differ by a multiple of it.
+    would answer.
 
     Args:
         policy: the trainer's, without dropout
         server: who is asked
+
+    `bound`: on the mean |difference|; it learns the noise from the first publication
     """
 
     def __init__(self, policy: Any, server: Server, lengths: ProbeLengths) -> None:
         self._policy = policy
         self._server = server
-        self._floor = tolerance_of(policy)
-        self._tolerance = START_FACTOR * self._floor
-        self._is_first = True
+        self.bound = Bound(tolerance_of(policy), learns=True)
         self._tokens = sampled_tokens(policy, lengths.fixed)
         self._prompt = probe_tokens(policy.config.vocab_size, lengths.prompt)
         self._sampled = lengths.sampled
@@ -120,15 +119,11 @@ class ServedProof:
                 f"LogProb Alignment: MISMATCH! {label}, version {tuple(version)} is announced, and "
                 + "; ".join(problems)
             )
-        self._before = ours
-        self._learn_noise(alignment)
+        if could_be_told(alignment):
+            self._before = ours
+        self.bound.learn(max(alignment.mean, alignment.sampled_mean or 0.0))
         mention_little_power(alignment)
         return alignment
-
-    def _learn_noise(self, alignment: Alignment) -> None:
-        if self._is_first:
-            noise = max(alignment.mean, alignment.sampled_mean or 0.0)
-            self._tolerance, self._is_first = bound_over(noise, self._floor), False
 
     def _problems(
         self,
@@ -139,17 +134,17 @@ class ServedProof:
     ) -> list[str]:
         problems = []
         other = min(mean_distance(served, self._base), alignment.previous)
-        if not alignment.mean <= self._tolerance or FAR_BETTER * other < alignment.mean:
+        if not alignment.mean <= self.bound.value or FAR_BETTER * other < alignment.mean:
             problems.append(
                 f"the server's log-probabilities of fixed tokens differ from the trainer's by "
                 f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
-                f"{self._tolerance:.2g}). Likely cause: {self._cause(served, alignment)}"
+                f"{self.bound.value:.2g}). Likely cause: {self._cause(served, alignment)}"
             )
-        elif not (alignment.sampled_mean or 0.0) <= self._tolerance:
+        elif not (alignment.sampled_mean or 0.0) <= self.bound.value:
             problems.append(
                 f"what it computes afresh agrees ({alignment.mean:.2g}), but the log-probabilities "
                 f"of tokens that it samples differ by {alignment.sampled_mean:.4f} on average "
-                f"(tolerance {self._tolerance:.2g}). Likely cause: keys and values of the weights "
+                f"(tolerance {self.bound.value:.2g}). Likely cause: keys and values of the weights "
                 "before are still in its KV cache"
             )
         if named != {version}:

@@ -17,6 +17,7 @@ import structlog
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.alignment import Bound
 from grpo_trainer.errors import TornWeights, WeightSyncError
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import AUTO_DEVICE
@@ -46,7 +47,7 @@ class SharedVllm:
     device: where the server must hold it; "auto": wherever it does
     lease_s: the longest pause to ask for
     return_deadline_s: how long a server that went away may take to come back
-    epochs: those that were opened before; None: nobody asks for them
+    epochs: those that were opened before
     """
 
     def __init__(
@@ -102,7 +103,13 @@ class SharedVllm:
         )
         return self._policy
 
-    def start(self, optimizer: MasterOptimizer, step: int, last_epoch: int = 0) -> PolicyVersion:
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,  # noqa: ARG002
+    ) -> PolicyVersion:
         """Write the masters back and announce them under an epoch beyond the server's, `last_epoch`
         and every one that was opened."""
         self._optimizer = optimizer
