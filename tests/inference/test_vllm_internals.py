@@ -172,6 +172,27 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 
 
 @pytest.mark.usefixtures("internals")
+def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
+    from grpo_vllm.engine_arguments import parsed_engine_arguments
+    from grpo_vllm.engine_plan import PlannedWeights
+    from grpo_vllm.settings import load_server_settings
+
+    def parsed(*flags: str) -> Any:
+        settings = load_server_settings(["--model", "m", *flags])
+        return parsed_engine_arguments(settings, PlannedWeights())
+
+    file = tmp_path / "vllm.yaml"
+    file.write_text("api-key: k\n")
+    for flags in (
+        *(["--api-ke", "k"], ["--config", str(file)], ["--api-key", "k", "k2"]),
+        ["--logprobs-mod", "raw_logprobs"],
+    ):
+        with pytest.raises(SystemExit, match="not to be passed on to vLLM"):
+            parsed(*flags)
+    assert parsed("--api-key", "k", "-tp", "2").api_key == ["k"]
+
+
+@pytest.mark.usefixtures("internals")
 def test_adapters_in_float32_are_refused_by_name() -> None:
     """On a GPU vLLM's LoRA kernels assert a 16-bit type in the middle of a request."""
     from grpo_vllm.engine_arguments import refuse_float32_adapters

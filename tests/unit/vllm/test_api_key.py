@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
+from grpo_core.bearer_token import plain
 from grpo_core.handoff import ServerStatus, SupervisorState
 from grpo_vllm.api_key import ApiKeyGuard
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.health_server import health_app
 
-KEYS = ("one-key", "another")
+KEY = SecretStr("one-key")
 GUARDED = ("/generate", "/bridge/info", "/bridge/pause", "/lora/load", "/v1/models", "/docs")
 
 
@@ -24,34 +26,44 @@ async def status(app: object, path: str, *words: str) -> int:
 
 async def test_every_route_asks_for_the_key_but_those_of_probes() -> None:
     routes = [Route("/{rest:path}", lambda _: Response())]
-    app = ApiKeyGuard(Starlette(routes=routes), KEYS)
+    app = ApiKeyGuard(Starlette(routes=routes), KEY)
     for path in GUARDED:
-        assert [await status(app, path, "Bearer", key) for key in KEYS] == [200, 200]
+        assert await status(app, path, "Bearer", "one-key") == 200
         for wrong in ((), ("Bearer", "one"), ("Basic", "one-key")):
             assert await status(app, path, *wrong) == 401
     assert [await status(app, path) for path in ("/health", "/metrics")] == [200, 200]
-    assert await status(ApiKeyGuard(Starlette(routes=routes), ()), "/generate") == 200
+    assert await status(ApiKeyGuard(Starlette(routes=routes), None), "/generate") == 200
 
 
 async def test_the_supervisors_status_asks_for_it_too() -> None:
     serving = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
-    app = health_app(lambda: serving, lambda: True, KEYS)
+    app = health_app(lambda: serving, lambda: True, KEY)
     assert [await status(app, path) for path in ("/healthz", "/readyz")] == [200, 200]
     assert await status(app, "/status") == 401
-    assert await status(app, "/status", "Bearer", "another") == 200
+    assert await status(app, "/status", "Bearer", "one-key") == 200
 
 
 @pytest.mark.parametrize(
-    ("flags", "variable", "keys"),
+    ("flags", "variable", "key", "passed_on"),
     [
-        (["--api-key", "a", "b", "--seed", "1"], "c", ("a", "b")),
-        (["--api_key=a"], "", ("a",)),
-        ([], "c", ("c",)),
-        ([], "", ()),
+        (["--api-key", "a", "-tp", "2"], "c", "a", ["-tp", "2"]),
+        (["--api_key=a", "--api-key", "b"], "", "b", []),
+        (["--api-ke", "a"], "c", "c", ["--api-ke", "a"]),  # for vLLM's parser to name
+        ([], "", None, []),
     ],
 )
-def test_the_key_is_given_as_vllm_takes_it(
-    flags: list[str], variable: str, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_one_key_is_taken_and_not_passed_on(
+    flags: list[str],
+    variable: str,
+    key: str | None,
+    passed_on: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", variable)
-    assert load_server_settings(["--model", "m", *flags]).api_keys == keys
+    settings = load_server_settings(["--model", "m", *flags])
+    assert (plain(settings.api_key), settings.engine_arguments) == (key, passed_on)
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load_server_settings(["--model", "m", "--api-key", ""])

@@ -1,10 +1,10 @@
-"""The key that vLLM asks for on its own routes (`--api-key`, VLLM_API_KEY), asked for on ours."""
+"""The key (`--api-key`, VLLM_API_KEY) that vLLM asks for on its own routes, asked for on ours."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
 
+from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,14 +14,14 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/h
 
 
 class ApiKeyGuard:
-    """401 without `Authorization: Bearer <one of the keys>`, before any of the body is read.
+    """401 without `Authorization: Bearer <key>`, before any of the body is read.
 
-    Args: keys: none lets everything through.
+    Args: key: none lets everything through.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, key: SecretStr | None) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._key = None if key is None else key.get_secret_value().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._lets_through(scope):
@@ -35,12 +35,14 @@ class ApiKeyGuard:
         await answer(scope, receive, send)
 
     def _lets_through(self, scope: Scope) -> bool:
-        if not self._keys or scope["type"] != "http":  # vLLM looks at websockets
+        if self._key is None or scope["type"] != "http":  # vLLM looks at websockets
             return True
         # A browser asks with OPTIONS, and without the key, whether it may ask.
-        return scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS or self._knows(scope)
+        return (
+            scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS or _given(scope, self._key)
+        )
 
-    def _knows(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+
+def _given(scope: Scope, key: bytes) -> bool:
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key)

@@ -6,6 +6,7 @@ import argparse
 
 import structlog
 
+from grpo_core.bearer_token import plain
 from grpo_vllm.adapters import BASE_SUFFIX
 from grpo_vllm.admission import PROCESSOR
 from grpo_vllm.engine_internals import (
@@ -30,6 +31,9 @@ def parsed_engine_arguments(
 ) -> argparse.Namespace:
     """A wrong flag ends the process with status 2, in vLLM's own words."""
     arguments = parse_engine_arguments(engine_arguments(settings, weights))
+    refuse_what_is_ours(arguments, settings.share_weights)
+    key = plain(settings.api_key)
+    arguments.api_key = None if key is None else [key]
     # What serves a checkpoint of this run answers under the name that it was configured with.
     names = arguments.served_model_name or [settings.model]
     arguments.served_model_name = list(names)
@@ -46,6 +50,26 @@ def parsed_engine_arguments(
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
     return arguments
+
+
+def refuse_what_is_ours(arguments: argparse.Namespace, share_weights: bool) -> None:
+    """What reached vLLM in a shortened flag or in a file of --config, which our parser does not
+    look into.
+
+    Raises:
+        SystemExit: status 2, naming the flags.
+    """
+    taken = {
+        "--api-key (write it out, once, or set VLLM_API_KEY)": arguments.api_key is not None,
+        "--logprobs-mode": arguments.logprobs_mode != LOGPROBS_MODE,
+        "--worker-extension-cls": share_weights
+        and arguments.worker_extension_cls != WORKER_EXTENSION,
+        "--load-format": share_weights and arguments.load_format != LOAD_FORMAT,
+        f"{arguments.model_tag} (a word that belongs to no flag)": arguments.model_tag is not None,
+    }
+    found = [flag for flag, is_taken in taken.items() if is_taken]
+    if found:
+        raise SystemExit(f"vllm-api-server: {', '.join(found)}: not to be passed on to vLLM")
 
 
 def refuse_float32_adapters(dtype: str) -> None:

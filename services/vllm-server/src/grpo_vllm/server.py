@@ -85,7 +85,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
-        guarded = ApiKeyGuard(gated, settings.api_keys)
+        guarded = ApiKeyGuard(gated, settings.api_key)
         public = HttpServer(SameSiteOnly(guarded, allowed=pages), lot=lot)
         let_handlers_stop(app, public)
         drain = Drain(public, lot, in_flight, channel)
@@ -94,7 +94,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
         ]
         if plan.control is not None:
-            control = SameSiteOnly(ApiKeyGuard(control_app(serving), settings.api_keys))
+            control = SameSiteOnly(ApiKeyGuard(control_app(serving), settings.api_key))
             endpoints.append(Endpoint(HttpServer(control), _listening(plan.control)))
         log.info(
             "serving",

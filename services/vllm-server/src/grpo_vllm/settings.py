@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
+from grpo_core.bearer_token import usable_token
 from grpo_core.bridge_config import FILE_NAME
 from grpo_core.redis_names import DEFAULT_RUN_ID
 from grpo_core.redis_url import OptionalRedisUrl
@@ -113,6 +113,12 @@ class ServerSettings(CommandSettings):
         description="TCP port of /healthz, /readyz and /status on --control-host, which answer "
         "while the engine restarts too (default: 1000 above --port)",
     )
+    api_key: SecretStr | None = Field(
+        None,
+        description="Key that requests must carry as Authorization: Bearer <key>, except those of "
+        "probes (default: $VLLM_API_KEY, better set there: a command line is no secret; none: "
+        "anybody who reaches a port may ask)",
+    )
     drain_s: float = Field(
         60.0,
         ge=0,
@@ -140,17 +146,6 @@ class ServerSettings(CommandSettings):
         return is_loopback(self.host)
 
     @property
-    def api_keys(self) -> tuple[str, ...]:
-        """That requests must carry one of, as vLLM reads them; none: anybody may ask."""
-        words = iter(self.engine_arguments)
-        for word in words:
-            flag, _, value = word.partition("=")
-            if flag.replace("_", "-") == "--api-key":
-                following = itertools.takewhile(lambda w: not w.startswith("--"), words)
-                return (value,) if value else tuple(following)
-        return tuple(filter(None, [os.environ.get("VLLM_API_KEY")]))
-
-    @property
     def socket_path(self) -> Path:
         folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-{self.run_id}-{self.port}"
         return self.weights_socket or folder / "weights.sock"
@@ -163,6 +158,8 @@ class ServerSettings(CommandSettings):
     def bridge_config_required(self) -> bool:
         """Somebody said where it shall be, so somebody looks for it there."""
         return bool(self.model_fields_set & {"bridge_config_path", "logdir"})
+
+    _usable_key = field_validator("api_key")(usable_token)
 
     @field_validator("health_port")
     @classmethod
@@ -237,5 +234,6 @@ def load_server_settings(argv: Sequence[str]) -> ServerSettings:
             "share_weights": SHARE_WEIGHTS_VARIABLE,
             "bridge_config_path": "VLLM_BRIDGE_CONFIG_PATH",
             "logdir": "LOGDIR",
+            "api_key": "VLLM_API_KEY",
         },
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,7 @@ HEALTH_PATHS = ("/healthz", "/readyz", "/status")
 
 
 def health_app(
-    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_keys: Sequence[str]
+    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_key: SecretStr | None
 ) -> ASGIApp:
     """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
     `/status`: everything that is known, for those who know the key."""
@@ -35,7 +36,7 @@ def health_app(
 
     handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
     app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
-    return ApiKeyGuard(app, api_keys)
+    return ApiKeyGuard(app, api_key)
 
 
 def _answer(status: ServerStatus, good: bool) -> Response:

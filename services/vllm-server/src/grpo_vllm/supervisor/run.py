@@ -72,7 +72,7 @@ async def _run(
 async def _health(
     supervisor: Supervisor, sockets: Sockets, settings: ServerSettings
 ) -> AsyncIterator[None]:
-    server = HttpServer(health_app(supervisor.status, supervisor.ready, settings.api_keys))
+    server = HttpServer(health_app(supervisor.status, supervisor.ready, settings.api_key))
     serving = asyncio.create_task(server.serve(sockets=[duplicate(sockets.health)]))
     try:
         yield
