@@ -83,7 +83,7 @@ def test_an_update_notice_clears_the_prefix_cache_and_changes_no_version(
     assert answer["prefix_cache_reset"] is True
     noticed = before | {"notice_count": before["notice_count"] + 1}
     assert info(shared_server) == noticed
-    page = {"Sec-Fetch-Site": "cross-site", "Origin": "http://elsewhere.example"}
+    page = {"Sec-Fetch-Site": "same-origin", "Host": "rebound.example"}
     for url in {shared_server.url, shared_server.control_url}:
         for route in ("bridge/notify_update", "v1/completions"):
             assert httpx.post(f"{url}/{route}", headers=page).status_code == 403

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import httpx
@@ -99,10 +100,14 @@ def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
 def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Client) -> None:
     start(http)
     submit(http, 1, 2)
-    for path in ("/reset_data", "/batch"):
-        answer = http.get(path, headers={"Sec-Fetch-Site": "cross-site"})
+    pages = [
+        ({"Sec-Fetch-Site": "cross-site"}, "a web page elsewhere"),
+        ({"Host": "rebound.example", "Sec-Fetch-Site": "same-origin"}, "--allowed-hosts"),
+    ]
+    for path, (headers, says) in itertools.product(("/reset_data", "/batch"), pages):
+        answer = http.get(path, headers=headers)
         assert answer.status_code == 403
-        assert "in a browser, open" in answer.json()["detail"].lower()
+        assert says in answer.json()["detail"]
         assert "x-request-id" in answer.headers
     assert run_facts(http)["queued_groups"] == 2
 

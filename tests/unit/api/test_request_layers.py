@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,7 +62,11 @@ async def test_any_other_token_is_refused_and_no_body_is_read(given: list[str]) 
     assert answer["status"] == 401
 
 
-BROWSER = (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)")
+BROWSER = (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)")  # PowerShell says the same
+
+
+def sent_to(host: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    return [(b"host", host.encode()), *more]
 
 
 def fetched(site: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
@@ -78,14 +84,31 @@ def fetched(site: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         (fetched("cross-site", (b"origin", b"https://ui.example")), True),
         (fetched("cross-site"), False),
         (fetched("same-site", (b"origin", b"http://localhost:3000")), False),
-        ([BROWSER, (b"host", b"192.168.0.2:8000")], False),
-        ([BROWSER, (b"host", b"rebound.example:8000")], False),
-        ([(b"origin", b"http://rebound.example"), (b"host", b"rebound.example")], False),
-        ([(b"origin", b"null")], False),
+        (sent_to("192.168.0.2:8000", BROWSER), True),
+        (sent_to("192.168.0.2:80", (b"origin", b"http://192.168.0.2:80")), True),
+        (sent_to("192.168.0.2:80", (b"origin", b"http://192.168.0.2:81")), False),
+        (sent_to("192.168.0.2", (b"referer", b"http://elsewhere.example/page")), False),
+        (sent_to("192.168.0.2", (b"referer", b"http://192.168.0.2/docs")), True),
+        (sent_to("rebound.example:8000"), False),
+        (sent_to("rebound.example", *fetched("same-origin")), False),
+        (sent_to("rebound.example", (b"origin", b"http://rebound.example")), False),
+        (sent_to("rebound.example", (b"origin", b"https://ui.example")), False),
+        (sent_to("127.0.0.1.rebound.example"), False),
+        (sent_to(socket.gethostname()), True),
+        *[
+            (sent_to(host), True)
+            for host in ("[::1]:8000", "localhost:80", "run-api:8000", "a.ns.svc", "Run.Example.:1")
+        ],
+        (sent_to("192.168.0.2", (b"origin", b"null")), False),
     ],
 )
-async def test_a_browser_asks_for_its_user_and_for_no_page_elsewhere(
+async def test_what_a_page_elsewhere_sends_is_refused(
     headers: list[tuple[bytes, bytes]], passes: bool
 ) -> None:
-    app = SameSiteOnly(answering(200), allowed=["https://ui.example"])
+    app = SameSiteOnly(answering(200), ["https://ui.example"], ["run.example"])
     assert (await exchange(app, *headers))["status"] == (200 if passes else 403)
+
+
+async def test_probes_ask_under_any_name() -> None:
+    app = SameSiteOnly(answering(200))
+    assert (await exchange(app, *sent_to("any.example"), path="/healthz"))["status"] == 200

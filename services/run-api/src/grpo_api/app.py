@@ -26,7 +26,7 @@ from grpo_api.route_templates import RouteTemplates
 from grpo_api.routes import environments, groups, server, trainer
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_core.same_site import SameSiteOnly
+from grpo_core.same_site import SameSiteOnly, listed
 
 _HELD_BODIES = 4
 """Of the largest size: what submissions may hold while they wait for a full queue."""
@@ -73,7 +73,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     app.add_middleware(CompressionMiddleware)
     if settings.token is not None:
         app.add_middleware(BearerTokenMiddleware, token=settings.token.get_secret_value())
-    app.add_middleware(SameSiteOnly)
+    app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
         RequestMetricsMiddleware,
         metrics=services.metrics,

@@ -96,6 +96,11 @@ class RunApiSettings(CommandSettings):
         description="what clients must send as Authorization: Bearer <token>; none: anybody who "
         "reaches the port may send. Better set as RUN_API_TOKEN: a command line is no secret",
     )
+    allowed_hosts: str = Field(
+        "",
+        description="names under which clients ask for this server, separated by commas, beside "
+        "addresses, names without a dot, private ones and this machine's own",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="least severe event to log"
     )

@@ -14,7 +14,7 @@ import structlog
 
 from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
-from grpo_core.same_site import SameSiteOnly
+from grpo_core.same_site import SameSiteOnly, listed
 from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.api_key import ApiKeyGuard
 from grpo_vllm.applications import (
@@ -86,7 +86,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
         guarded = ApiKeyGuard(gated, settings.api_key)
-        public = HttpServer(SameSiteOnly(guarded, allowed=pages), lot=lot)
+        hosts = listed(settings.allowed_hosts)
+        public = HttpServer(SameSiteOnly(guarded, pages, hosts), lot=lot)
         let_handlers_stop(app, public)
         drain = Drain(public, lot, in_flight, channel)
         endpoints = [
@@ -94,8 +95,9 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
         ]
         if plan.control is not None:
-            control = SameSiteOnly(ApiKeyGuard(control_app(serving), settings.api_key))
-            endpoints.append(Endpoint(HttpServer(control), _listening(plan.control)))
+            control = ApiKeyGuard(control_app(serving), settings.api_key)
+            own = SameSiteOnly(control, hosts=hosts)
+            endpoints.append(Endpoint(HttpServer(own), _listening(plan.control)))
         log.info(
             "serving",
             host=settings.host,

@@ -119,6 +119,11 @@ class ServerSettings(CommandSettings):
         "probes (default: $VLLM_API_KEY, better set there: a command line is no secret; none: "
         "anybody who reaches a port may ask)",
     )
+    allowed_hosts: str = Field(
+        "",
+        description="Names under which clients ask for this server, separated by commas, beside "
+        "addresses, names without a dot, private ones and this machine's own",
+    )
     drain_s: float = Field(
         60.0,
         ge=0,
