@@ -102,12 +102,16 @@ class GenerationClient(AsyncServiceClient):
         api_key: str | None = None,
     ) -> None:
         super().__init__(SERVICE, base_url, deadline_s, answer_s, max_connections, api_key)
+        self._answer_s = answer_s
 
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+    async def generate(
+        self, prompt_token_ids: list[int], within_s: float | None = None, **sampling: Any
+    ) -> GenerateAnswer:
         """Sample completions of one prompt in one request.
 
         Args:
             prompt_token_ids: [T]
+            within_s: what is left of a deadline that other servers have used up in part
             sampling: any vLLM sampling parameter, e.g. n, max_tokens, temperature.
 
         Raises:
@@ -116,7 +120,9 @@ class GenerationClient(AsyncServiceClient):
             ProtocolViolation: the answer breaks the contract.
         """
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        return _parse_generate(await self._send("POST", "/generate", json=body))
+        answer_s = self._answer_s if within_s is None else within_s
+        answer = await self._send("POST", "/generate", answer_s=answer_s, json=body)
+        return _parse_generate(answer)
 
 
 class LoadedAdapter(BaseModel):

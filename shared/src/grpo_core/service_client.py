@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from grpo_core.retry import (
 
 Rule = Callable[[BaseException], bool]
 """Which errors are tried again."""
+CONNECT_S = 10.0
+"""However long an answer may take."""
+_LEAST_S = 1.0
 
 
 class ServiceClient(ClosesOnExit):
@@ -48,7 +52,7 @@ class ServiceClient(ClosesOnExit):
         self._deadline_s = deadline_s
         self.has_ended: Callable[[], bool] = lambda: False
         self._http = httpx.Client(
-            base_url=self.base_url, timeout=timeout_s, headers=authorization(token)
+            base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
         )
 
     def close(self) -> None:
@@ -109,7 +113,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=authorization(token),
-            timeout=httpx.Timeout(timeout_s, pool=None),
+            timeout=_timeout(timeout_s),
             limits=httpx.Limits(max_connections=max_connections),
         )
 
@@ -122,13 +126,19 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         path: str,
         repeat_lost_answers: bool = True,
         deadline_s: float | None = None,
+        answer_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """As `ServiceClient._send`."""
+        """As `ServiceClient._send`. `answer_s`: what all attempts may take together, where that is
+        not the client's time for each."""
         deadline_s = deadline_s or self._deadline_s
+        started = time.monotonic()
         try:
             async for attempt in async_retrying(deadline_s, _rule(repeat_lost_answers)):
                 with attempt:
+                    if answer_s is not None:
+                        left_s = answer_s - (time.monotonic() - started)
+                        request["timeout"] = _timeout(max(left_s, _LEAST_S))
                     response = await self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
@@ -151,6 +161,11 @@ def _failure(
 
 def _rule(repeat_lost_answers: bool) -> Rule:
     return is_transient if repeat_lost_answers else is_safe_to_repeat
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    """Nothing bounds the wait for one of the client's own connections."""
+    return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S), pool=None)
 
 
 def _bare(base_url: str) -> str:

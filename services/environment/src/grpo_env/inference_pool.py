@@ -54,6 +54,7 @@ class InferencePool(ClosesOnAsyncExit):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
+        self._deadline_s = deadline_s
         self._servers = [
             _Server(
                 GenerationClient(url, attempt_s, deadline_s, max_requests, api_key),
@@ -70,10 +71,12 @@ class InferencePool(ClosesOnAsyncExit):
             NoGenerateRoute: the server knows no such route.
         """
         failure: ServiceUnavailable | None = None
+        give_up_at = time.monotonic() + self._deadline_s
         # Those that failed lately come last, so that they are tried when nothing else is left.
         for server in sorted(self._servers, key=lambda s: (s.patience.delay_s > 0, s.busy)):
             try:
-                return await _generate(server, prompt_token_ids, sampling)
+                left_s = give_up_at - time.monotonic()
+                return await _generate(server, prompt_token_ids, left_s, sampling)
             except ServiceUnavailable as error:
                 failure = error
                 server.patience.failed(error)
@@ -89,11 +92,11 @@ class InferencePool(ClosesOnAsyncExit):
 
 
 async def _generate(
-    server: _Server, prompt_token_ids: list[int], sampling: dict[str, Any]
+    server: _Server, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
 ) -> GenerateAnswer:
     server.busy += 1
     try:
-        answer = await server.client.generate(prompt_token_ids, **sampling)
+        answer = await server.client.generate(prompt_token_ids, within_s, **sampling)
     except RequestRefused as error:
         if error.status == _NOT_FOUND:
             raise NoGenerateRoute(
