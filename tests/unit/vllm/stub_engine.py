@@ -77,7 +77,8 @@ class StubEngine:
     async def load(self, request: Request) -> Response:
         asked = await request.json()
         if (Path(asked["adapter_path"]) / BAD_RANK).exists():
-            return JSONResponse({"detail": "the engine does not like it"}, 409)
+            # as the HTTP server answers by itself
+            return Response("the engine does not like it", 400)
         self.version, self.path = asked["policy_version"], asked["adapter_path"]
         return JSONResponse({"in_use": [self.path]})
 

@@ -49,7 +49,7 @@ class Engine:
 
 
 class Slot:
-    """`seen`: what its engine says of itself."""
+    """`seen`: what its engine says of itself; `broken`: versions that no engine serves."""
 
     pid = dropped_requests = dropped_by_this_engine = generation_tokens = 0
     answers = True
@@ -58,15 +58,20 @@ class Slot:
         self.launched: list[PlannedWeights] = []
         self.engine: Engine | None = None
         self.seen: dict[str, Any] | None = None
+        self.broken: set[PolicyVersion] = set()
 
     async def measure_memory(self) -> None: ...
 
     async def launch(self, weights: PlannedWeights) -> Engine:
         self.launched.append(weights)
         self.engine = Engine()
+        if weights.version in self.broken:
+            self.engine.end(3)
         return self.engine
 
     async def serves(self) -> bool:
+        if self.launched[-1].version in self.broken:
+            await asyncio.Event().wait()
         return True
 
     def let_go_of_parked(self) -> None: ...
@@ -191,6 +196,20 @@ async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -
     assert done == (OutcomeState.DONE, (1, 2))
 
 
+async def test_an_engine_that_ends_before_the_answer_has_not_done_it(rig: Rig) -> None:
+    async with rig.serving():
+        rig.record.free.clear()
+        rig.send(2)
+        await rig.until(lambda: len(rig.record.noted) == 2)
+        assert rig.slot.engine is not None
+        rig.slot.engine.end(9)
+        rig.record.free.set()
+        await rig.until(lambda: len(rig.control.answers) == 2)
+        await rig.until(lambda: len(rig.slot.launched) == 3)
+    assert rig.control.answers[1][0] is OutcomeState.FAILED
+    assert [weights.version.step for weights in rig.slot.launched] == [1, 2, 1]
+
+
 async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: Rig) -> None:
     """Somebody has loaded it by hand; what is served last is what another engine can load."""
 
@@ -206,3 +225,9 @@ async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: 
         rig.slot.seen = seen(rig.checkpoint(5))
         await rig.until(lambda: rig.supervisor.status().step == 5)
         assert rig.record.noted[-1].path == str(rig.checkpoint(5))
+        rig.slot.broken = {PolicyVersion(1, 6)}
+        rig.send(6)
+        await rig.until(lambda: len(rig.slot.launched) == 3)
+        await rig.until(lambda: len(rig.control.answers) == 2)
+    assert [weights.version.step for weights in rig.slot.launched] == [1, 6, 5]
+    assert rig.control.answers[-1][0] is OutcomeState.FAILED

@@ -103,7 +103,7 @@ class CommandDesk:
         except EngineDoesNotAnswer as error:
             await self._answer(command, OutcomeState.FAILED, str(error))
         else:
-            self._situation.weights = weights
+            self._situation.has_served(weights)
             await self._note()
             await self._answer(command, OutcomeState.DONE, in_use=in_use)
         finally:

@@ -112,9 +112,17 @@ class EngineChild:
                 f"{deadline_s:g} s ({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
-            raise EngineRefused(str(response.json().get("detail", response.text)))
+            raise EngineRefused(_detail(response))
         if not response.is_success:
             raise EngineDoesNotAnswer(
                 f"the engine process {self.pid} answered {response.status_code}: {response.text}"
             )
         return response.json()
+
+
+def _detail(response: httpx.Response) -> str:
+    """Of our routes `{"detail": ...}`; the HTTP server itself refuses in plain text."""
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text

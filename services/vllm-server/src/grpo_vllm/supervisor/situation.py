@@ -22,8 +22,8 @@ class Restart:
 
 @dataclass
 class Situation:
-    """`weights`: what is served, or will be once the engine is up; `before`: what was served before
-    a restart that was asked for; `reason`: why nothing is served.
+    """`weights`: what is served, or will be once the engine is up; `before`: what was served last;
+    `reason`: why nothing is served.
 
     `restart`: asked for and not answered yet; `wanted` is set as long as there is one. `launched`:
     the same once an engine is started for it; only then can it be answered.
@@ -48,8 +48,12 @@ class Situation:
     def turn_to_what_is_asked_for(self) -> None:
         """The next engine serves it."""
         self.launched = self.restart
-        if self.restart is not None and self.weights != self.restart.weights:
-            self.before, self.weights = self.weights, self.restart.weights
+        if self.restart is not None:
+            self.weights = self.restart.weights
+
+    def has_served(self, weights: PlannedWeights) -> None:
+        """An engine has them: there is no need to go back further."""
+        self.before = self.weights = weights
 
     def take_launched(self) -> Command | None:
         """The command that the engine was started for and that is to be answered now, if any."""

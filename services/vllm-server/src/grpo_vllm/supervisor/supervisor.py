@@ -138,6 +138,11 @@ class Supervisor:
         self._policy.serving()
         self._now.state, self._now.reason = SupervisorState.SERVING, ""
         await self._note()
+        if engine.exit_code is not None and self._now.launched is not None:
+            self._now.state = SupervisorState.RESTARTING
+            await self._did_not_come_up(await self._slot.end())
+            return
+        self._now.has_served(self._now.weights)
         self._desk.answer_restart(OutcomeState.DONE)
         wanted = asyncio.create_task(self._now.wanted.wait())
         await self._first_of(wanted, engine, None, *beside)
@@ -271,7 +276,7 @@ class Supervisor:
                 log.warning("the adapter that is served cannot be read again", reason=str(error))
             return
         if engine is self._slot.engine and self._is_news(version):
-            self._now.weights = found
+            self._now.has_served(found)
             await self._note()
 
     def _is_news(self, version: PolicyVersion) -> bool:
