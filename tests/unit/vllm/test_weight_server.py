@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_vllm.bridge import WeightBridge
-from grpo_vllm.weight_server import UnsafeSocketDirectory, serve_weights
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.socket_directory import UnsafeSocketDirectory
+from grpo_vllm.supervisor.run import supervise
+from grpo_vllm.weight_server import serve_weights
 from tests.unit.vllm.fake_engine import FakeEngine
 
 NO_WEIGHTS: Any = None
@@ -40,3 +43,7 @@ async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
     with pytest.raises(UnsafeSocketDirectory, match=f"{path.parent}.*{told}.*chmod 700"):
         await served_at(path)
     assert not path.exists()
+    # before anything is loaded
+    flags = ["--model", "m", "--share-weights", "--weights-socket", str(path)]
+    with pytest.raises(UnsafeSocketDirectory):
+        supervise(load_server_settings(flags), flags, "no.engine")

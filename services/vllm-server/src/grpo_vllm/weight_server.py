@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from grpo_core.weight_socket import send_grant, send_refusal
 from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.engine_switch import EngineTimeout
 from grpo_vllm.exported_weights import ExportedWeights, NotExported
+from grpo_vllm.socket_directory import own_directory
 
 log = structlog.get_logger()
 
@@ -26,10 +25,6 @@ ACCEPT_RETRY_S = 1.0
 
 class SocketTaken(GrpoError):
     """The path of the weight socket is in use."""
-
-
-class UnsafeSocketDirectory(GrpoError):
-    """Others could put a socket of theirs in the place of ours."""
 
 
 @contextlib.asynccontextmanager
@@ -56,8 +51,7 @@ async def serve_weights(
 
 
 def _listen(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _require_own(path.parent)
+    own_directory(path.parent)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -65,17 +59,6 @@ def _listen(path: Path) -> socket.socket:
     listener.listen()
     listener.setblocking(False)
     return listener
-
-
-def _require_own(directory: Path) -> None:
-    found = directory.stat()
-    mode, own = stat.S_IMODE(found.st_mode), os.getuid()
-    if found.st_uid != own or mode & 0o077:
-        raise UnsafeSocketDirectory(
-            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
-            f"and others than user {own} must not enter it; name a directory that is not there "
-            "yet, or give this one to that user and chmod 700"
-        )
 
 
 def _remove_stale(path: Path) -> None:

@@ -15,6 +15,7 @@ from grpo_core.orphans import adopt_orphans, children
 from grpo_vllm.http_servers import HttpServer
 from grpo_vllm.served_record import NoRecord, ServedRecord
 from grpo_vllm.settings import ServerSettings
+from grpo_vllm.socket_directory import own_directory
 from grpo_vllm.supervisor.command_stream import CommandStream, NoControlPlane
 from grpo_vllm.supervisor.first_weights import first_weights
 from grpo_vllm.supervisor.health_server import health_app
@@ -37,9 +38,12 @@ def supervise(
 
     Raises:
         OSError: an address is taken.
-        GrpoError: it is not known, or not there, what is to be served; no room in /dev/shm.
+        GrpoError: it is not known, or not there, what is to be served; no room in /dev/shm, or
+            others may enter the directory of the weight socket.
     """
     require_shared_memory(settings.engine_arguments)
+    if settings.share_weights:
+        own_directory(settings.socket_path.parent)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
