@@ -16,6 +16,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -49,13 +50,14 @@ class CommandSettings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Variables count only under a command's own prefix: a stray PORT or MODEL must not."""
         if settings_cls.model_config.get("env_prefix"):
-            return (init_settings, env_settings)
+            # an empty one counts as none: Compose passes on what a .env file leaves empty
+            return (init_settings, EnvSettingsSource(settings_cls, env_ignore_empty=True))
         return (init_settings,)
 
 

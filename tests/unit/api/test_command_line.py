@@ -43,6 +43,7 @@ def test_help_and_a_mistake_are_answered_before_anything_heavy() -> None:
         ("--redis-url", "http://x"),
         ("--run-id", "a{b}"),
         ("--token", "hunter 2"),
+        ("--token", ""),
         ("--help", None),
     ],
 )
@@ -59,3 +60,9 @@ def test_a_bad_value_is_refused_by_name_and_a_token_is_never_shown(
     assert stop.value.code == (0 if value is None else 2)
     assert option in shown
     assert "hunter" not in shown
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Compose passes on `RUN_API_TOKEN=` of a .env file."""
+    monkeypatch.setenv("RUN_API_TOKEN", "")
+    assert load_settings(RunApiSettings, [], {}).token is None
