@@ -42,7 +42,7 @@ finish() { # of the child; a signal interrupts "wait"
 }
 
 newest_step() { # of the names NUMBER_step_STEP; each start saves one, of the step that it starts from
-  ls "$states" 2>/dev/null | grep -E '^[0-9]+_step_[0-9]+$' | sort -n | tail -n 1 | sed 's/.*_//'
+  find "$states" -maxdepth 1 -name '[0-9]*_step_*[0-9]' -printf '%f\n' 2>/dev/null | sort -n | tail -n 1 | sed 's/.*_//'
 }
 
 leftovers() { # living children of tini but this script; their children become tini's when they end
