@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.metrics import Record
 from grpo_trainer.save_path import write_whole
 from grpo_trainer.settings import TrainerSettings
@@ -59,12 +60,22 @@ def keep_records(path: Path, steps_taken: int) -> None:
 
 
 def set_records_aside(path: Path) -> None:
-    """Those of another run: `path` is renamed to `path.1`, or the next number that is free."""
+    """Those of another run: `path` is renamed to `path.1`, or the next number that is free.
+
+    Raises:
+        CheckpointNotSaved: it cannot be renamed.
+    """
     if not path.is_file() or not path.stat().st_size:
         return
     numbers = itertools.count(1)
     aside = next(p for n in numbers if not (p := path.with_name(f"{path.name}.{n}")).exists())
-    path.rename(aside)
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise CheckpointNotSaved(
+            f"{path} holds records of another run and cannot be renamed: {error}; move it away, or "
+            "name another --metrics-file"
+        ) from error
     log.info("metrics.set_aside", file=str(aside))
 
 
