@@ -28,5 +28,12 @@ def _is_usable(url: str) -> bool:
         return False
 
 
+def without_password(url: str) -> str:
+    """For messages. The port that Redis has by default is named."""
+    parts = urlsplit(url)
+    host = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else ""
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
 RedisUrl = Annotated[SecretStr, AfterValidator(_names_a_redis)]
 OptionalRedisUrl = Annotated[SecretStr | None, AfterValidator(_names_a_redis)]

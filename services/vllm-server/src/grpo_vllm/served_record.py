@@ -9,7 +9,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import structlog
 from redis.asyncio import Redis
@@ -20,6 +19,7 @@ from redis.exceptions import RedisError
 from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import GrpoError
 from grpo_core.redis_names import served_weights_key
+from grpo_core.redis_url import without_password
 from grpo_core.retry import async_retrying
 from grpo_core.wire import PolicyVersion
 
@@ -81,7 +81,7 @@ class ServedRecord(ClosesOnAsyncExit):
     """Args: url: of Redis; run_id: whose record."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._where = _without_password(url)
+        self._where = without_password(url)
         self._key = served_weights_key(run_id)
         self._redis: Redis = Redis.from_url(
             url,
@@ -184,9 +184,3 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
             f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
             "another --run-id"
         ) from error
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    host = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else ""
-    return f"{parts.scheme}://{host}{parts.path}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -23,6 +22,7 @@ from grpo_core.handoff import (
     outcome_key,
     status_key,
 )
+from grpo_core.redis_url import without_password
 
 ATTEMPT_S = 5.0
 RETRY_S = 0.2
@@ -44,7 +44,7 @@ class HandoffLink(ClosesOnExit):
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
         self.run_id = run_id
         self.deadline_s = deadline_s
-        self._where = _without_password(url)
+        self._where = without_password(url)
         self._redis: Redis = Redis.from_url(
             url,
             socket_connect_timeout=ATTEMPT_S,
@@ -127,8 +127,3 @@ def _hash(fields: Any) -> dict[str, str]:
     if not isinstance(fields, list) or len(fields) % 2:
         raise ProtocolViolation(f"Redis answered {fields!r}, which is no hash")
     return dict(zip(fields[::2], fields[1::2], strict=True))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
