@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -144,10 +145,7 @@ def begin(
         api.register(settings.registration(first_step=0))
     else:
         at = take_up(saved, policy, optimizer, api, settings)
-    if settings.metrics_file is not None and saved is None:
-        set_records_aside(settings.metrics_file)
-    elif settings.metrics_file is not None:
-        keep_records(settings.metrics_file, at.step)
+    _leave_own_records(settings.metrics_file, saved)
     bound = _bound(settings, policy, saved)
     version = sync.start(optimizer, at.step, at.epoch, bound)
     lineage = Lineage(version, sync.begun_as)
@@ -177,6 +175,15 @@ def begin(
         started=time.monotonic(),
     )
     return run, position
+
+
+def _leave_own_records(path: Path | None, saved: SavedState | None) -> None:
+    if path is None:
+        return
+    if saved is None:
+        set_records_aside(path)
+    else:
+        keep_records(path, saved.record.step)
 
 
 def run_step(run: Run, position: Position) -> Position:
