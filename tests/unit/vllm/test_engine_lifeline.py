@@ -10,33 +10,35 @@ import pytest
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 
-FORKED = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,))"
-SPAWNED = (
-    "subprocess.Popen([sys.executable, '-c', 'import time; from grpo_vllm.plugin import register; "
-    "register(); print(1, flush=True); time.sleep(600)'])"
-)
+FORKED = """
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+child.start()
+"""
+SPAWNED = """
+code = "import time; from grpo_vllm.plugin import register; register(); print(); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE)
+child.stdout.readline()  # it has loaded the plugin
+"""
 ENGINE_PROCESS = """
 import multiprocessing, subprocess, sys, time
 from grpo_vllm.engine_lifeline import hold_lifeline
 hold_lifeline([])
-child = {child}
-getattr(child, "start", lambda: None)()
+{start}
 print(child.pid, flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("child", [FORKED, SPAWNED], ids=["forked", "spawned"])
-def test_what_it_started_ends_with_it(child: str) -> None:
+@pytest.mark.parametrize("start", [FORKED, SPAWNED], ids=["forked", "spawned"])
+def test_what_it_started_ends_with_it(start: str) -> None:
     engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE_PROCESS.format(child=child)],
+        [sys.executable, "-c", ENGINE_PROCESS.format(start=start)],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert engine.stdout is not None
-        lines = 2 if child == SPAWNED else 1  # a spawned one says when it has loaded the plugin
-        pid = max(int(engine.stdout.readline()) for _ in range(lines))
+        pid = int(engine.stdout.readline())
         assert is_alive(pid)
         engine.kill()
         engine.wait()
