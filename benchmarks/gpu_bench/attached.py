@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_bench.servers import Server
-from grpo_core.inference_client import BridgeClient
+from grpo_core.clients.inference import BridgeClient
 from grpo_trainer.weight_sync.shared_vllm import SharedVllm
 
 LEASE_S = 60.0

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.gpu_bench.shapes import ModelShape
-from grpo_core.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from grpo_core.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 TARGETS = ("q_proj", "v_proj")
 """The trainer's default."""

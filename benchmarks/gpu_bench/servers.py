@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import structlog
 
-from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
+from grpo_core.process.closing import ClosesOnExit
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess, ProcessFailed
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.handoff import ServerStatus
+from grpo_core.weights.handoff import ServerStatus
 from grpo_local.modes import MODES, Mode
 from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, accuracy_of, load_model, run_demo
 

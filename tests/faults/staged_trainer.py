@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer import loop, state_store
 from grpo_trainer.optimizer import MasterOptimizer

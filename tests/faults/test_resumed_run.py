@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration, ScoredGroup
 from grpo_trainer.state_store import STATES
 from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER

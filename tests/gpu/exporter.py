@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.weight_manifest import ParameterMapping, WeightManifest
-from grpo_core.weight_socket import send_grant, send_refusal
-from grpo_core.weight_transport import WeightGrant
+from grpo_core.weights.manifest import ParameterMapping, WeightManifest
+from grpo_core.weights.socket import send_grant, send_refusal
+from grpo_core.weights.transport import WeightGrant
 from grpo_vllm.cuda_export import exported, why_not_exportable
 from grpo_vllm.device_memory import DeviceMemory
 

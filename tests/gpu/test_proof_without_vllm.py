@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weight_socket import connect_weights
+from grpo_core.weights.socket import connect_weights
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
@@ -135,7 +135,7 @@ CONSUMER = f"""
 import sys, time
 from pathlib import Path
 import torch
-from grpo_core.weight_socket import connect_weights
+from grpo_core.weights.socket import connect_weights
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights
 

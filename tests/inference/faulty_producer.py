@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer
 
-from grpo_core.inference_client import GenerateAnswer
+from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.alignment import align_group
 from tests.fixtures.inference import InferenceServer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.inference_client import BridgeClient
-from grpo_core.weight_socket import connect_weights
+from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer, TornWeights
 from grpo_trainer.weight_sync.attachment import WeightPlaces
@@ -31,8 +31,8 @@ from tests.support.wait import wait_for
 PAUSE_AND_HANG = """
 import sys, time
 from pathlib import Path
-from grpo_core.inference_client import BridgeClient
-from grpo_core.weight_socket import connect_weights
+from grpo_core.clients.inference import BridgeClient
+from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
 connection = connect_weights(Path(sys.argv[2]))
 bridge = BridgeClient(sys.argv[1])

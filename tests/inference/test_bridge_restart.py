@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from grpo_core.inference_client import GenerateAnswer
+from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_trainer.alignment import probe_tokens

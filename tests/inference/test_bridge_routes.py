@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_core.bridge_config import FILE_NAME, find_bridge_config
-from grpo_core.inference_client import BridgeClient
-from grpo_core.weight_socket import connect_weights
+from grpo_core.clients.inference import BridgeClient
+from grpo_core.weights.bridge_config import FILE_NAME, find_bridge_config
+from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights

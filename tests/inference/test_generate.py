@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_core.inference_client import GenerateAnswer
+from grpo_core.clients.inference import GenerateAnswer
 from tests.fixtures.inference import InferenceServer
 
 PROMPT = [5, 6, 7, 8]

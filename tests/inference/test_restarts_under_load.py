@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_core.handoff import Action
+from grpo_core.weights.handoff import Action
 from tests.fixtures.adapters import load
 from tests.fixtures.handed_off import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.inference_client import BridgeClient, Completion
+from grpo_core.clients.inference import BridgeClient, Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof

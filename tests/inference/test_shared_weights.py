@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 
-from grpo_core.inference_client import BridgeClient, GenerateAnswer
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.clients.inference import BridgeClient, GenerateAnswer
+from grpo_core.weights.manifest import TensorRegion
 from grpo_local.ports import free_port
 from grpo_trainer.alignment import probe_tokens, require_alignment, tolerance_of
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.inference_client import BridgeClient
-from grpo_core.weight_socket import connect_weights
+from grpo_core.clients.inference import BridgeClient
+from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Alignment, AlignmentProbe, probe_tokens
 from grpo_trainer.optimizer import MasterOptimizer

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.run_api_client import TrainerClient
 from grpo_core.wire import Registration
 from grpo_local.ports import free_port
 from grpo_trainer import loop

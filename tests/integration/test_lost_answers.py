@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.errors import (
     ProtocolViolation,
     ServiceUnavailable,
     TrainerSuperseded,
     UnknownBatch,
 )
-from grpo_core.run_api_client import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
 from tests.integration.cutting_proxy import Cut, CuttingProxy, cutting_proxy
 from tests.integration.run_api_calls import (
@@ -136,8 +136,8 @@ def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     """As long as a server is waited for, no environment can send."""
     ahead_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0], sleep=time.sleep)
-    monkeypatch.setattr("grpo_core.run_api_client.time", clock)
-    monkeypatch.setattr("grpo_core.run_api_client.BATCH_WAIT_S", 0.1)
+    monkeypatch.setattr("grpo_core.clients.run_api.time", clock)
+    monkeypatch.setattr("grpo_core.clients.run_api.BATCH_WAIT_S", 0.1)
 
     def work() -> None:
         if ahead_s[0]:

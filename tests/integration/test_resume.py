@@ -11,8 +11,8 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
-from grpo_core.run_api_client import TrainerClient
 from grpo_trainer import loop
 from grpo_trainer.alignment import Bound
 from grpo_trainer.environment_watch import EnvironmentWatch

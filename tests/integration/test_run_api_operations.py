@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from grpo_api.redis_link import layout_prefix
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import RequestRefused
-from grpo_core.run_api_client import TrainerClient
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import (
     REGISTRATION,

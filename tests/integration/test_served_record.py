@@ -12,7 +12,7 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from grpo_core.redis_names import served_weights_key
+from grpo_core.redis.names import served_weights_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis

@@ -24,7 +24,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-from grpo_core.closing import ClosesOnExit
+from grpo_core.process.closing import ClosesOnExit
 from grpo_core.wire import ServerStatus
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess, describe_exit

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel
 
-from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire import EnvironmentRegistration
 from tests.soak.groups import GroupMaker
 from tests.soak.journal import Joined, Journal

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import pytest
 
-from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.clients.run_api import EnvironmentClient
 from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
 from tests.soak.groups import GroupMaker, digest
 from tests.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round

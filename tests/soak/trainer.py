@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.wire import UNSET, Registration
 from tests.soak.groups import content_digest, digest
 from tests.soak.hits import Moment

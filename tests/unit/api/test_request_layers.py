@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from grpo_api.bearer_token import BearerTokenMiddleware
 from grpo_api.lifetime import Lifetime
 from grpo_api.request_log import RequestLogMiddleware
-from grpo_core.same_site import SameSiteOnly
+from grpo_core.security.same_site import SameSiteOnly
 
 TOKEN = "correct-horse"
 

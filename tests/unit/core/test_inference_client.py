@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from grpo_core.inference_client import BridgeClient, GenerationClient
+from grpo_core.clients.inference import BridgeClient, GenerationClient
 from grpo_core.wire import PolicyVersion
 from tests.unit.env.canned import PROMPT, generate_answer
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
-from grpo_core.weight_manifest import WeightManifest
-from grpo_core.weight_socket import connect_weights
-from grpo_core.weight_transport import (
+from grpo_core.weights.manifest import WeightManifest
+from grpo_core.weights.socket import connect_weights
+from grpo_core.weights.transport import (
     MemfdMemory,
     WeightGrant,
 )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from grpo_core.clients.run_api_answers import LeasedBatch, leased_batch
 from grpo_core.errors import ProtocolViolation
-from grpo_core.run_api_answers import LeasedBatch, leased_batch
 from grpo_core.wire import EnvironmentCount, EnvironmentRegistration, PolicyVersion, ScoredGroup
 
 GROUP: dict[str, Any] = {

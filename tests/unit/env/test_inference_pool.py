@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_core.service_client import CONNECT_S
+from grpo_core.clients.service import CONNECT_S
 from grpo_env.inference_health import (
     NotAnInferenceServer,
     SharedWeightsHaveOneServer,

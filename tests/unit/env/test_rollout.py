@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from grpo_core.clients.inference import Completion, GenerationClient
 from grpo_core.errors import ProtocolViolation
-from grpo_core.inference_client import Completion, GenerationClient
 from grpo_core.wire import PolicyVersion
 from grpo_env.alignment import MisalignedCompletion, align_group
 from grpo_env.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out

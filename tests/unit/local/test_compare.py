@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.handoff import ServerStatus
 from grpo_core.settings import load_settings
+from grpo_core.weights.handoff import ServerStatus
 from grpo_local.compare import compare
 from grpo_local.compare_settings import CompareSettings
 from grpo_local.memory import MIB

@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import Redis
 
-from grpo_core.handoff import (
+from grpo_core.weights.handoff import (
     Command,
     Outcome,
     OutcomeState,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.inference_client import Completion
+from grpo_core.clients.inference import Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import logprobs_of
 

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.weight_files import LORA_RANKS
+from grpo_core.weights.files import LORA_RANKS
 from grpo_trainer.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.alignment import logprobs_of
 from grpo_trainer.checkpoint import save_adapter

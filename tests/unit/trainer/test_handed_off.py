@@ -17,9 +17,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_core.handoff import Action, Command, OutcomeState
-from grpo_core.inference_client import BridgeInfo, Completion
-from grpo_core.weight_files import WeightKind, check_weights
+from grpo_core.clients.inference import BridgeInfo, Completion
+from grpo_core.weights.files import WeightKind, check_weights
+from grpo_core.weights.handoff import Action, Command, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.errors import PolicyMismatch

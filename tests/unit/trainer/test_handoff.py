@@ -14,7 +14,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.handoff import Action, Command, OutcomeState, SupervisorState, commands_key
+from grpo_core.weights.handoff import Action, Command, OutcomeState, SupervisorState, commands_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused

@@ -13,7 +13,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from grpo_core.run_api_client import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion
 from grpo_trainer import loop
 from grpo_trainer.batch import MicroBatch

@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.alignment import Bound
 from grpo_trainer.checkpoint import (
     FINAL_MODEL,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.run_api_client import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer import loop
 from grpo_trainer.batch import CollationLimits, collate

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import TornWeights
 from grpo_trainer.settings import TrainerSettings

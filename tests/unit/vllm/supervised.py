@@ -15,9 +15,9 @@ import httpx
 import psutil
 from redis import Redis
 
-from grpo_core.handoff import Action, OutcomeState
-from grpo_core.redis_names import served_weights_key
-from grpo_core.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
+from grpo_core.redis.names import served_weights_key
+from grpo_core.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
+from grpo_core.weights.handoff import Action, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_local.processes import ManagedProcess

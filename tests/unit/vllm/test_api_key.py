@@ -7,8 +7,8 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from grpo_core.bearer_token import plain
-from grpo_core.handoff import ServerStatus, SupervisorState
+from grpo_core.security.bearer_token import plain
+from grpo_core.weights.handoff import ServerStatus, SupervisorState
 from grpo_vllm.api_key import ApiKeyGuard
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.health_server import health_app

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import bridge_config
-from grpo_core.bridge_config import (
+from grpo_core.weights import bridge_config
+from grpo_core.weights.bridge_config import (
     FILE_NAME,
     BridgeConfig,
     BridgeConfigNotFound,
@@ -16,7 +16,7 @@ from grpo_core.bridge_config import (
     find_bridge_config,
     write_bridge_config,
 )
-from grpo_core.weight_manifest import ParameterMapping
+from grpo_core.weights.manifest import ParameterMapping
 from grpo_vllm.bridge_file import announced
 
 NOBODY_UID = 65534

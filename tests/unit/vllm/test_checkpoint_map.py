@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.weights.manifest import TensorRegion
 from grpo_vllm.arena import Arena
 from grpo_vllm.checkpoint_map import CheckpointMap
 

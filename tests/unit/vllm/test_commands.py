@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.handoff import Action, Command, Outcome, OutcomeState, ServerStatus
-from grpo_core.weight_files import directory_digest
+from grpo_core.weights.files import directory_digest
+from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, ServerStatus
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.served_record import ServedWeights

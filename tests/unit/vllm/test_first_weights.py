@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.weight_files import (
+from grpo_core.weights.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     UnusableWeights,

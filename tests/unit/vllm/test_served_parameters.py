@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.weights.manifest import TensorRegion
 from grpo_vllm.arena import Arena
 from grpo_vllm.served_parameters import ServedParameters, followed
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
-from grpo_core.inference_client import Completion
 from grpo_core.wire import MASKED, PROMPT_LOGPROB
 
 LOGPROB_SLACK = 1e-6

@@ -10,10 +10,10 @@ import httpx
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from grpo_core.clients.inference import SERVICE
+from grpo_core.clients.retry import TransientAnswer, check_answer
+from grpo_core.clients.service import AsyncServiceClient
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
-from grpo_core.inference_client import SERVICE
-from grpo_core.retry import TransientAnswer, check_answer
-from grpo_core.service_client import AsyncServiceClient
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import structlog
 
-from grpo_core.closing import ClosesOnAsyncExit
+from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.inference_client import SERVICE, GenerateAnswer, GenerationClient
+from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_env.patience import Patience
 
 log = structlog.get_logger()

@@ -13,8 +13,8 @@ import resource
 
 from pebble import ProcessPool
 
-from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
+from grpo_core.process.closing import ClosesOnExit
 
 GRADING_DEADLINE_S = 2.0
 """For one comparison. An ordinary one takes a thousandth of that."""

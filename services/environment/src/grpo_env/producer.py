@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
+from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.run_api_client import EnvironmentClient
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.patience import Patience, RefusalLimit
 from grpo_env.progress import Progress, RewardSample

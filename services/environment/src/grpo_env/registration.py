@@ -10,8 +10,8 @@ from collections.abc import Callable
 import structlog
 from pydantic import ValidationError
 
+from grpo_core.clients.run_api import SERVICE, EnvironmentClient
 from grpo_core.errors import GrpoError, ProtocolViolation
-from grpo_core.run_api_client import SERVICE, EnvironmentClient
 from grpo_core.wire import EnvironmentRegistration, WireModel
 from grpo_env.settings import EnvServerSettings
 

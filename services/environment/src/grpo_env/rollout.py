@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_core.inference_client import Completion, GenerateAnswer
 from grpo_core.wire import RolloutFacts, ScoredGroup
 from grpo_env.alignment import align_group
 from grpo_env.grading import Grades, grade_all

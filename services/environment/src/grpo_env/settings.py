@@ -28,7 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from grpo_core.bearer_token import usable_token
+from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
 from grpo_core.wire import Weight
 from grpo_env.settings_file import ConfigFileUnusable, config_argument, read_config_file

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import structlog
 
-from grpo_core.bearer_token import plain
+from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.run_api_client import EnvironmentClient
+from grpo_core.security.bearer_token import plain
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
 from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
 from grpo_env.inference_health import wait_for_servers

@@ -6,8 +6,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
+from grpo_core.security.bearer_token import plain
 from grpo_local.health import HealthProbe
 from grpo_local.launch import Launch
 from grpo_local.memory import MemoryPeaks

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from grpo_core.settings import CommandSettings
-from grpo_core.weight_files import LORA_RANKS
+from grpo_core.weights.files import LORA_RANKS
 from grpo_local.modes import MODES, Mode, ModeName
 
 

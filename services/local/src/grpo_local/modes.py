@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_core.weight_files import LORA_RANKS
+from grpo_core.weights.files import LORA_RANKS
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 

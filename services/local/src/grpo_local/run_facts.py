@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.handoff import ServerStatus
+from grpo_core.weights.handoff import ServerStatus
 from grpo_local.modes import ModeName
 from grpo_local.summary import Summary
 

@@ -9,8 +9,8 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from grpo_core.redis_names import DEFAULT_RUN_ID
-from grpo_core.redis_url import RedisUrl
+from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.url import RedisUrl
 from grpo_local.mode_options import ModeOptions
 
 TRAINERS_RESTART_INTERVAL = 3

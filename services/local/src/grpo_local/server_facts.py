@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import redis
 
-from grpo_core.handoff import ServerStatus, status_key
+from grpo_core.weights.handoff import ServerStatus, status_key
 
 REDIS_TIMEOUT_S = 5.0
 

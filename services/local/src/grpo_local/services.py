@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
+from grpo_core.security.bearer_token import plain
 from grpo_local.health import HealthProbe
 from grpo_local.mode_flags import HandOff
 from grpo_local.ports import free_port

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from grpo_core.bearer_token import usable_token
+from grpo_core.security.bearer_token import usable_token
 from grpo_local.mode_options import ModeOptions
 
 TaskName = Literal["arithmetic", "gsm8k"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from grpo_core.orphans import adopt_orphans, end_orphans, stop_adopting
+from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.processes import ManagedProcess, ProcessFailed, describe_exit
 from grpo_local.stop_request import StopRequest
 

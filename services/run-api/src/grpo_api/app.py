@@ -26,7 +26,7 @@ from grpo_api.route_templates import RouteTemplates
 from grpo_api.routes import environments, groups, server, trainer
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_core.same_site import SameSiteOnly, listed
+from grpo_core.security.same_site import SameSiteOnly, listed
 
 _HELD_BODIES = 4
 """Of the largest size: what submissions may hold while they wait for a full queue."""

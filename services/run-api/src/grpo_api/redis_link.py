@@ -18,7 +18,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable
-from grpo_core.redis_names import run_prefix, served_weights_key
+from grpo_core.redis.names import run_prefix, served_weights_key
 
 _LAYOUT = 4
 """Changes whenever the keys or what is written in them do: no version touches another's."""

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from grpo_core.redis_names import DEFAULT_RUN_ID
-from grpo_core.redis_url import RedisUrl
+from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.url import RedisUrl
 from grpo_core.settings import CommandSettings
 
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_core.weight_files import LORA_RANKS
+from grpo_core.weights.files import LORA_RANKS
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.mode_settings import LoraOptions
 

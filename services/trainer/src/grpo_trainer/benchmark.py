@@ -28,9 +28,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_core.bearer_token import plain
 from grpo_core.errors import GrpoError
-from grpo_core.handoff import ServerStatus
+from grpo_core.security.bearer_token import plain
+from grpo_core.weights.handoff import ServerStatus
 from grpo_trainer.settings import TrainerSettings
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 

@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 import torch
 
-from grpo_core.bearer_token import plain
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.clients.run_api import TrainerClient
+from grpo_core.security.bearer_token import plain
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import (

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from grpo_core.redis_names import DEFAULT_RUN_ID
-from grpo_core.redis_url import OptionalRedisUrl
+from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.settings import CommandSettings
 from grpo_trainer.modes import Mode, unused_options
 from grpo_trainer.option_lists import names_in, numbers_in

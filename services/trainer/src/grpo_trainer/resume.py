@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
+from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import UnknownBatch
-from grpo_core.run_api_client import TrainerClient
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.optimizer import MasterOptimizer
 from grpo_trainer.settings import AUTO, NEVER, TrainerSettings

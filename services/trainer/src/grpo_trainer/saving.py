@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from grpo_core.run_api_client import TrainerClient
+from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.alignment import Bound
 from grpo_trainer.checkpoint import names_in_mode, remove_checkpoint, save_checkpoint

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from grpo_core.bearer_token import plain
-from grpo_core.closing import ClosesOnExit
+from grpo_core.process.closing import ClosesOnExit
+from grpo_core.security.bearer_token import plain
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.modes import STARTS_SERVER_WITH
 from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from grpo_core.bearer_token import usable_token
+from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
 from grpo_trainer.forward_settings import ForwardSettings

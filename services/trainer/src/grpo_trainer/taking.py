@@ -9,8 +9,8 @@ from typing import Protocol
 
 import structlog
 
+from grpo_core.clients.run_api import LeasedBatch, TrainerClient
 from grpo_core.errors import LeasesFull
-from grpo_core.run_api_client import LeasedBatch, TrainerClient
 from grpo_core.wire import ScoredGroup
 from grpo_trainer.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import StaleData, UnusableGroup

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_core.weight_files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB, WeightKind
+from grpo_core.weights.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB, WeightKind
 from grpo_trainer.adapter import adapter_tensors, with_adapter
 from grpo_trainer.checkpoint import save_model, write_adapter
 from grpo_trainer.mode_settings import LoraOptions

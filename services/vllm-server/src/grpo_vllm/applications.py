@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from grpo_core.bridge_config import BridgeConfig
+from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.adapters import AdapterNames, AdapterSwitch
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.engine_internals import (

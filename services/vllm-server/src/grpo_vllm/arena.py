@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.weights.manifest import TensorRegion
 
 MEMFD_NAME = "grpo-weights"
 

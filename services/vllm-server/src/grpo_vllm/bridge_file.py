@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.bridge_config import (
+from grpo_core.weights.bridge_config import (
     BridgeConfig,
     BridgeConfigUnreadable,
     BridgeConfigUnwritable,

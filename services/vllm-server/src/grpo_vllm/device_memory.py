@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.weights.manifest import TensorRegion
 from grpo_vllm.parameter_memory import aligned
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import structlog
 
-from grpo_core.bearer_token import plain
+from grpo_core.security.bearer_token import plain
 from grpo_vllm.adapters import BASE_SUFFIX
 from grpo_vllm.admission import PROCESSOR
 from grpo_vllm.engine_internals import (

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.weight_files import WeightKind
+from grpo_core.weights.files import WeightKind
 from grpo_core.wire import PolicyVersion
 
 UNTRAINED = PolicyVersion(epoch=0, step=0)
@@ -40,7 +40,7 @@ class PlannedWeights(BaseModel):
 
     @property
     def kind_name(self) -> str:
-        """`kind` of `grpo_core.handoff.ServerStatus`."""
+        """`kind` of `grpo_core.weights.handoff.ServerStatus`."""
         if self.in_memory:
             return "memory"
         return self.kind.value if self.kind else "base"

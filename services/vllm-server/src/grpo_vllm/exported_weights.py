@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_manifest import WeightManifest
-from grpo_core.weight_transport import CudaMemory, MemfdMemory, WeightGrant
+from grpo_core.weights.manifest import WeightManifest
+from grpo_core.weights.transport import CudaMemory, MemfdMemory, WeightGrant
 
 
 class NotExported(GrpoError):

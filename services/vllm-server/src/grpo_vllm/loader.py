@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_manifest import TensorRegion, WeightManifest
+from grpo_core.weights.manifest import TensorRegion, WeightManifest
 from grpo_vllm.arena import Arena
 from grpo_vllm.checkpoint_map import CheckpointMap
 from grpo_vllm.cuda_export import why_not_exportable

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from grpo_core.weight_manifest import TensorRegion
+from grpo_core.weights.manifest import TensorRegion
 
 ALIGNMENT_BYTES = 256
 """Start of every tensor: a multiple of any vector register and cache line."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from grpo_core.weight_manifest import ParameterMapping, TensorRegion
+from grpo_core.weights.manifest import ParameterMapping, TensorRegion
 from grpo_vllm.parameter_memory import ParameterMemory
 
 

@@ -16,11 +16,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from grpo_core.closing import ClosesOnAsyncExit
+from grpo_core.clients.retry import async_retrying
 from grpo_core.errors import GrpoError
-from grpo_core.redis_names import served_weights_key
-from grpo_core.redis_url import without_password
-from grpo_core.retry import async_retrying
+from grpo_core.process.closing import ClosesOnAsyncExit
+from grpo_core.redis.names import served_weights_key
+from grpo_core.redis.url import without_password
 from grpo_core.wire import PolicyVersion
 
 log = structlog.get_logger()

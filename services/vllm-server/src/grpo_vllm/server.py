@@ -12,9 +12,9 @@ from typing import Any
 
 import structlog
 
-from grpo_core.bridge_config import BridgeConfig
 from grpo_core.errors import GrpoError
-from grpo_core.same_site import SameSiteOnly, listed
+from grpo_core.security.same_site import SameSiteOnly, listed
+from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.api_key import ApiKeyGuard
 from grpo_vllm.applications import (

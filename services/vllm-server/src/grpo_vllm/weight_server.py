@@ -1,4 +1,4 @@
-"""Hands the weight memory to trainers over a unix socket; its twin is `grpo_core.weight_socket`."""
+"""Hands the weight memory to trainers over a unix socket; its twin is `grpo_core.weights.socket`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_socket import send_grant, send_refusal
+from grpo_core.weights.socket import send_grant, send_refusal
 from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.engine_switch import EngineTimeout
 from grpo_vllm.exported_weights import ExportedWeights, NotExported

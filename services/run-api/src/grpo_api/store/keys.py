@@ -37,7 +37,7 @@
 An env_id is "-" where the data came without one. The sort order of the queue gives the oldest
 bundles of each kind by range, which is all that planning reads.
 
-The served weights of `grpo_core.redis_names` are vllm-server's, and only read.
+The served weights of `grpo_core.redis.names` are vllm-server's, and only read.
 """
 
 from __future__ import annotations

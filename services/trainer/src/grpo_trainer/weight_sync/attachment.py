@@ -8,10 +8,10 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.bridge_config import find_bridge_config
-from grpo_core.closing import ClosesOnExit
-from grpo_core.inference_client import BridgeClient, BridgeInfo
-from grpo_core.weight_socket import WeightConnection, connect_weights
+from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.process.closing import ClosesOnExit
+from grpo_core.weights.bridge_config import find_bridge_config
+from grpo_core.weights.socket import WeightConnection, connect_weights
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.weight_sync.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_views import MappedWeights

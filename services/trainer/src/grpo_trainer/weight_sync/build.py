@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from grpo_core.bearer_token import plain
-from grpo_core.handoff import Action
-from grpo_core.inference_client import BridgeClient
+from grpo_core.clients.inference import BridgeClient
+from grpo_core.security.bearer_token import plain
+from grpo_core.weights.handoff import Action
 from grpo_trainer.mode_settings import served_weights_directory
 from grpo_trainer.modes import Mode
 from grpo_trainer.settings import TrainerSettings

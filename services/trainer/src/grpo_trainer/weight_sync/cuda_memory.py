@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_core.host_place import pid_namespace, shm_filesystem, torch_build
-from grpo_core.weight_manifest import TensorRegion
-from grpo_core.weight_transport import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
+from grpo_core.weights.manifest import TensorRegion
+from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
 from grpo_trainer.errors import UnreachableWeights
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import structlog
 
+from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.handoff import ServerStatus
-from grpo_core.inference_client import BridgeClient, BridgeInfo, Completion
+from grpo_core.weights.handoff import ServerStatus
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Alignment, Bound
 from grpo_trainer.device import device_to_load_on

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
+from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.handoff_link import HandoffLink

@@ -1,5 +1,5 @@
 """Commands to the inference server's supervisor, and what it says: the trainer's side of
-`grpo_core.handoff`. The only module of the trainer that speaks Redis."""
+`grpo_core.weights.handoff`. The only module of the trainer that speaks Redis."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable
-from grpo_core.handoff import (
+from grpo_core.process.closing import ClosesOnExit
+from grpo_core.redis.url import without_password
+from grpo_core.weights.handoff import (
     COMMANDS_KEPT,
     Command,
     Outcome,
@@ -22,7 +23,6 @@ from grpo_core.handoff import (
     outcome_key,
     status_key,
 )
-from grpo_core.redis_url import without_password
 
 ATTEMPT_S = 5.0
 RETRY_S = 0.2

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grpo_core.weight_manifest import TensorRegion
-from grpo_core.weight_socket import WeightConnection
-from grpo_core.weight_transport import CudaMemory
+from grpo_core.weights.manifest import TensorRegion
+from grpo_core.weights.socket import WeightConnection
+from grpo_core.weights.transport import CudaMemory
 from grpo_trainer.weight_sync.cuda_memory import OpenedCuda, OwnPlace
 
 

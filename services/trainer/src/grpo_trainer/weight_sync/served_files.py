@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from grpo_core.weight_files import directory_digest
+from grpo_core.weights.files import directory_digest
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.save_path import make_directory, remove_directory, remove_unfinished

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_core.inference_client import Completion
+from grpo_core.clients.inference import Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import (
     FAR_BETTER,

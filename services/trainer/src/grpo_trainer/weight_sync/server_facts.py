@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.handoff import ServerStatus
-from grpo_core.inference_client import BridgeInfo
-from grpo_core.weight_files import WeightKind
+from grpo_core.clients.inference import BridgeInfo
+from grpo_core.weights.files import WeightKind
+from grpo_core.weights.handoff import ServerStatus
 from grpo_trainer.errors import PolicyMismatch
 
 

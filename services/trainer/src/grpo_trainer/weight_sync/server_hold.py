@@ -6,9 +6,9 @@ import time
 
 import structlog
 
-from grpo_core.closing import ClosesOnExit
+from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.inference_client import BridgeClient
+from grpo_core.process.closing import ClosesOnExit
 from grpo_trainer.device import require_device
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.weight_sync.attachment import Attachment, WeightPlaces, attach

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_core.weight_manifest import TensorRegion, WeightManifest
+from grpo_core.weights.manifest import TensorRegion, WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch
 from grpo_trainer.weight_sync.mapped_memory import MappedMemory
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
+from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_core.inference_client import BridgeClient, BridgeInfo
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.alignment import Bound
 from grpo_trainer.errors import TornWeights, WeightSyncError

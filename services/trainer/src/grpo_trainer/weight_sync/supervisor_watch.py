@@ -8,7 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.handoff import STATUS_EVERY_S, STATUS_STALE_S, ServerStatus, SupervisorState
+from grpo_core.weights.handoff import STATUS_EVERY_S, STATUS_STALE_S, ServerStatus, SupervisorState
 from grpo_trainer.errors import LostServer
 from grpo_trainer.weight_sync.handoff_link import HandoffLink
 

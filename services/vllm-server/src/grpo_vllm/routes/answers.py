@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_files import UnusableWeights
+from grpo_core.weights.files import UnusableWeights
 from grpo_vllm.adapters import AdapterRefused
 from grpo_vllm.bridge import BridgeConflict
 from grpo_vllm.engine_switch import EngineTimeout

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from grpo_core.bridge_config import BridgeConfig
+from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.adapters import AdapterSwitch
 from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.routes.answers import AnsweringRoute

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from grpo_core.weight_files import (
+from grpo_core.weights.files import (
     WeightKind,
     inside,
     require_complete,

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from grpo_core.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
-from grpo_core.weight_files import UnusableWeights
+from grpo_core.weights.files import UnusableWeights
+from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.command_stream import ControlPlane

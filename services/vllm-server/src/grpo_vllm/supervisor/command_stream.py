@@ -1,7 +1,7 @@
 """Commands from the trainer, their outcomes, and the supervisor's status: all in Redis.
 
 The only module of the supervisor that speaks it, beside the record of what is served
-(`grpo_vllm.served_record`). The protocol: `grpo_core.handoff`.
+(`grpo_vllm.served_record`). The protocol: `grpo_core.weights.handoff`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import ProtocolViolation
-from grpo_core.handoff import (
+from grpo_core.process.closing import ClosesOnAsyncExit
+from grpo_core.redis.names import run_prefix
+from grpo_core.weights.handoff import (
     OUTCOME_KEPT_S,
     Command,
     Outcome,
@@ -28,7 +29,6 @@ from grpo_core.handoff import (
     outcome_key,
     status_key,
 )
-from grpo_core.redis_names import run_prefix
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from grpo_core.orphans import end_orphans
+from grpo_core.process.orphans import end_orphans
 from grpo_vllm.channel import SupervisorEnd, close_all
 from grpo_vllm.engine_plan import EnginePlan, PlannedWeights
 from grpo_vllm.settings import ServerSettings

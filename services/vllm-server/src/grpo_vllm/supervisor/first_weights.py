@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.weight_files import (
+from grpo_core.weights.files import (
     UnusableWeights,
     WeightKind,
     check_weights,

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from grpo_core.handoff import ServerStatus, SupervisorState
+from grpo_core.weights.handoff import ServerStatus, SupervisorState
 from grpo_vllm.api_key import ApiKeyGuard
 
 RETRY_AFTER_S = 10

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_core.handoff import Action, Command
-from grpo_core.weight_files import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.handoff import Action, Command
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 

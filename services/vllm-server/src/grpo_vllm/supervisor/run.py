@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import structlog
 
-from grpo_core.orphans import adopt_orphans, children
+from grpo_core.process.orphans import adopt_orphans, children
 from grpo_vllm.http_servers import HttpServer
 from grpo_vllm.served_record import NoRecord, ServedRecord
 from grpo_vllm.settings import ServerSettings

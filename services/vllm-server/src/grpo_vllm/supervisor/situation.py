@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo_core.handoff import Command, SupervisorState
+from grpo_core.weights.handoff import Command, SupervisorState
 from grpo_vllm.engine_plan import PlannedWeights
 
 

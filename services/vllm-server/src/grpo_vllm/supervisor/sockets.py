@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from grpo_core.closing import ClosesOnExit
+from grpo_core.process.closing import ClosesOnExit
 from grpo_vllm.http_servers import BACKLOG, bound_socket
 from grpo_vllm.settings import ServerSettings
 

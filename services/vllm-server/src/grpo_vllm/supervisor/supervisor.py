@@ -12,7 +12,7 @@ import time
 
 import structlog
 
-from grpo_core.handoff import STATUS_EVERY_S, OutcomeState, ServerStatus, SupervisorState
+from grpo_core.weights.handoff import STATUS_EVERY_S, OutcomeState, ServerStatus, SupervisorState
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine_plan import PlannedWeights
 from grpo_vllm.served_record import WeightsRecord

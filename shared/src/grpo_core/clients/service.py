@@ -8,10 +8,7 @@ from typing import Any
 
 import httpx
 
-from grpo_core.bearer_token import authorization
-from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
-from grpo_core.errors import AnswerLost, ServiceUnavailable
-from grpo_core.retry import (
+from grpo_core.clients.retry import (
     TransientAnswer,
     async_retrying,
     check_answer,
@@ -20,6 +17,9 @@ from grpo_core.retry import (
     retrying,
     unavailable,
 )
+from grpo_core.errors import AnswerLost, ServiceUnavailable
+from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
+from grpo_core.security.bearer_token import authorization
 
 Rule = Callable[[BaseException], bool]
 """Which errors are tried again."""

@@ -18,8 +18,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.redis_names import run_prefix
-from grpo_core.weight_files import WeightKind
+from grpo_core.redis.names import run_prefix
+from grpo_core.weights.files import WeightKind
 from grpo_core.wire import PolicyVersion, Step
 
 COMMANDS_KEPT = 1000

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation
-from grpo_core.service_client import AsyncServiceClient, ServiceClient
 from grpo_core.wire import PolicyVersion
 
 SERVICE = "vllm-server"

@@ -8,8 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_core.run_api_answers import (
+from grpo_core.clients.run_api_answers import (
     SERVICE,
     LeasedBatch,
     json_object,
@@ -17,7 +16,8 @@ from grpo_core.run_api_answers import (
     named_refusal,
     parse,
 )
-from grpo_core.service_client import AsyncServiceClient, ServiceClient
+from grpo_core.clients.service import AsyncServiceClient, ServiceClient
+from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import (
     EnvironmentCount,
     EnvironmentRegistration,

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import GrpoError
-from grpo_core.weight_manifest import ParameterMapping
+from grpo_core.weights.manifest import ParameterMapping
 
 FILE_NAME = "vllm_bridge_config.json"
 COMMON_DIRECTORY = Path("/tmp/atropos_bridge")

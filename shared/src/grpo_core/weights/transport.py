@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.weight_manifest import WeightManifest
+from grpo_core.weights.manifest import WeightManifest
 
 
 class _Record(BaseModel):

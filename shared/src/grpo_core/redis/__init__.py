@@ -1,0 +1,1 @@
+"""What every user of Redis shares: the URL and the names of keys."""

@@ -1,0 +1,1 @@
+"""Which requests a server answers: tokens, and requests of the same site."""
