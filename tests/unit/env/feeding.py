@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from grpo_env import worker
-from grpo_env.prompts import PromptEncoder
-from grpo_env.settings import load_env_settings
+from grpo_env.config.settings import load_env_settings
+from grpo_env.rollout.prompts import PromptEncoder
 from grpo_env.tasks import Message, Task
 from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.patience import EveryGroupRefused, Patience, RefusalLimit
+from grpo_env.pacing.failure_budget import EveryGroupRefused, Patience, RefusalLimit
 from grpo_env.registration import ENDLESS, Membership, NoTrainer, Standstill
 
 

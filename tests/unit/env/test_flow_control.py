@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
-from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
+from grpo_env.pacing.flow_control import Action, Load, Pace, Plan, plan_groups
 
 PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, total_steps=50)
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)

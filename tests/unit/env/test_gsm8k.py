@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.grading import grade_all
-from grpo_env.math_grader import MathGrader, NotGraded
+from grpo_env.grading.grades import grade_all
+from grpo_env.grading.math import MathGrader, NotGraded
 from grpo_env.tasks import Answer, DatasetTask
 from grpo_env.tasks.final_answer import LONGEST_RESULT_CHARS, read_final_answer
 from grpo_env.tasks.gsm8k import INSTRUCTION, AskedProblem, Gsm8k

@@ -11,8 +11,8 @@ import pytest
 from grpo_core.clients.inference import Completion, GenerationClient
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire import PolicyVersion
-from grpo_env.alignment import MisalignedCompletion, align_group
-from grpo_env.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
+from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
+from grpo_env.rollout.tokens import MisalignedCompletion, align_group
 from grpo_env.tasks import Answer, Item, Message
 from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S

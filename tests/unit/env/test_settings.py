@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.security.bearer_token import plain
-from grpo_env.settings import EnvServerSettings, load_env_settings
+from grpo_env.config.settings import EnvServerSettings, load_env_settings
 
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
 

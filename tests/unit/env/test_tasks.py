@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.prompts import ChatPrompts, TokenizerUnusable
+from grpo_env.rollout.prompts import ChatPrompts, TokenizerUnusable
 from grpo_env.tasks import Answer, KeptItems
 from grpo_env.tasks.arithmetic import Sum
 from grpo_env.tasks.shuffled import Shuffled

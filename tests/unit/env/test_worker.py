@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.producer import NoPromptFits
+from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Item, KeptItems, Message
 from grpo_env.tasks.arithmetic import Sum
 from grpo_env.tasks.shuffled import Shuffled

@@ -14,10 +14,10 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_env.settings import PROG, EnvServerSettings, load_env_settings
+from grpo_env.config.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
-    from grpo_env.prompts import PromptEncoder
+    from grpo_env.rollout.prompts import PromptEncoder
     from grpo_env.tasks import Task
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(settings: EnvServerSettings) -> None:
     with _torch_out_of_sight():
-        from grpo_env.prompts import ChatPrompts
+        from grpo_env.rollout.prompts import ChatPrompts
     from grpo_env.tasks.registry import open_task
 
     with open_task(settings.task, settings.env) as task:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core import wire
-from grpo_env.rollout import FailureReason, Rollout, RolloutFailure
+from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure
 
 _REPORT_EVERY_S = 5.0
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from grpo_core.clients.run_api import SERVICE, EnvironmentClient
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.wire import EnvironmentRegistration, WireModel
-from grpo_env.settings import EnvServerSettings
+from grpo_env.config.settings import EnvServerSettings
 
 log = structlog.get_logger()
 

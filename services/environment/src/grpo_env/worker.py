@@ -14,16 +14,16 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
-from grpo_env.flow_control import Action, Load, Pace, Plan, plan_groups
-from grpo_env.inference_health import wait_for_servers
-from grpo_env.inference_pool import InferencePool
-from grpo_env.patience import Patience
-from grpo_env.producer import GroupProducer
-from grpo_env.prompts import PromptEncoder
+from grpo_env.config.settings import EnvServerSettings
+from grpo_env.inference.health import wait_for_servers
+from grpo_env.inference.pool import InferencePool
+from grpo_env.pacing.failure_budget import Patience
+from grpo_env.pacing.flow_control import Action, Load, Pace, Plan, plan_groups
 from grpo_env.ready_file import there_meanwhile
 from grpo_env.registration import AfterTheEnd, Membership, Standstill, join_run, registration_of
-from grpo_env.rollout import Generation, SamplingPlan
-from grpo_env.settings import EnvServerSettings
+from grpo_env.rollout.producer import GroupProducer
+from grpo_env.rollout.prompts import PromptEncoder
+from grpo_env.rollout.rollout import Generation, SamplingPlan
 from grpo_env.tasks import Task
 
 log = structlog.get_logger()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
-from grpo_env.math_grader import MathGrader
-from grpo_env.settings import EnvSettings, TaskName
+from grpo_env.config.settings import EnvSettings, TaskName
+from grpo_env.grading.math import MathGrader
 from grpo_env.tasks import Task
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k

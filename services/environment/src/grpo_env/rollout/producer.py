@@ -7,10 +7,10 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire import RolloutFacts, ScoredGroup
-from grpo_env.patience import Patience, RefusalLimit
+from grpo_env.pacing.failure_budget import Patience, RefusalLimit
 from grpo_env.progress import Progress, RewardSample
-from grpo_env.prompts import PromptEncoder
-from grpo_env.rollout import (
+from grpo_env.rollout.prompts import PromptEncoder
+from grpo_env.rollout.rollout import (
     FailureReason,
     Generation,
     Rollout,

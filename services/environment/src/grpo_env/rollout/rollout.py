@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire import RolloutFacts, ScoredGroup
-from grpo_env.alignment import align_group
-from grpo_env.grading import Grades, grade_all
+from grpo_env.grading.grades import Grades, grade_all
+from grpo_env.rollout.tokens import align_group
 from grpo_env.tasks import Answer, Item
 
 _STOPPED = "stop"

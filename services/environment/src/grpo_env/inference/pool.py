@@ -13,7 +13,7 @@ import structlog
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.patience import Patience
+from grpo_env.pacing.failure_budget import Patience
 
 log = structlog.get_logger()
 

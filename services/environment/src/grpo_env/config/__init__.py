@@ -1,0 +1,1 @@
+"""Options of `env-server`, from the command line and from files."""

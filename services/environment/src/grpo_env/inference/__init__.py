@@ -1,0 +1,1 @@
+"""The inference servers that completions come from."""
