@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from grpo_api.dispatch import BatchDispatcher
-from grpo_api.enrolment import enrol_trainer
+from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.delivery.registration import enrol_trainer
 from grpo_api.errors import StoreUnavailable
-from grpo_api.intake import Intake, Patience, Submission
-from grpo_api.lifetime import Lifetime
-from grpo_api.limits import Limits
-from grpo_api.payloads import pack, unpack
-from grpo_api.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
-from grpo_api.redis_link import RedisLink
+from grpo_api.http.lifetime import Lifetime
+from grpo_api.ingest.backpressure import Limits
+from grpo_api.ingest.codec import pack, unpack
+from grpo_api.ingest.submit import Intake, Patience, Submission
 from grpo_api.store import RunStore
+from grpo_api.store.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
+from grpo_api.store.redis import RedisLink
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
 from tests.support.wait import DEADLINE_S, wait_for_async

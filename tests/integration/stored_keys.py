@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from grpo_api.redis_link import layout_prefix
+from grpo_api.store.redis import layout_prefix
 
 
 def stored_keys(redis_url: str, run_id: str, without: tuple[str, ...]) -> dict[bytes, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import httpx
 import redis
 
-from grpo_api.redis_link import layout_prefix
+from grpo_api.store.redis import layout_prefix
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     ENVIRONMENT,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import redis
 
-from grpo_api.redis_link import layout_prefix
+from grpo_api.store.redis import layout_prefix
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import RequestRefused
 from tests.fixtures.run_api import RunningApi, start_run_api

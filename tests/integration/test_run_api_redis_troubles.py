@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable
-from grpo_api.lifetime import Lifetime
-from grpo_api.persistence import report_persistence
-from grpo_api.redis_link import RedisLink
+from grpo_api.http.lifetime import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
+from grpo_api.store.persistence import report_persistence
+from grpo_api.store.redis import RedisLink
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api

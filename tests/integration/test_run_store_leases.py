@@ -13,7 +13,7 @@ from grpo_api.errors import (
     StoreUnavailable,
     TrainerSuperseded,
 )
-from grpo_api.records import Acknowledged
+from grpo_api.store.records import Acknowledged
 from tests.integration.run_store_rig import LIMITS, Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0

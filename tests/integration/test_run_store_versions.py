@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_api.records import DueBatch, Poll
+from grpo_api.store.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.served_record import ServedRecord, ServedWeights
 from tests.integration.run_store_rig import (

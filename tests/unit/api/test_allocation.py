@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.allocation import Environment, RunCounters, RunView, environment_status
-from grpo_api.exact_sums import Kind
-from grpo_api.limits import Fill, Limits
+from grpo_api.ingest.backpressure import Fill, Limits
+from grpo_api.planning.env_status import Environment, RunCounters, RunView, environment_status
+from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire import EnvironmentStatus
 from tests.unit.api.builders import environment
 

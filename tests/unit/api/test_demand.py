@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.demand import Share, demand
-from grpo_api.exact_sums import Kind
+from grpo_api.planning.quotas import Share, demand
+from grpo_api.planning.subset_sum import Kind
 
 BATCH_SIZE = 24
 DIVISORS = [size for size in range(1, BATCH_SIZE + 1) if BATCH_SIZE % size == 0]

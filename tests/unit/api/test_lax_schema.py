@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 
-from grpo_api.openapi import body_schema
+from grpo_api.http.openapi import body_schema
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
 
 MODELS: tuple[type[BaseModel], ...] = (

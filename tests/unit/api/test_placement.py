@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.exact_sums import Kind
-from grpo_api.placement import (
+from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
     Arrival,
     Buffer,
@@ -18,7 +17,8 @@ from grpo_api.placement import (
     Placement,
     place,
 )
-from grpo_api.servable import batch_size_conflicts, can_be_served, partners
+from grpo_api.planning.servable import batch_size_conflicts, can_be_served, partners
+from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import stored
 
 ENV = 3

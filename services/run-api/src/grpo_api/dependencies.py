@@ -12,13 +12,13 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 
-from grpo_api.body_reader import BodyReader
-from grpo_api.decoder import SubmissionDecoder
-from grpo_api.dispatch import BatchDispatcher
-from grpo_api.intake import Intake
-from grpo_api.lifetime import Lifetime
-from grpo_api.limits import Limits
-from grpo_api.metrics import Metrics
+from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.request_body import BodyReader
+from grpo_api.ingest.backpressure import Limits
+from grpo_api.ingest.decoder import SubmissionDecoder
+from grpo_api.ingest.submit import Intake
+from grpo_api.observability.metrics import Metrics
 from grpo_api.store import RunStore
 
 

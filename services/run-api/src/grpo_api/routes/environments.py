@@ -5,14 +5,20 @@ from __future__ import annotations
 import structlog
 from fastapi import APIRouter
 
-from grpo_api.allocation import RunView, environment_status
-from grpo_api.answers import EnvironmentEnrolled, Failed, KnownEnvironment, Succeeded, Waiting
-from grpo_api.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
 from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
-from grpo_api.openapi import json_body, refusals
-from grpo_api.records import RegisteredEnvironment
+from grpo_api.http.openapi import json_body, refusals
+from grpo_api.planning.env_status import RunView, environment_status
+from grpo_api.routes.answers import (
+    EnvironmentEnrolled,
+    Failed,
+    KnownEnvironment,
+    Succeeded,
+    Waiting,
+)
+from grpo_api.routes.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
 from grpo_api.routes.idempotency import IdempotencyKey
+from grpo_api.store.records import RegisteredEnvironment
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
 
 router = APIRouter()

@@ -10,7 +10,13 @@ import structlog
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
-from grpo_api.answers import (
+from grpo_api.delivery.registration import enrol_trainer
+from grpo_api.dependencies import Dispatcher, Store, UntilAnswered
+from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
+from grpo_api.http.compression import accepts_gzip
+from grpo_api.http.openapi import json_body, linked, refusals
+from grpo_api.http.responses import batch_pieces, begun, gzipped
+from grpo_api.routes.answers import (
     BatchesAcknowledged,
     LeasedBatch,
     NoBatch,
@@ -19,15 +25,9 @@ from grpo_api.answers import (
     TrainerMissing,
     TrainerNames,
 )
-from grpo_api.batch_answer import batch_pieces, begun, gzipped
-from grpo_api.bodies import RegistrationBody
-from grpo_api.compression import accepts_gzip
-from grpo_api.dependencies import Dispatcher, Store, UntilAnswered
-from grpo_api.enrolment import enrol_trainer
-from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.openapi import json_body, linked, refusals
-from grpo_api.records import DueBatch, Lease, Poll
+from grpo_api.routes.bodies import RegistrationBody
 from grpo_api.store import RunStore
+from grpo_api.store.records import DueBatch, Lease, Poll
 from grpo_core.wire import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1

@@ -5,13 +5,13 @@ Everything that changes more than one key is one script, so replicas of run-api 
 
 from __future__ import annotations
 
-from grpo_api.redis_link import RedisLink
 from grpo_api.store.batches import BatchStore
 from grpo_api.store.environments import EnvironmentStore
-from grpo_api.store.facts import FactStore
 from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, former_keys, keys
 from grpo_api.store.payloads import PayloadStore
+from grpo_api.store.redis import RedisLink
+from grpo_api.store.stats import FactStore
 from grpo_api.store.trainer import TrainerStore
 
 

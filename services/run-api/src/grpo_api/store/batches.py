@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from grpo_api.bundles import Bundle
 from grpo_api.errors import (
     BatchesByLease,
     BatchGone,
@@ -15,9 +14,10 @@ from grpo_api.errors import (
     TrainerNotRegistered,
     TrainerSuperseded,
 )
-from grpo_api.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
-from grpo_api.redis_link import RedisLink
+from grpo_api.planning.bundles import Bundle
 from grpo_api.store.keys import keys, parse_lease, write_queued
+from grpo_api.store.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
+from grpo_api.store.redis import RedisLink
 
 _PLAIN = ""
 """In place of a trainer id: the poll of a trainer that cannot acknowledge."""

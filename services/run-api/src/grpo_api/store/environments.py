@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from grpo_api.allocation import Environment, RunCounters, RunView
 from grpo_api.errors import unprocessable
-from grpo_api.limits import Fill
-from grpo_api.records import RegisteredEnvironment
-from grpo_api.redis_link import RedisLink
-from grpo_api.servable import why_unservable
+from grpo_api.ingest.backpressure import Fill
+from grpo_api.planning.env_status import Environment, RunCounters, RunView
+from grpo_api.planning.servable import why_unservable
 from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
+from grpo_api.store.records import RegisteredEnvironment
+from grpo_api.store.redis import RedisLink
 from grpo_core.wire import EnvironmentRegistration, Registration
 
 _NOBODY = ""

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_api.errors import Refused
-from grpo_api.limits import Limits
-from grpo_api.placement import IntakeState, Placement
-from grpo_api.records import NotPlaced, OpenIntake, Outcomes, Receipt, SentGroups
-from grpo_api.redis_link import RedisLink
+from grpo_api.ingest.backpressure import Limits
+from grpo_api.planning.placement import IntakeState, Placement
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
@@ -21,6 +19,8 @@ from grpo_api.store.keys import (
     write_groups,
     write_version,
 )
+from grpo_api.store.records import NotPlaced, OpenIntake, Outcomes, Receipt, SentGroups
+from grpo_api.store.redis import RedisLink
 from grpo_core.wire import EnvironmentRegistration, PolicyVersion
 
 

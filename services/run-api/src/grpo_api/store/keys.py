@@ -46,10 +46,10 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from grpo_api.bundles import Bundle, StoredGroup
-from grpo_api.exact_sums import Kind
-from grpo_api.records import Lease
-from grpo_api.redis_link import RedisLink
+from grpo_api.planning.bundles import Bundle, StoredGroup
+from grpo_api.planning.subset_sum import Kind
+from grpo_api.store.records import Lease
+from grpo_api.store.redis import RedisLink
 from grpo_core.wire import PolicyVersion
 
 NO_ENVIRONMENT = "-"

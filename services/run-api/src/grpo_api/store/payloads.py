@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from grpo_api.errors import StoreUnavailable
-from grpo_api.redis_link import RedisLink
 from grpo_api.store.keys import RECEIPT_S, keys
+from grpo_api.store.redis import RedisLink
 
 _PIECE_BYTES = 512 * 1024
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 
 from grpo_api.errors import Refused
-from grpo_api.records import BatchSizeDiffers, Registered
-from grpo_api.redis_link import RedisLink
 from grpo_api.store.keys import former_keys, keys
+from grpo_api.store.records import BatchSizeDiffers, Registered
+from grpo_api.store.redis import RedisLink
 from grpo_core.wire import Registration, ServerStatus
 
 

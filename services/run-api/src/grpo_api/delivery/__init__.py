@@ -1,0 +1,1 @@
+"""Batches on their way out, to the trainer that is registered."""

@@ -1,0 +1,118 @@
+"""Hands batches to the trainer: plan on metadata, commit in Redis, plan again if it moved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import structlog
+from starlette.concurrency import run_in_threadpool
+
+from grpo_api.http.lifetime import Lifetime
+from grpo_api.planning.batch import plan_batch
+from grpo_api.planning.bundles import Bundle
+from grpo_api.planning.env_status import RunView
+from grpo_api.store import RunStore
+from grpo_api.store.keys import parse_queue
+from grpo_api.store.records import DueBatch, OpenPoll, PlanLost, Poll
+
+_MAX_PLANS = 8
+_LOOK_S = 0.05
+_PLAN_AT_LEAST_EVERY_S = 1.0
+"""Environments that fall silent change what a batch needs, without anything arriving."""
+_PLANNED_INLINE = 500
+"""Entries of the queue: up to so many are read and planned within milliseconds."""
+
+_log = structlog.get_logger()
+
+
+class BatchDispatcher:
+    """What `GET /batch` does."""
+
+    def __init__(self, store: RunStore, lifetime: Lifetime) -> None:
+        self._store = store
+        self._lifetime = lifetime
+
+    async def by_lease(self, poll: Poll, wait_s: float) -> DueBatch | None:
+        """The batch that follows `poll.after` among those not acknowledged, formed where there is
+        none.
+
+        None where no batch was complete within `wait_s`. Changes nothing that has been leased: the
+        same call gives the same batch.
+
+        Raises:
+            TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
+        """
+        return await self._wait(poll, wait_s)
+
+    async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
+        """The same for a trainer that cannot acknowledge: asking again says that it holds what it
+        was sent, so that is let go of. What it was not sent whole it gets again, except for what
+        is still being sent in another answer: polls side by side are handed different batches.
+
+        Args:
+            answer: of `BatchStore.answering`, which lasts until the batch is sent.
+        Raises:
+            TrainerNotRegistered, BatchesByLease, StoreUnavailable
+        """
+        await self._store.batches.acknowledge(None)
+        return await self._wait(Poll(answer=answer), wait_s)
+
+    async def _wait(self, poll: Poll, wait_s: float) -> DueBatch | None:
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            arrivals = await self._store.batches.arrivals() if wait_s else 0
+            due = await self._next(poll)
+            if due is not None:
+                _log_delivery(due)
+                return due
+            if not await self._something_changes(arrivals, give_up_at):
+                return None
+
+    async def _something_changes(self, arrivals: int, give_up_at: float) -> bool:
+        """Wait for a reason to plan again; False once it is time to answer."""
+        plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
+        while time.monotonic() < give_up_at:
+            if await self._lifetime.closes_within(_LOOK_S):
+                return False
+            if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
+                return True
+        return False
+
+    async def _next(self, poll: Poll) -> DueBatch | None:
+        for _ in range(_MAX_PLANS):
+            opened = await self._store.batches.open_poll(poll)
+            if isinstance(opened, DueBatch):
+                return opened
+            outcome = await self._plan_and_lease(opened)
+            if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
+                return None  # what is there now is for the trainer that has registered since
+            if not isinstance(outcome, PlanLost):
+                return outcome
+        return None
+
+    async def _plan_and_lease(self, opened: OpenPoll) -> DueBatch | PlanLost | None:
+        run = await self._store.environments.view()
+        entries = await self._store.batches.candidates(opened.batch_size)
+        if len(entries) <= _PLANNED_INLINE:
+            bundles = _plan(entries, run)
+        else:
+            bundles = await run_in_threadpool(_plan, entries, run)
+        return None if bundles is None else await self._store.batches.lease(opened, bundles)
+
+
+def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
+    return plan_batch(parse_queue(entries), run.demand())
+
+
+def _log_delivery(due: DueBatch) -> None:
+    lease = due.lease
+    _log.info(
+        "batch handed out",
+        batch_id=lease.batch_id,
+        step=lease.step,
+        groups=len(lease.group_ids),
+        sequences=lease.sequences,
+        age_s=round(lease.age_at_lease_s, 3),
+        again=due.again,
+    )

@@ -1,0 +1,49 @@
+"""Registers trainers: a new batch size is held against what the run has, then committed."""
+
+from __future__ import annotations
+
+from grpo_api.errors import Refused, StoreUnavailable
+from grpo_api.planning.servable import batch_size_conflicts
+from grpo_api.store import RunStore
+from grpo_api.store.records import BatchSizeDiffers, Registered
+from grpo_core.wire import Registration
+
+_MAX_ATTEMPTS = 8
+
+
+async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:
+    """What `POST /register` does.
+
+    Raises:
+        Refused: 409, what the run holds cannot be served in batches of the new size.
+        StoreUnavailable: Redis is away, or the run changes faster than it is read.
+    """
+    outcome = await store.trainer.register(registration)
+    for _ in range(_MAX_ATTEMPTS):
+        if isinstance(outcome, Registered):
+            return outcome
+        await _check_batch_size(store, registration.batch_size, outcome)
+        outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
+    raise StoreUnavailable(
+        f"the run changed {_MAX_ATTEMPTS} times while batch_size {registration.batch_size} was "
+        "held against it; register again"
+    )
+
+
+async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSizeDiffers) -> None:
+    run = await store.environments.view()
+    group_size_of = {e.env_id: e.registration.group_size for e in run.connected()}
+    reasons = batch_size_conflicts(batch_size, group_size_of, run.counters.queued)
+    if differs.unacknowledged:
+        reasons.insert(
+            0,
+            f"batches of {differs.current} sequences that are not acknowledged yet: "
+            f"{differs.unacknowledged}",
+        )
+    if reasons:
+        raise Refused(
+            409,
+            f"batch_size {batch_size} differs from this run's {differs.current}, and "
+            f"{'; '.join(reasons)}; register with batch_size {differs.current}, use another run "
+            "id, or clear the run with GET /reset_data",
+        )

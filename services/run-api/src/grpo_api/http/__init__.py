@@ -1,0 +1,1 @@
+"""HTTP below the routes: the server, request bodies, answers, middleware. No Redis."""

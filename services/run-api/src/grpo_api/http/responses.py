@@ -1,0 +1,100 @@
+"""Answers made of stored groups, which are unpacked and joined while they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from isal import isal_zlib
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+
+from grpo_api.errors import BatchGone
+from grpo_api.ingest.codec import unpack, unpacked_bytes
+from grpo_api.store.payloads import PayloadStore
+from grpo_api.store.records import DueBatch
+
+_GROUPS_AT_A_TIME = 8
+_PIECE_BYTES = 256 * 1024
+"""Compressed between two looks at other requests: about a millisecond."""
+_UNPACKED_INLINE = 1024 * 1024
+"""Bytes of JSON, a millisecond or two. Larger groups are unpacked in a thread; decompression lets
+others run meanwhile."""
+_LEVEL = 1
+_GZIP_WINDOW_BITS = 31
+
+
+async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
+    """`{<head>"batch":[group, ...]}` in pieces. The groups are not parsed.
+
+    Raises:
+        BatchGone: it was acknowledged, or the run was reset, in the meantime.
+        StoreUnavailable
+    """
+    yield b"{" + head + b'"batch":['
+    group_ids = due.lease.group_ids
+    for start in range(0, len(group_ids), _GROUPS_AT_A_TIME):
+        payloads = store.load(group_ids[start : start + _GROUPS_AT_A_TIME])
+        is_first = start == 0
+        async for payload in payloads:
+            if payload is None:
+                raise BatchGone(due.lease.batch_id)
+            if not is_first:
+                yield b","
+            is_first = False
+            async for piece in group_pieces(payload):
+                yield piece
+    yield b"]}"
+
+
+async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
+    """One stored group, as JSON."""
+    for piece in _cut(await _unpacked(payload)):
+        yield piece
+        # sending does not wait while the connection takes what is sent
+        await asyncio.sleep(0)
+
+
+def group_answer(payload: bytes, compressed: bool) -> Response:
+    """One stored group as an answer of its own. What is one piece is left to the middleware."""
+    if unpacked_bytes(payload) <= _PIECE_BYTES:
+        return Response(unpack(payload), media_type="application/json")
+    pieces = group_pieces(payload)
+    if not compressed:
+        return StreamingResponse(pieces, media_type="application/json")
+    headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
+    return StreamingResponse(gzipped(pieces), media_type="application/json", headers=headers)
+
+
+async def gzipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes as one gzip member."""
+    compressor = isal_zlib.compressobj(_LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS)
+    async for piece in pieces:
+        if compressed := compressor.compress(piece):
+            yield compressed
+    yield compressor.flush()
+
+
+async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same, with the first group at hand: what fails by then is still an answer of its own."""
+    first = [await anext(pieces), await anext(pieces)]
+
+    async def all_of_it() -> AsyncIterator[bytes]:
+        for piece in first:
+            yield piece
+        async for piece in pieces:
+            yield piece
+
+    return all_of_it()
+
+
+async def _unpacked(payload: bytes) -> bytes:
+    if unpacked_bytes(payload) <= _UNPACKED_INLINE:
+        return unpack(payload)
+    return await run_in_threadpool(unpack, payload)
+
+
+def _cut(text: bytes) -> Sequence[bytes]:
+    if len(text) <= _PIECE_BYTES:
+        return [text]
+    return [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]

@@ -1,0 +1,1 @@
+"""Scored groups on their way in: decode, check, place."""

@@ -1,0 +1,82 @@
+"""Requests that wait for room, in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpo_api.errors import QueueFull
+from grpo_api.http.lifetime import Lifetime, ShuttingDown, mark_held
+
+_FIRST_LOOKS_S = 0.05
+_OTHERS_LOOK_S = 0.5
+MAX_WAITING = 256
+"""Requests. Each of them costs a little for as long as it waits."""
+
+
+class WaitingLine:
+    """Args:
+    max_bytes: that those who wait may hold, all of them together.
+    """
+
+    def __init__(self, lifetime: Lifetime, max_bytes: int) -> None:
+        self._lifetime = lifetime
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._tickets: deque[Ticket] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tickets
+
+    @contextmanager
+    def place(self, size: int) -> Iterator[Ticket]:
+        """A place at the end of the line, for a request of `size` bytes.
+
+        Raises:
+            QueueFull: as many as may wait do, or they hold as much as they may.
+        """
+        if len(self._tickets) == MAX_WAITING or self._bytes + size > self._max_bytes:
+            raise QueueFull(0.0)
+        ticket = Ticket(self._tickets, self._lifetime)
+        self._bytes += size
+        self._tickets.append(ticket)
+        try:
+            yield ticket
+        finally:
+            self._bytes -= size
+            self._tickets.remove(ticket)
+            if self._tickets:
+                self._tickets[0].call()
+
+
+class Ticket:
+    def __init__(self, line: deque[Ticket], lifetime: Lifetime) -> None:
+        self._line = line
+        self._lifetime = lifetime
+        self._called = asyncio.Event()
+
+    @property
+    def is_first(self) -> bool:
+        return self._line[0] is self
+
+    def call(self) -> None:
+        self._called.set()
+
+    async def wait(self) -> None:
+        """Until it is time to look again: soon for who is first, or has just become so.
+
+        Raises:
+            ShuttingDown
+        """
+        mark_held()
+        try:
+            async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
+                await self._called.wait()
+        except TimeoutError:
+            pass
+        self._called.clear()
+        if self._lifetime.closing.is_set():
+            raise ShuttingDown

@@ -1,0 +1,87 @@
+"""The server itself: is it there, does it work, how far is the run, start over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import structlog
+from fastapi import APIRouter, Header
+from fastapi.responses import PlainTextResponse, Response
+
+from grpo_api.dependencies import ServerLifetime, ServerMetrics, Store
+from grpo_api.errors import StoreUnavailable
+from grpo_api.http.lifetime import ShuttingDown
+from grpo_api.http.openapi import refusals
+from grpo_api.routes.answers import Greeting, Healthy
+from grpo_api.store import RunStore
+from grpo_api.store.run_facts import RunFacts
+from grpo_core.wire import ServerStatus
+
+_SCRAPE_DEADLINE_S = 1.0
+_TEXT = {"schema": {"type": "string"}}
+_EXPOSITION: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": _TEXT, "application/openmetrics-text": _TEXT}}
+}
+
+router = APIRouter()
+_log = structlog.get_logger()
+
+
+@router.get("/")
+async def root() -> Greeting:
+    return {"message": "AtroposLib API"}
+
+
+@router.get("/health", responses=refusals(503))
+async def health(store: Store) -> Healthy:
+    """200 only where Redis answers, else 503."""
+    await store.ping()
+    return {"status": "ok"}
+
+
+@router.get("/healthz")
+async def healthz() -> Healthy:
+    """200 while this process serves, whatever Redis does: restarting it would not help Redis."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=refusals(503))
+async def readyz(store: Store, lifetime: ServerLifetime) -> Healthy:
+    """200 where a request sent here now would be served: Redis answers, and this process stays."""
+    if lifetime.closing.is_set():
+        raise ShuttingDown
+    await store.ping()
+    return {"status": "ok"}
+
+
+@router.get("/metrics", response_class=Response, responses=_EXPOSITION)
+async def metrics(
+    store: Store,
+    metrics: ServerMetrics,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
+) -> Response:
+    """For Prometheus. Answers while Redis is away too, and says that it is."""
+    exposition = metrics.exposition(await _facts(store), accept)
+    return Response(exposition.body, headers={"content-type": exposition.content_type})
+
+
+async def _facts(store: RunStore) -> RunFacts | None:
+    try:
+        async with asyncio.timeout(_SCRAPE_DEADLINE_S):
+            return await store.facts.read()
+    except (StoreUnavailable, TimeoutError):
+        return None
+
+
+@router.get("/status", responses=refusals(503))
+async def status(store: Store) -> ServerStatus:
+    return await store.trainer.status()
+
+
+@router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
+async def reset_data(store: Store) -> PlainTextResponse:
+    """Forget the run: registration, step, environments, buffers, queue, the batch handed out."""
+    await store.reset()
+    _log.info("reset")
+    return PlainTextResponse("Reset successful")

@@ -1,0 +1,178 @@
+"""One connection pool, one deadline, one error: how the store reaches Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from grpo_api.errors import StoreUnavailable
+from grpo_core.redis.names import run_prefix, served_weights_key
+
+_LAYOUT = 4
+"""Changes whenever the keys or what is written in them do: no version touches another's."""
+_MAX_CONNECTIONS = 64
+_PING_DEADLINE_S = 1.0
+_FIRST_BACKOFF_S = 0.02
+_MAX_BACKOFF_S = 0.5
+_UNTIL_THE_DEADLINE = -1
+_REFUSALS = {
+    "OOM": "its memory is full; acknowledge batches, which frees some, or raise maxmemory",
+    "MISCONF": "it fails to write to its disk; make room there and read its log",
+    "NOREPLICAS": "too few of its replicas are in reach; bring them back, or lower "
+    "min-replicas-to-write",
+    "READONLY": "it is a replica; set --redis-url to the primary",
+}
+"""Why Redis takes no writes, and what to do, by the code that its errors begin with."""
+# at the start, behind what Redis 6.2 says about a script, behind what redis-py says about MULTI
+_refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
+
+
+def layout_prefix(run_id: str) -> str:
+    """What every key of run-api begins with."""
+    return f"{run_prefix(run_id)}{_LAYOUT}:"
+
+
+class RedisLink:
+    """Repeats a command whose connection broke until `deadline_s` has passed.
+
+    A repeat may follow a command that was executed and whose answer was lost: what is not safe to
+    repeat must recognise itself, as the scripts do by a receipt or a poll id.
+    """
+
+    def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
+        self.run_prefix = run_prefix(run_id)
+        self.prefix = layout_prefix(run_id)
+        self.served_weights = served_weights_key(run_id)
+        self._deadline_s = deadline_s
+        self._redis = _client(url, deadline_s)
+        # of its own: who listens and waits for a connection to call by would hold up all others
+        self._listeners = _client(url, deadline_s)
+        self._scripts = _load_scripts(self._redis)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._listeners.aclose()
+
+    async def ping(self) -> None:
+        """Raises `StoreUnavailable` within a second: health must not wait as long as a request."""
+        async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
+            await self.call("PING")
+
+    async def call(self, *command: Any) -> Any:
+        async with _deadline(self._deadline_s):
+            # redis-py leaves this method without types
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
+        async with _deadline(self._deadline_s):
+            return await self._scripts[name](keys=keys, args=arguments)
+
+    async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """All commands at one moment."""
+        async with _deadline(self._deadline_s):
+            try:
+                return await self._multi(commands)
+            except OutOfMemoryError:
+                # nothing was carried out: MULTI queues no command then, not even one that reads
+                return await self._in_a_script(commands)
+
+    @asynccontextmanager
+    async def listening(self, channel: str) -> AsyncIterator[None]:
+        """Let Redis count a listener of `channel`, no longer than this lasts and the process lives.
+
+        Where the connection breaks before, it counts none from then on.
+        """
+        async with self._listeners.pubsub() as pubsub:
+            async with _deadline(self._deadline_s):
+                await pubsub.subscribe(channel)
+                await pubsub.parse_response()
+            yield
+
+    async def _multi(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute()
+            return answers
+
+    async def _in_a_script(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Like `_multi`. Slower: what is read is copied once more while everybody waits."""
+        words = [word for command in commands for word in (len(command), *command)]
+        answers: list[Any] = await self._scripts["transaction"](args=words)
+        return answers
+
+
+@asynccontextmanager
+async def _deadline(deadline_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable(
+            f"Redis did not answer within {deadline_s:g} s{_last_failure(error)}"
+        ) from error
+    except (RedisConnectionError, RedisTimeoutError) as error:
+        raise StoreUnavailable(f"Redis cannot serve: {error}") from error
+    except RuntimeError as error:  # what redis-py does not know of uvloop
+        if "handler is closed" not in str(error):
+            raise
+        raise StoreUnavailable("Redis closed a connection that was just opened") from error
+    except ResponseError as error:
+        code = _code_of_refusal(error)
+        if code is None:
+            raise
+        raise StoreUnavailable(f"Redis takes no writes ({code}): {_REFUSALS[code]}") from error
+
+
+def _code_of_refusal(error: ResponseError) -> str | None:
+    """A key of `_REFUSALS`, or None. redis-py drops the codes that it has classes for."""
+    if isinstance(error, OutOfMemoryError):
+        return "OOM"
+    if isinstance(error, ReadOnlyError):
+        return "READONLY"
+    found = _refusal_code(str(error))
+    return found[1] if found else None
+
+
+def _last_failure(error: BaseException | None) -> str:
+    """What the last attempt before the deadline ended with, found behind the cancellation."""
+    while error is not None and not isinstance(error, RedisError):
+        error = error.__cause__ or error.__context__
+    return f": {error}" if error else ""
+
+
+def _client(url: str, deadline_s: float) -> Redis:
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=_MAX_CONNECTIONS,
+        timeout=deadline_s,
+        socket_connect_timeout=deadline_s,
+        socket_timeout=deadline_s,
+        retry=Retry(
+            ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
+        ),
+        protocol=2,
+    )
+    client: Redis = Redis.from_pool(pool)
+    return client
+
+
+def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
+    folder = resources.files("grpo_api.store") / "lua"
+    return {
+        file.name.removesuffix(".lua"): redis.register_script(file.read_text())
+        for file in folder.iterdir()
+        if file.name.endswith(".lua")
+    }
