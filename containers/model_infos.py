@@ -2,7 +2,7 @@
 
 `model_infos.py`, into share/vllm-modelinfos of the Python environment. vLLM keeps the answers in
 its cache directory, which a container begins without; there, each first engine would start a Python
-process that imports vLLM once more, 9 s on a core. `grpo_vllm.engine_internals` puts them back.
+process that imports vLLM once more, 9 s on a core. `grpo_vllm.engine.vllm_compat` puts them back.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.in_flight import InFlight
+from grpo_vllm.http.in_flight import InFlight
 from tests.support.wait import wait_for_async
 
 
@@ -21,7 +21,7 @@ def adapters() -> ModuleType:
     """Importing vLLM warns about its own dependencies; that is not ours to mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from grpo_vllm import adapters
+        from grpo_vllm.weights import lora as adapters
     return adapters
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from grpo_vllm.shareable_layout import LayoutFacts
+from grpo_vllm.weights.layout_checks import LayoutFacts
 from tests.inference.vllm_hooks import HOOKS, Hook, module_and_path
 
 
@@ -26,7 +26,8 @@ def internals() -> ModuleType:
     """Importing vLLM warns about its own dependencies; that is not ours to mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from grpo_vllm import engine_internals, loader, plain_layers
+        from grpo_vllm.engine import vllm_compat as engine_internals
+        from grpo_vllm.weights import loader, plain_layers
 
         assert loader
         assert plain_layers
@@ -173,8 +174,8 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 
 @pytest.mark.usefixtures("internals")
 def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
-    from grpo_vllm.engine_arguments import parsed_engine_arguments
-    from grpo_vllm.engine_plan import PlannedWeights
+    from grpo_vllm.engine.args import parsed_engine_arguments
+    from grpo_vllm.forkserver.engine_plan import PlannedWeights
     from grpo_vllm.settings import load_server_settings
 
     def parsed(*flags: str) -> Any:
@@ -195,7 +196,7 @@ def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("internals")
 def test_adapters_in_float32_are_refused_by_name() -> None:
     """On a GPU vLLM's LoRA kernels assert a 16-bit type in the middle of a request."""
-    from grpo_vllm.engine_arguments import refuse_float32_adapters
+    from grpo_vllm.engine.args import refuse_float32_adapters
 
     for dtype in ("float32", "float"):
         with pytest.raises(SystemExit, match="pass --dtype bfloat16"):

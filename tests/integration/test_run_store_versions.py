@@ -9,7 +9,7 @@ import pytest
 
 from grpo_api.store.records import DueBatch, Poll
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.served_record import ServedRecord, ServedWeights
+from grpo_vllm.weights.served_store import ServedRecord, ServedWeights
 from tests.integration.run_store_rig import (
     DEADLINE_S,
     LARGE,
@@ -49,7 +49,7 @@ class VersionedRun:
 @pytest.fixture
 async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VersionedRun]:
     # else what is noted on a slow machine is in Redis a while later
-    monkeypatch.setattr("grpo_vllm.served_record.ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr("grpo_vllm.weights.served_store.ATTEMPT_DEADLINE_S", DEADLINE_S)
     async with (
         open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,
         ServedRecord(redis_url, RUN_ID) as record,

@@ -16,8 +16,8 @@ from grpo_core.redis.names import served_weights_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_local.redis_server import bundled_redis, start_redis
-from grpo_vllm import served_record
-from grpo_vllm.served_record import (
+from grpo_vllm.weights import served_store as served_record
+from grpo_vllm.weights.served_store import (
     BadServedRecord,
     RedisUnreachable,
     ServedRecord,

@@ -45,7 +45,7 @@ def reuse_adapter_names() -> None:
     it has cached for those of the newest."""
     from vllm.lora.request import LoRARequest
 
-    from grpo_vllm import adapters
+    from grpo_vllm.weights import lora as adapters
 
     link = Path(tempfile.mkdtemp(prefix="grpo-")) / "policy"
 
@@ -60,9 +60,9 @@ def reuse_adapter_names() -> None:
 def register_layers(control: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
-    from grpo_vllm.loader import SharedModelLoader
-    from grpo_vllm.plain_layers import PlainLinearMethod
-    from grpo_vllm.plugin_names import LOAD_FORMAT
+    from grpo_vllm.engine.plugin_names import LOAD_FORMAT
+    from grpo_vllm.weights.loader import SharedModelLoader
+    from grpo_vllm.weights.plain_layers import PlainLinearMethod
 
     class StockLayers(SharedModelLoader):
         """vLLM's CPU layout everywhere: linear layers serve from packed copies."""

@@ -67,7 +67,8 @@ def _fork_on_request(path: str) -> None:
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from grpo_vllm import engine_host, engine_internals, server  # noqa: F401
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine import vllm_compat as engine_internals
 
     obstacle = engine_internals.preload()
     assert obstacle is None, obstacle
@@ -109,7 +110,7 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
 
 
 def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
-    from grpo_vllm import engine_host
+    from grpo_vllm.forkserver import server as engine_host
 
     engine_host.die_with_parent()
     output, errors, supervisor = descriptors

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.served_record import ServedWeights
+from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async
 
 
@@ -55,7 +55,7 @@ class FakeEngine:
 
 @dataclass
 class Record:
-    """`grpo_vllm.served_record.WeightsRecord` that can be read in order."""
+    """`grpo_vllm.weights.served_store.WeightsRecord` that can be read in order."""
 
     served: ServedWeights | None = None
     noted: list[ServedWeights] = field(default_factory=list)

@@ -23,12 +23,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from grpo_vllm.channel import EngineEnd
-from grpo_vllm.connections import ParkingLot
-from grpo_vllm.draining import Drain
-from grpo_vllm.engine_plan import EnginePlan
-from grpo_vllm.http_servers import Endpoint, HttpServer, serve_until
-from grpo_vllm.in_flight import InFlight, InFlightCounter
+from grpo_vllm.forkserver.channel import EngineEnd
+from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.http.connection_handover import ParkingLot
+from grpo_vllm.http.draining import Drain
+from grpo_vllm.http.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"

@@ -6,7 +6,7 @@ import sys
 
 from grpo_core.logs import configure_logging
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.run import supervise
+from grpo_vllm.supervisor.main import supervise
 
 if __name__ == "__main__":
     settings = load_server_settings(sys.argv[1:])

@@ -9,9 +9,9 @@ from starlette.routing import Route
 
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.handoff import ServerStatus, SupervisorState
-from grpo_vllm.api_key import ApiKeyGuard
+from grpo_vllm.http.api_key import ApiKeyGuard
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.health_server import health_app
+from grpo_vllm.supervisor.unavailable import health_app
 
 KEY = SecretStr("one-key")
 GUARDED = ("/generate", "/bridge/info", "/bridge/pause", "/lora/load", "/v1/models", "/docs")

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.bridge import HANDOVER_S, BridgeConflict, WeightBridge
-from grpo_vllm.engine_switch import EngineTimeout
-from grpo_vllm.serving_state import ServingState
+from grpo_vllm.engine.control import EngineTimeout
+from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 
 NEXT, LATER = PolicyVersion(1, 0), PolicyVersion(2, 0)

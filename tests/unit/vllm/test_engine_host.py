@@ -8,8 +8,8 @@ import socket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_vllm import host_packets
-from grpo_vllm.engine_plan import EnginePlan
+from grpo_vllm.forkserver import protocol as host_packets
+from grpo_vllm.forkserver.engine_plan import EnginePlan
 
 
 @settings(max_examples=10)  # hundreds of real descriptors each

@@ -14,11 +14,11 @@ from grpo_core.weights.files import (
     directory_digest,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.beginning import Beginning, begin_after
-from grpo_vllm.engine_plan import PlannedWeights
-from grpo_vllm.served_record import ServedWeights
+from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.first_weights import first_weights, recorded
+from grpo_vllm.supervisor.initial_weights import first_weights, recorded
+from grpo_vllm.weights.beginning import Beginning, begin_after
+from grpo_vllm.weights.served_store import ServedWeights
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 

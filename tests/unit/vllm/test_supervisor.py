@@ -24,7 +24,7 @@ from redis import Redis
 
 from grpo_core.weights.handoff import Action, OutcomeState, commands_key
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine_plan import UNTRAINED
+from grpo_vllm.forkserver.engine_plan import UNTRAINED
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
@@ -280,7 +280,7 @@ def test_restarts_are_delayed_by_up_to_half_a_minute_until_a_command_starts_over
 def test_it_imports_neither_vllm_nor_torch() -> None:
     """It must live while the engine dies, and start in a second."""
     code = (
-        "import sys, grpo_vllm.__main__, grpo_vllm.supervisor.run; "
+        "import sys, grpo_vllm.__main__, grpo_vllm.supervisor.main; "
         "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.socket_directory import UnsafeSocketDirectory
-from grpo_vllm.supervisor.run import supervise
-from grpo_vllm.weight_server import serve_weights
+from grpo_vllm.supervisor.main import supervise
+from grpo_vllm.weights.socket_directory import UnsafeSocketDirectory
+from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.write_lease import WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 
 NO_WEIGHTS: Any = None

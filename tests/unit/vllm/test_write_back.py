@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.bridge import BridgeConflict, WeightBridge
-from grpo_vllm.served_record import ServedWeights
-from grpo_vllm.serving_state import ServingState
+from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.weights.served_store import ServedWeights
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine, Record
 
 SERVED_BEFORE = PolicyVersion(2, 7)

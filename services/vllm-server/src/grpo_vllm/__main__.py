@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = load_server_settings(arguments)
     configure_logging("vllm-server", settings.log_level)
 
-    from grpo_vllm.supervisor.run import supervise
+    from grpo_vllm.supervisor.main import supervise
 
     try:
         status = supervise(settings, arguments)

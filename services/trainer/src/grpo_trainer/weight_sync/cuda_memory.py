@@ -1,6 +1,6 @@
 """Opens the server's allocations on the GPU, which it exported for this process alone.
 
-The twin of `grpo_vllm.cuda_export`. What would fail later, or crash, is looked for first: both
+The twin of `grpo_vllm.weights.cuda_ipc`. What would fail later, or crash, is looked for first: both
 processes must be on one GPU, with one build of torch, in one PID namespace and with one /dev/shm.
 """
 

@@ -12,11 +12,11 @@ from fastapi.routing import APIRoute
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.files import UnusableWeights
-from grpo_vllm.adapters import AdapterRefused
-from grpo_vllm.bridge import BridgeConflict
-from grpo_vllm.engine_switch import EngineTimeout
-from grpo_vllm.generate_request import BadGenerateRequest
-from grpo_vllm.generation import GenerationFailed
+from grpo_vllm.engine.control import EngineTimeout
+from grpo_vllm.generate.request import BadGenerateRequest
+from grpo_vllm.generate.runner import GenerationFailed
+from grpo_vllm.weights.lora import AdapterRefused
+from grpo_vllm.weights.write_lease import BridgeConflict
 
 RETRY_AFTER_S = 1
 

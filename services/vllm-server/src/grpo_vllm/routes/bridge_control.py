@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 PAUSE_BODY = (
     '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}: a pause is a lease of '

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_vllm.adapters import AdapterSwitch
-from grpo_vllm.bridge import WeightBridge
 from grpo_vllm.routes.answers import AnsweringRoute
+from grpo_vllm.weights.lora import AdapterSwitch
+from grpo_vllm.weights.write_lease import WeightBridge
 
 
 @dataclass(frozen=True)

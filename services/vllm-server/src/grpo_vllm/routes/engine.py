@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_vllm.bridge import WeightBridge
-from grpo_vllm.engine_internals import generation_tokens
-from grpo_vllm.in_flight import InFlight
+from grpo_vllm.engine.vllm_compat import generation_tokens
+from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.routes.answers import AnsweringRoute
 from grpo_vllm.routes.lora import AdapterControl, described
+from grpo_vllm.weights.write_lease import WeightBridge
 
 
 class DrainRequest(BaseModel):

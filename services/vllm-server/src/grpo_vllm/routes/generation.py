@@ -10,13 +10,13 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from grpo_vllm.adapters import AdapterSwitch
-from grpo_vllm.bridge import WeightBridge
-from grpo_vllm.disconnection import unless_disconnected
-from grpo_vllm.generate_request import parse_generate_request
-from grpo_vllm.generation import Generation, GenerationFailed
-from grpo_vllm.json_lines import JsonLines, json_lines
+from grpo_vllm.generate.request import parse_generate_request
+from grpo_vllm.generate.runner import Generation, GenerationFailed
+from grpo_vllm.generate.streaming import JsonLines, json_lines
+from grpo_vllm.http.disconnection import unless_disconnected
 from grpo_vllm.routes.answers import AnsweringRoute, BodyTooLarge
+from grpo_vllm.weights.lora import AdapterSwitch
+from grpo_vllm.weights.write_lease import WeightBridge
 
 CLIENT_CLOSED_REQUEST = 499
 MAX_BODY_BYTES = 16 * 1024 * 1024

@@ -17,9 +17,9 @@ from grpo_core.weights.files import (
     require_rank,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.adapters import AdapterSwitch, LoadedAdapter
-from grpo_vllm.bridge import BridgeConflict, WeightBridge
 from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+from grpo_vllm.weights.lora import AdapterSwitch, LoadedAdapter
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
 NO_LORA = "this server takes no adapters: start it with --enable-lora"

@@ -12,8 +12,8 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.channel import SupervisorEnd
-from grpo_vllm.supervisor.host import ForkedEngine
+from grpo_vllm.forkserver.channel import SupervisorEnd
+from grpo_vllm.forkserver.client import ForkedEngine
 
 log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterable
 
-from grpo_vllm.http_servers import HttpServer
-from grpo_vllm.supervisor.health_server import GivenUp
+from grpo_vllm.http.server import HttpServer
 from grpo_vllm.supervisor.sockets import duplicate
+from grpo_vllm.supervisor.unavailable import GivenUp
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from grpo_core.process.closing import ClosesOnExit
-from grpo_vllm.http_servers import BACKLOG, bound_socket
+from grpo_vllm.http.server import BACKLOG, bound_socket
 from grpo_vllm.settings import ServerSettings
 
 

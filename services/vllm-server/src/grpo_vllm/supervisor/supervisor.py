@@ -14,19 +14,19 @@ import structlog
 
 from grpo_core.weights.handoff import STATUS_EVERY_S, OutcomeState, ServerStatus, SupervisorState
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine_plan import PlannedWeights
-from grpo_vllm.served_record import WeightsRecord
+from grpo_vllm.forkserver.client import EngineHost
+from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.command_desk import CommandDesk
-from grpo_vllm.supervisor.command_stream import ControlPlane
+from grpo_vllm.supervisor.commands import CommandDesk
+from grpo_vllm.supervisor.control_stream import ControlPlane
+from grpo_vllm.supervisor.engine import EngineSlot
 from grpo_vllm.supervisor.engine_child import EngineChild
-from grpo_vllm.supervisor.engine_slot import EngineSlot
-from grpo_vllm.supervisor.first_weights import found_serving, recorded
-from grpo_vllm.supervisor.host import EngineHost
+from grpo_vllm.supervisor.initial_weights import found_serving, recorded
 from grpo_vllm.supervisor.public_refusal import refusing
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
-from grpo_vllm.supervisor.situation import Situation
 from grpo_vllm.supervisor.sockets import Sockets
+from grpo_vllm.supervisor.state import Situation
+from grpo_vllm.weights.served_store import WeightsRecord
 
 log = structlog.get_logger()
 

@@ -1,0 +1,93 @@
+"""The applications: vLLM's with our routes beside its own, the control port's, the supervisor's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+
+from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_vllm.engine.vllm_compat import (
+    build_openai_app,
+    device_type,
+    kv_block_size,
+    resolve_adapters_with,
+    why_no_sleep,
+)
+from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.routes.bridge_control import bridge_control_router, sleep_router
+from grpo_vllm.routes.bridge_facts import ServedModel, bridge_facts_router
+from grpo_vllm.routes.engine import engine_router
+from grpo_vllm.routes.generation import generation_router
+from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
+from grpo_vllm.weights.memory import dtype_name
+from grpo_vllm.weights.write_lease import WeightBridge
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the routes of one engine process work with. `adapters`: None where it takes none."""
+
+    settings: ServerSettings
+    engine: Any
+    bridge: WeightBridge
+    in_flight: InFlight
+    adapters: AdapterSwitch | None
+
+    @property
+    def adapter_control(self) -> AdapterControl:
+        settings = self.settings
+        return AdapterControl(
+            self.bridge, self.adapters, settings.weights_dir, settings.max_lora_rank
+        )
+
+
+async def public_app(
+    serving: Serving, arguments: argparse.Namespace, shared: BridgeConfig | None
+) -> FastAPI:
+    """Generation and facts, for anyone."""
+    engine, bridge, adapters = serving.engine, serving.bridge, serving.adapters
+    app = await build_openai_app(engine, arguments)
+    if adapters is not None:
+        resolve_adapters_with(app, AdapterNames(adapters))
+    model = ServedModel(
+        name=serving.settings.model,
+        dtype=dtype_name(engine.model_config.dtype),
+        device=device_type(engine),
+        shared=shared,
+        max_model_len=engine.model_config.max_model_len,
+        kv_block_size=kv_block_size(engine),
+    )
+    app.include_router(generation_router(engine, bridge, adapters))
+    app.include_router(bridge_facts_router(bridge, model, adapters))
+    app.include_router(lora_status_router(serving.adapter_control))
+    return app
+
+
+def control_app(serving: Serving) -> FastAPI:
+    """What changes state, and nothing else."""
+    app = FastAPI(title="vllm-server control")
+    include_control(app, serving)
+    return app
+
+
+def private_app(serving: Serving, drain: Callable[[float], None]) -> FastAPI:
+    """For the supervisor."""
+    app = FastAPI(title="vllm-server engine process")
+    app.include_router(
+        engine_router(serving.bridge, serving.in_flight, serving.adapter_control, drain)
+    )
+    app.include_router(lora_router(serving.adapter_control))
+    return app
+
+
+def include_control(app: FastAPI, serving: Serving) -> None:
+    settings, bridge = serving.settings, serving.bridge
+    app.include_router(bridge_control_router(bridge, settings.max_pause_lease_s))
+    app.include_router(sleep_router(bridge, settings.share_weights, why_no_sleep(serving.engine)))
+    app.include_router(lora_router(serving.adapter_control))

@@ -1,0 +1,69 @@
+"""The engine process, as the engine host forks it.
+
+`python -m grpo_vllm.engine.process PLAN OPTION...` is how it starts one where it cannot fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_vllm.engine.lifeline import hold_lifeline
+from grpo_vllm.engine.plugin_names import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.settings import ServerSettings, load_server_settings
+
+EXIT_FAILED = 1
+
+
+def preload(options: list[str]) -> str | None:
+    """Import vLLM and what it needs for serving; why this process cannot be forked, None where it
+    can."""
+    settings = load_server_settings(options)
+    configure_logging("vllm-server", settings.log_level)
+    _set_environment(settings)
+
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine import vllm_compat as engine_internals
+
+    return engine_internals.preload()
+
+
+def run_engine(plan: EnginePlan, options: list[str]) -> None:
+    """Serve until told to end. Ends the process with status 1 where that fails."""
+    settings = load_server_settings(options)
+    hold_lifeline(plan.descriptors())
+
+    from grpo_vllm.engine import server
+
+    try:
+        server.run(settings, plan)
+    except GrpoError as error:
+        structlog.get_logger().error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def _set_environment(settings: ServerSettings) -> None:
+    # NumPy's, which would start threads when it is imported; torch has its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Inherited by the engine's processes: our plugin registers there only where it is wanted.
+    os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM's development routes pause, resume and call workers for anyone, without a token; its
+    # routes for adapters take any path.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
+
+
+def main() -> None:
+    plan, options = EnginePlan.model_validate_json(sys.argv[1]), sys.argv[2:]
+    preload(options)
+    run_engine(plan, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The engine process: engine, routes and sockets put together, serving until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.security.same_site import SameSiteOnly, listed
+from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_vllm.engine.apps import (
+    Serving,
+    control_app,
+    include_control,
+    private_app,
+    public_app,
+)
+from grpo_vllm.engine.args import parsed_engine_arguments
+from grpo_vllm.engine.vllm_compat import (
+    EngineControl,
+    device_type,
+    let_handlers_stop,
+    open_engine,
+)
+from grpo_vllm.forkserver.channel import EngineEnd
+from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_vllm.http.connection_handover import ParkingLot
+from grpo_vllm.http.draining import Drain
+from grpo_vllm.http.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.readiness import ReadinessGate
+from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.weights.beginning import Beginning, begin_after
+from grpo_vllm.weights.bridge_file import announced
+from grpo_vllm.weights.export import exported_by_worker
+from grpo_vllm.weights.lora import AdapterSwitch
+from grpo_vllm.weights.memory import dtype_name
+from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
+from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.write_lease import WeightBridge
+
+log = structlog.get_logger()
+
+
+class EngineDied(GrpoError):
+    """The engine ended, or does not answer any more, while the server was up."""
+
+
+def run(settings: ServerSettings, plan: EnginePlan) -> None:
+    """Serve until drained, SIGTERM or SIGINT. Raises `EngineDied` when the engine goes first."""
+    # The engine starts inside a blocking call; until the loop's own handlers stand, SIGTERM must
+    # unwind the stack, or the engine's processes would outlive this one.
+    signal.signal(signal.SIGTERM, _unwind)
+    asyncio.run(_serve(settings, plan))
+
+
+def _unwind(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
+    arguments = parsed_engine_arguments(settings, plan.weights)
+    channel = EngineEnd(plan.channel)
+    async with contextlib.AsyncExitStack() as stack:
+        record = await _open_record(settings, stack)
+        served = await record.read(settings.redis_deadline_s)
+        engine = await stack.enter_async_context(open_engine(arguments))
+        beginning = _beginning(settings, plan.weights, served)
+        bridge = await _begin(settings, engine, beginning, record)
+        in_flight = InFlight(on_dropped=channel.dropped)
+        adapters = await _adapters(settings, engine, arguments, in_flight, plan.weights)
+        serving = Serving(settings, engine, bridge, in_flight, adapters)
+        shared = await stack.enter_async_context(_sharing(settings, engine, bridge))
+        app = await public_app(serving, arguments, shared)
+        if plan.control is None and settings.public_is_loopback:
+            include_control(app, serving)
+        lot = ParkingLot()
+        gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
+        pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
+        guarded = ApiKeyGuard(gated, settings.api_key)
+        hosts = listed(settings.allowed_hosts)
+        public = HttpServer(SameSiteOnly(guarded, pages, hosts), lot=lot)
+        let_handlers_stop(app, public)
+        drain = Drain(public, lot, in_flight, channel)
+        endpoints = [
+            Endpoint(public, _listening(plan.public)),
+            Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
+        ]
+        if plan.control is not None:
+            control = ApiKeyGuard(control_app(serving), settings.api_key)
+            own = SameSiteOnly(control, hosts=hosts)
+            endpoints.append(Endpoint(HttpServer(own), _listening(plan.control)))
+        log.info(
+            "serving",
+            host=settings.host,
+            port=settings.port,
+            model=str(plan.weights.checkpoint or settings.model),
+            policy_version=tuple(bridge.version),
+        )
+        arrival = asyncio.create_task(_arrive(public, plan.parked, channel))
+        await serve_until(lambda: engine.errored or bridge.engine.broken, endpoints)
+        await arrival
+        if engine.errored:
+            raise EngineDied("the engine process ended; its last lines in this log say why")
+        if bridge.engine.broken:
+            raise EngineDied("the engine did not resume after a pause")
+
+
+async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
+    await server.adopt(parked)
+    channel.serving()
+
+
+def _listening(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=descriptor)
+
+
+async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
+    """Of weights that a trainer writes here. Others come with the plan."""
+    if settings.redis_url is None or not settings.share_weights:
+        return NoRecord()
+    url = settings.redis_url.get_secret_value()
+    return await stack.enter_async_context(ServedRecord(url, settings.run_id))
+
+
+def _beginning(
+    settings: ServerSettings, weights: PlannedWeights, served: ServedWeights | None
+) -> Beginning:
+    if not settings.share_weights:
+        return Beginning(weights.version)
+    if served is None and weights.in_memory:  # without Redis the supervisor alone remembers
+        served = ServedWeights(weights.version, intact=False, trained=weights.trained)
+    return begin_after(served, settings.await_weights)
+
+
+async def _begin(
+    settings: ServerSettings, engine: Any, beginning: Beginning, record: WeightsRecord
+) -> WeightBridge:
+    bridge = WeightBridge(EngineControl(engine, settings.share_weights), beginning.version, record)
+    await bridge.engine.name_weights(bridge.version)
+    if beginning.new_name:
+        await record.note(ServedWeights(bridge.version, intact=True, trained=False))
+    if beginning.missing:
+        bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
+    return bridge
+
+
+async def _adapters(
+    settings: ServerSettings,
+    engine: Any,
+    arguments: argparse.Namespace,
+    in_flight: InFlight,
+    weights: PlannedWeights,
+) -> AdapterSwitch | None:
+    """Raises `AdapterRefused` where the engine does not take the adapter that it is to serve."""
+    if not settings.enable_lora:
+        return None
+    adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)
+    if weights.adapter is not None:
+        await adapters.load(weights.adapter, weights.version)
+    return adapters
+
+
+@contextlib.asynccontextmanager
+async def _sharing(
+    settings: ServerSettings, engine: Any, bridge: WeightBridge
+) -> AsyncIterator[BridgeConfig | None]:
+    """Weights and their description are there for trainers inside the context."""
+    if not settings.share_weights:
+        yield None
+        return
+    weights = await exported_by_worker(engine)
+    config = BridgeConfig(
+        model=settings.model,
+        dtype=dtype_name(engine.model_config.dtype),
+        generation=weights.manifest.generation,
+        weights_socket=settings.socket_path.absolute(),
+        total_bytes=weights.manifest.total_bytes,
+        device=device_type(engine),
+        param_mappings=weights.manifest.parameters,
+    )
+    async with serve_weights(settings.socket_path, weights, bridge):
+        with announced(
+            config, settings.bridge_config_file, required=settings.bridge_config_required
+        ):
+            log.info(
+                "sharing weights",
+                socket=str(settings.socket_path),
+                generation=config.generation,
+                megabytes=round(config.total_bytes / 1e6, 1),
+                parameters=len(config.param_mappings),
+            )
+            yield config

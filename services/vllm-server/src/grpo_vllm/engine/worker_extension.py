@@ -1,0 +1,45 @@
+"""Methods that vLLM adds to its worker, called through `collective_rpc`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_vllm.weights.arena import Arena
+from grpo_vllm.weights.cuda_ipc import exported
+from grpo_vllm.weights.device_memory import DeviceMemory
+from grpo_vllm.weights.loader import SharedParameters, shared_parameters
+
+
+class WeightExport:
+    """`--worker-extension-cls grpo_vllm.engine.worker_extension.WeightExport`"""
+
+    def describe_weights(self) -> dict[str, Any]:
+        """The manifest as JSON; where the memory is an arena, this process and its descriptor."""
+        shared = self._shared_parameters()
+        described: dict[str, Any] = {"manifest": shared.manifest.model_dump_json()}
+        if isinstance(shared.memory, Arena):
+            described |= {"pid": os.getpid(), "fd": shared.memory.fd}
+        return described
+
+    def export_weights(self) -> dict[str, str]:
+        """Memory on a GPU, for one consumer more: `memory` as JSON, or why it is `refused`."""
+        shared = self._shared_parameters().memory
+        assert isinstance(shared, DeviceMemory), "an arena travels as its descriptor"
+        try:
+            memory = exported(shared)
+        except RuntimeError as error:  # of torch and CUDA
+            return {"refused": f"CUDA does not export the weights: {error}"}
+        return {"memory": memory.model_dump_json()}
+
+    def wait_for_device(self) -> None:
+        """Until what this worker has asked of its GPU is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _shared_parameters(self) -> SharedParameters:
+        model: nn.Module = self.get_model()  # type: ignore[attr-defined]
+        return shared_parameters(model)

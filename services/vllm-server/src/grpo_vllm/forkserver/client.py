@@ -1,0 +1,148 @@
+"""The supervisor's handles on its engine host and on the engine process that was forked there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import structlog
+
+from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.forkserver.protocol import Ended, Forked, receive_fact, send_plan
+from grpo_vllm.forkserver.server import die_with_parent
+
+log = structlog.get_logger()
+
+ENGINE_MODULE = "grpo_vllm.engine.process"
+SEND_DEADLINE_S = 30.0
+END_DEADLINE_S = 10.0
+
+
+class EngineHost:
+    """Lives on the running event loop. Starts its process with the first engine, and again where
+    that has died.
+
+    Args:
+        module: what the host imports; `grpo_vllm.forkserver.server.EngineModule`
+        options: the command line of engine processes
+    """
+
+    def __init__(self, module: str, options: Sequence[str]) -> None:
+        self._command = [sys.executable, "-m", "grpo_vllm.forkserver.server"]
+        self._arguments = [module, *options]
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of the host, where there is one."""
+        running = self._process is not None and self._process.returncode is None
+        return frozenset({self._process.pid} if self._process and running else ())
+
+    async def start_engine(self, plan: EnginePlan) -> ForkedEngine:
+        """Returns at once: the first engine waits until the host has imported what it needs."""
+        if not self.pids:
+            await self._start()
+        assert self._process is not None
+        assert self._socket is not None
+        engine = ForkedEngine(self._process, self._socket)
+        with contextlib.closing(self._socket.dup()) as sending:
+            sending.settimeout(SEND_DEADLINE_S)
+            try:
+                await asyncio.to_thread(send_plan, sending, plan)
+            except OSError as error:
+                log.error("the engine host takes no plan; killing it", reason=str(error))
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+        return engine
+
+    async def close(self) -> None:
+        """Once no engine runs any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), END_DEADLINE_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*self._command, str(theirs.fileno()), *self._arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=die_with_parent,
+            )
+
+
+class ForkedEngine:
+    """Args:
+    host: which forks it
+    facts: where the host tells what happens to it
+    """
+
+    def __init__(self, host: asyncio.subprocess.Process, facts: socket.socket) -> None:
+        self.pid = 0
+        """0 until the host has imported what the engine needs."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        """Its exit code; negative is the signal that ended it."""
+        self._host = host
+        self._pidfd: int | None = None
+        self._descriptor = facts.fileno()
+        self._facts = facts
+        loop.add_reader(self._descriptor, self._read)
+        self._watching = asyncio.create_task(self._watch_host())
+
+    def send(self, number: signal.Signals) -> None:
+        """Before there is an engine process, the host is killed instead."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+            elif not self.ended.done():
+                self._host.kill()
+
+    def close(self) -> None:
+        """Once it has ended."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _read(self) -> None:
+        try:
+            fact, pidfd = receive_fact(self._facts)
+        except BlockingIOError:
+            return
+        match fact:
+            case Forked():
+                self.pid, self._pidfd = fact.pid, pidfd
+                log.info("engine process started", pid=self.pid)
+            case Ended():
+                self._watching.cancel()
+                self._end(fact.exit_code)
+            case None:  # `_watch_host` knows more
+                asyncio.get_running_loop().remove_reader(self._descriptor)
+
+    async def _watch_host(self) -> None:
+        # The kernel kills the engine process together with the host.
+        code = await self._host.wait()
+        log.error("the engine host ended", status=code)
+        self._end(code or 1)
+
+    def _end(self, code: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        if not self.ended.done():
+            self.ended.set_result(code)

@@ -1,0 +1,102 @@
+"""Imports an engine once, and forks whenever one is to start; started by the supervisor alone.
+
+`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. Nearly all of an engine's start goes into
+importing torch and vLLM; what is forked has them. One engine process runs at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Protocol, cast
+
+import structlog
+
+from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.forkserver.protocol import Ended, Forked, receive_plan, send_fact
+
+log = structlog.get_logger()
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
+"""The host ends when its supervisor closes the socket, or is gone."""
+
+
+class EngineModule(Protocol):
+    """What MODULE offers."""
+
+    def preload(self, options: list[str]) -> str | None:
+        """Import what the engine needs; why this process cannot be forked, None where it can."""
+
+    def run_engine(self, plan: EnginePlan, options: list[str]) -> None:
+        """Serve, until told to end."""
+
+
+def main() -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    descriptor, name, *options = sys.argv[1:]
+    supervisor = socket.socket(fileno=int(descriptor))
+    os.set_inheritable(supervisor.fileno(), False)
+    module = cast(EngineModule, importlib.import_module(name))
+    obstacle = module.preload(options) or _why_not_forkable()
+    gc.freeze()  # the collector would write to every page, and a page that is written is not shared
+    plan = _fork_engines(supervisor)
+    if plan is None:
+        os._exit(0)  # there is nothing to take down
+    if obstacle is None:
+        module.run_engine(plan, options)
+        return
+    log.warning("the engine is not forked but started anew, which takes longer", reason=obstacle)
+    # Descriptors that came over a socket are inherited.
+    os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), *options])
+
+
+def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
+    """In the host, None when there is nothing more to do; in each engine process, its plan."""
+    host = os.getpid()
+    while True:
+        plan = receive_plan(supervisor)
+        if plan is None:
+            return None
+        pid = os.fork()
+        if pid == 0:
+            supervisor.close()
+            _leave_the_host(host)
+            return plan
+        for descriptor in plan.descriptors():
+            os.close(descriptor)
+        pidfd = os.pidfd_open(pid)
+        send_fact(supervisor, Forked(pid=pid), pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        send_fact(supervisor, Ended(exit_code=os.waitstatus_to_exitcode(status)))
+
+
+def _leave_the_host(host: int) -> None:
+    die_with_parent()
+    if os.getppid() != host:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _why_not_forkable() -> str | None:
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return None if threads == 1 else f"importing it has started {threads - 1} threads"
+
+
+def die_with_parent() -> None:
+    """SIGKILL: an engine without its supervisor would hold the port that the next one needs."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`POST /generate`: request, run, answer."""

@@ -1,0 +1,202 @@
+"""`POST /generate`: from the request's bytes to checked parameters. Refusals name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from grpo_core.errors import GrpoError
+from grpo_vllm.engine.admission import refusal_of
+from grpo_vllm.engine.vllm_compat import (
+    EngineRefusal,
+    SamplingParams,
+    StructuredOutputsParams,
+    longest_token_chars,
+)
+
+MAX_COMPLETIONS = 1024
+MAX_NESTING = 64
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 100.0
+"""Of `repetition_penalty`; its inverse is the least."""
+MAX_STRUCTURED_BYTES = 16 * 1024
+"""Grammars are compiled one after the other inside the engine: a choice of two megabytes takes
+minutes, and every other one waits."""
+
+_SET_BY_SERVER = "set by the server; leave it out"
+REFUSED: Mapping[str, str] = {
+    "output_kind": _SET_BY_SERVER,
+    "skip_clone": _SET_BY_SERVER,
+    "output_text_buffer_length": _SET_BY_SERVER,
+    "detokenize": _SET_BY_SERVER,
+    "flat_logprobs": _SET_BY_SERVER,
+    "prompt_logprob_token_ids": "not offered here; use prompt_logprobs",
+    "prompt_logprob_start": "not offered here; use prompt_logprobs",
+    "watermarking": "not offered here: it changes what is sampled, and the logprobs would not say",
+}
+"""vLLM's sampling parameters that a client may not set, and why."""
+
+_NESTED_FIELDS = {
+    "structured_outputs": frozenset(
+        f.name for f in dataclasses.fields(StructuredOutputsParams) if f.init
+    ),
+    "repetition_detection": frozenset({"max_pattern_size", "min_pattern_size", "min_count"}),
+}
+
+
+class BadGenerateRequest(GrpoError):
+    """The request is wrong; the message names the parameter."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A checked request.
+
+    `prompt_token_ids`: [T]; `prompt_text`: as it was sent, None where token ids were sent;
+    `sampling`: vLLM's `SamplingParams`.
+    """
+
+    prompt_token_ids: list[int]
+    prompt_text: str | None
+    sampling: Any
+    stream: bool
+
+
+def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> GenerateRequest:
+    """Check everything that can be checked before the engine sees the request.
+
+    Raises:
+        BadGenerateRequest: names what is wrong.
+    """
+    parameters = _json_object(body)
+    stream = parameters.pop("stream", False)
+    if not isinstance(stream, bool):
+        raise BadGenerateRequest(f"stream: expected true or false, got {stream!r}")
+    prompt = parameters.pop("prompt", None)
+    text = prompt if isinstance(prompt, str) else None
+    token_ids = _prompt_token_ids(prompt, model_config, tokenizer)
+    _check_prompt(token_ids, model_config)
+    return GenerateRequest(token_ids, text, _sampling_params(parameters), stream)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadGenerateRequest(f"body: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise BadGenerateRequest("body: expected a JSON object")
+    return parsed
+
+
+def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return _encode(prompt, model_config, tokenizer)
+    known = isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}
+    if known and isinstance(prompt["prompt_token_ids"], list):
+        return list(prompt["prompt_token_ids"])
+    raise BadGenerateRequest('prompt: expected a string or {"prompt_token_ids": [int, ...]}')
+
+
+def _encode(text: str, model_config: Any, tokenizer: Any) -> list[int]:
+    if len(text) > model_config.max_model_len * longest_token_chars(tokenizer):
+        raise BadGenerateRequest(
+            f"prompt: {len(text)} characters cannot fit into a context of "
+            f"{model_config.max_model_len} tokens"
+        )
+    token_ids: list[int] = tokenizer.encode(text)
+    return token_ids
+
+
+def _check_prompt(token_ids: list[int], model_config: Any) -> None:
+    if not token_ids:
+        raise BadGenerateRequest("prompt: empty")
+    if len(token_ids) >= model_config.max_model_len:
+        raise BadGenerateRequest(
+            f"prompt: {len(token_ids)} tokens leave no room in a context of "
+            f"{model_config.max_model_len}"
+        )
+    vocabulary = model_config.get_vocab_size()
+    for i, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise BadGenerateRequest(
+                f"prompt_token_ids[{i}]: {token!r} is not a token id below {vocabulary}"
+            )
+
+
+def _sampling_params(parameters: dict[str, Any]) -> Any:
+    problems = list(_problems(parameters))
+    if problems:
+        raise BadGenerateRequest("; ".join(problems))
+    try:
+        sampling = msgspec.convert(parameters, SamplingParams, str_keys=True)
+    except (EngineRefusal, msgspec.ValidationError, ValueError, TypeError) as error:
+        raise BadGenerateRequest(f"sampling parameters: {error}") from error
+    problems = list(_unsafe_values(sampling))
+    if problems:
+        raise BadGenerateRequest("; ".join(problems))
+    return sampling
+
+
+def _problems(parameters: dict[str, Any]) -> Iterator[str]:
+    """What vLLM would not notice, or only inside the engine."""
+    known = {f for f in SamplingParams.__struct_fields__ if not f.startswith("_")}
+    unknown = sorted(set(parameters) - known)
+    if unknown:
+        yield f"unknown parameters: {', '.join(unknown)}"
+    yield from (f"{name}: {REFUSED[name]}" for name in parameters if name in REFUSED)
+    n = parameters.get("n", 1)
+    if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
+        yield f"n: expected an integer from 1 to {MAX_COMPLETIONS}, got {n!r}"
+    for name, fields in _NESTED_FIELDS.items():
+        value = parameters.get(name)
+        unknown = sorted(set(value) - fields) if isinstance(value, dict) else []
+        if unknown:
+            yield f"{name}: unknown fields {', '.join(unknown)}"
+    yield from _problems_of_size(parameters)
+
+
+def _problems_of_size(parameters: dict[str, Any]) -> Iterator[str]:
+    deep = [
+        name
+        for name in ("structured_outputs", "extra_args")
+        if _is_nested_deeper(parameters.get(name), MAX_NESTING)
+    ]
+    if deep:
+        yield f"{', '.join(deep)}: nested deeper than {MAX_NESTING} levels"
+        return
+    structured_bytes = len(orjson.dumps(parameters.get("structured_outputs")))
+    if structured_bytes > MAX_STRUCTURED_BYTES:
+        yield f"structured_outputs: {structured_bytes} bytes, the limit is {MAX_STRUCTURED_BYTES}"
+
+
+def _unsafe_values(sampling: Any) -> Iterator[str]:
+    """What ends the engine, or makes logits overflow so that log-probabilities are NaN."""
+    refusal = refusal_of(sampling)
+    if refusal is not None:
+        yield refusal
+    biases = (sampling.logit_bias or {}).values()
+    if any(abs(bias) > MAX_LOGIT_BIAS for bias in biases):
+        yield f"logit_bias: values from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+    if not 1 / MAX_PENALTY <= sampling.repetition_penalty <= MAX_PENALTY:
+        yield (
+            f"repetition_penalty: from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got "
+            f"{sampling.repetition_penalty:g}"
+        )
+
+
+def _is_nested_deeper(value: Any, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels + 1):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return bool(level)

@@ -1,0 +1,213 @@
+"""Runs a checked generation request in the engine and builds its answer, without HTTP."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_core.errors import GrpoError
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine.vllm_compat import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineRefusal,
+    RequestOutputKind,
+    TokensPrompt,
+    stamped_versions,
+    stamps_versions,
+)
+from grpo_vllm.generate.request import BadGenerateRequest, GenerateRequest
+from grpo_vllm.weights.lora import LoadedAdapter
+
+FINISHED = frozenset({"stop", "length", "repetition"})
+
+
+class GenerationFailed(GrpoError):
+    """The engine gave the request up; nothing of it may be used."""
+
+
+class NonFiniteLogprob(GenerationFailed):
+    """A token was sampled from what is no distribution."""
+
+
+@dataclass
+class PartialCompletion:
+    """Grows by what the engine has sampled since the last look."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    first_version: PolicyVersion | None = None
+    last_version: PolicyVersion | None = None
+
+    def extend(self, piece: Any, arrived_under: PolicyVersion, stamped: bool) -> None:
+        """Add a piece of vLLM's output.
+
+        Args:
+            stamped: whether the engine's own stamps name what sampled it. They name the model's
+                weights, never an adapter.
+        """
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        if piece.token_ids:
+            self.token_ids.extend(piece.token_ids)
+            self.first_version = self.first_version or arrived_under
+            self.last_version = arrived_under
+        for token, entry in zip(piece.token_ids, piece.logprobs or (), strict=False):
+            self.logprobs.append(_sampled_first(token, entry))
+        stamps = (
+            stamped_versions(piece) if stamped else []
+        )  # with the last piece, for all tokens: the engine's word
+        if stamps:
+            self.first_version, self.last_version = stamps[0], stamps[-1]
+
+    def versions(self) -> list[list[int]]:
+        """[[epoch, step] at the first token, [epoch, step] at the last]"""
+        return [list(version) for version in (self.first_version, self.last_version) if version]
+
+
+class Generation:
+    """One request on its way through the engine.
+
+    Args:
+        engine: vLLM's engine client
+        current_version: what is served, for engines that do not stamp what they sample
+        adapter: what samples all of it, whatever takes its place meanwhile; None for the model
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        request: GenerateRequest,
+        current_version: Callable[[], PolicyVersion],
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
+        self.completions = [PartialCompletion() for _ in range(request.sampling.n)]
+        self._engine = engine
+        self.request = request
+        self._adapter = adapter
+        self._version_now = current_version
+        self._prompt_logprobs: Any = None
+
+    @property
+    def prompt_text(self) -> str:
+        """As it was sent, or what the token ids stand for."""
+        if self.request.prompt_text is not None:
+            return self.request.prompt_text
+        text: str = self._engine.get_tokenizer().decode(self.request.prompt_token_ids)
+        return text
+
+    async def advance(self) -> AsyncGenerator[None, None]:
+        """Yields whenever `completions` have grown; ends when all of them are complete. Closing it
+        aborts the request in the engine.
+
+        Raises:
+            BadGenerateRequest: the engine refuses a parameter.
+            GenerationFailed: a completion was aborted or ended without a reason.
+        """
+        prompt = TokensPrompt(prompt_token_ids=self.request.prompt_token_ids)
+        sampling = self.request.sampling
+        sampling.output_kind = self._output_kind()
+        try:
+            outputs = self._engine.generate(
+                prompt,
+                sampling,
+                uuid.uuid4().hex,
+                lora_request=self._adapter.request if self._adapter else None,
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._take(output)
+                    yield
+        except EngineRefusal as error:
+            raise BadGenerateRequest(_refusal(error, sampling)) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise GenerationFailed(f"the engine failed: {error.__cause__ or error}") from error
+        self._check_complete()
+
+    def answer(self) -> dict[str, Any]:
+        """The body of the answer, once `advance` has ended."""
+        request, completions = self.request, self.completions
+        answer: dict[str, Any] = {
+            "text": [c.text for c in completions],
+            "prompt": self.prompt_text,
+            "finish_reasons": [c.finish_reason for c in completions],
+            "prompt_token_ids": request.prompt_token_ids,
+            "token_ids": [c.token_ids for c in completions],
+            "policy_version": [c.versions() for c in completions],
+        }
+        if request.sampling.logprobs is not None:
+            answer["logprobs"] = [[[entry] for entry in c.logprobs] for c in completions]
+        if request.sampling.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = [
+                None if entry is None else _finite(entry) for entry in self._prompt_logprobs or ()
+            ]
+        return answer
+
+    def _output_kind(self) -> Any:
+        # Pieces as they are sampled are needed by streams, and where versions must be read off
+        # their arrival.
+        in_pieces = self.request.stream or not stamps_versions(self._engine)
+        return RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
+
+    def _take(self, output: Any) -> None:
+        version = self._adapter.version if self._adapter else self._version_now()
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        try:
+            for piece in output.outputs:
+                self.completions[piece.index].extend(piece, version, stamped=not self._adapter)
+        except NonFiniteLogprob as error:
+            restricting = _restricting_parameters(self.request.sampling)
+            if not restricting:
+                raise
+            raise BadGenerateRequest(
+                f"{', '.join(restricting)}: these constraints leave no token to sample"
+            ) from error
+
+    def _check_complete(self) -> None:
+        reasons = [c.finish_reason for c in self.completions]
+        if all(reason in FINISHED for reason in reasons):
+            return
+        if "error" in reasons and self.request.sampling.structured_outputs is not None:
+            raise BadGenerateRequest(
+                "structured_outputs: the engine cannot follow this grammar: it leads back to "
+                "itself without end, or other parameters exclude every token that it allows"
+            )
+        raise GenerationFailed(f"generation was given up by the engine (finish reasons {reasons})")
+
+
+def _restricting_parameters(sampling: Any) -> list[str]:
+    """Those that can exclude every token between them."""
+    names = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "structured_outputs")
+    return [name for name in names if getattr(sampling, name)]
+
+
+def _refusal(error: Exception, sampling: Any) -> str:
+    """vLLM's words, led by the parameter they are about."""
+    parameter = getattr(error, "parameter", None)
+    if parameter is None and sampling.structured_outputs is not None:
+        parameter = "structured_outputs"
+    return f"{parameter or 'sampling parameters'}: {error}"
+
+
+def _sampled_first(token: int, entry: Any) -> dict[int, float]:
+    """The sampled token leads; alternatives that were cut to probability 0 are left out.
+
+    Raises `NonFiniteLogprob` for the sampled token.
+    """
+    sampled = entry[token].logprob
+    if not math.isfinite(sampled):
+        raise NonFiniteLogprob(
+            f"token {token} was sampled with a log-probability of {sampled}: do the weights hold "
+            "NaN or infinite values?"
+        )
+    return {token: sampled, **_finite(entry)}
+
+
+def _finite(entry: Any) -> dict[int, float]:
+    return {t: lp.logprob for t, lp in entry.items() if math.isfinite(lp.logprob)}

@@ -1,0 +1,83 @@
+"""A streamed answer: JSON lines while tokens are sampled (`"stream": true`).
+
+    {"text": ["2+2=4"]}                                           prompt and text so far
+    {"text": ["2+2=4."], "finish_reasons": ["stop"], ...}         the last line of a whole answer
+
+Only an answer whose last line has `finish_reasons` is whole. One that fails ends with
+`{"error": "..."}`, which has no text, and without the end mark of the chunked transfer, so that
+HTTP clients raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from grpo_core.errors import GrpoError
+from grpo_vllm.generate.runner import Generation
+from grpo_vllm.http.disconnection import unless_disconnected
+
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/x-ndjson"
+
+
+async def json_lines(generation: Generation) -> AsyncGenerator[bytes, None]:
+    """One line whenever the engine has sampled, each with the whole text of every completion."""
+    prompt = generation.prompt_text
+    async with aclosing(generation.advance()) as progress:
+        async for _ in progress:
+            if not all(c.finish_reason for c in generation.completions):
+                yield _line({"text": [prompt + c.text for c in generation.completions]})
+    answer = generation.answer()
+    yield _line({**answer, "text": [prompt + text for text in answer["text"]]})
+
+
+class JsonLines(Response):
+    """Args:
+    first: the first line, so that what fails before it still gets an error status
+    rest: the lines after it
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        async with aclosing(self._rest):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            await unless_disconnected(receive, asyncio.create_task(self._write(send)))
+
+    async def _write(self, send: Send) -> None:
+        await _send(send, self._first)
+        try:
+            async for line in self._rest:
+                await _send(send, line)
+        except GrpoError as error:
+            log.warning("a stream broke off", reason=str(error))
+            await _send(send, _line({"error": str(error)}))
+            return  # without the end mark: the server then closes the connection
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send(send: Send, line: bytes) -> None:
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,1 @@
+"""HTTP below the routes: sockets, connections, readiness, requests in flight."""

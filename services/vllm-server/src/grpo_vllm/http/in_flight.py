@@ -1,0 +1,117 @@
+"""Requests under way. Plain ASGI, behind the readiness gate.
+
+Each request remembers which *generation of weights* was current when it came in, so that an
+adapter is let go of only when nothing can use it any more; and each can be given up, with a 503,
+when a drain takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from grpo_vllm.http.readiness import RETRY_AFTER_S, samples_nothing
+
+GIVEN_UP = "the engine is about to restart, and this request outlasted the drain; send it again"
+
+
+@dataclass(eq=False)
+class _Request:
+    generation: int
+    task: asyncio.Task[None]
+    given_up: bool = False
+
+
+@dataclass
+class InFlight:
+    """`dropped`: requests that were given up. `on_dropped`: told of each."""
+
+    generation: int = 0
+    dropped: int = 0
+    on_dropped: Callable[[], None] = field(default=lambda: None)
+    _requests: set[_Request] = field(default_factory=set)
+    _fewer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def next_generation(self) -> int:
+        """Requests that come in from now on count to a new one, which is returned."""
+        self.generation += 1
+        return self.generation
+
+    async def finished_up_to(self, generation: int) -> None:
+        """Until no request is left that came in while `generation`, or an earlier one, was
+        current."""
+        while any(request.generation <= generation for request in self._requests):
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def give_up_all(self) -> None:
+        """End every request with a 503 or, where its answer has begun, by breaking it off."""
+        for request in self._requests:
+            request.given_up = True
+            request.task.cancel()
+            self.dropped += 1
+            self.on_dropped()
+
+    def enter(self, task: asyncio.Task[None]) -> _Request:
+        request = _Request(self.generation, task)
+        self._requests.add(request)
+        return request
+
+    def leave(self, request: _Request) -> None:
+        self._requests.discard(request)
+        self._fewer.set()
+
+
+class InFlightCounter:
+    """Args:
+    app: what it stands in front of
+    in_flight: where requests that sample are counted
+    """
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or samples_nothing(scope):
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        # A task of its own: cancelling it must not cancel the server's.
+        task = asyncio.create_task(self._run(scope, receive, answer))
+        request = self._in_flight.enter(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._in_flight.leave(request)
+        if request.given_up and not answer.begun:
+            await _refuse(scope, receive, send)
+        elif not task.cancelled():
+            task.result()
+
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        await self._app(scope, receive, answer.send)
+
+
+class _Answer:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+    await JSONResponse({"detail": GIVEN_UP}, 503, headers=headers)(scope, receive, send)

@@ -1,0 +1,137 @@
+"""Sockets and HTTP servers that leave signals to this process and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from grpo_vllm.http.connection_handover import Park, ParkingLot, adopted, parking_protocol
+
+log = structlog.get_logger()
+
+WATCH_S = 1.0
+GRACEFUL_SHUTDOWN_S = 5
+BACKLOG = 2048
+"""Connections that may wait while no engine process takes any (bounded by net.core.somaxconn)."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s): the one who reuses them
+should be the one who closes them."""
+_STARTED_POLL_S = 0.02
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again at its end, and the process would be
+    gone before the engine's processes are.
+
+    Args:
+        app: what is served
+        stop_after_s: how long requests under way may take once it is told to stop
+        lot: where connections that wait for a request go when the server stops, once it is open
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        stop_after_s: float = GRACEFUL_SHUTDOWN_S,
+        lot: ParkingLot | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_level="warning",
+                http=parking_protocol(lot or ParkingLot()),
+                timeout_graceful_shutdown=math.ceil(stop_after_s),
+                timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=BACKLOG,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def drain(self, lot: ParkingLot, park: Park, within_s: float) -> None:
+        """Take in nothing new, hand connections that wait over, and end once the requests under
+        way are answered."""
+        self.config.timeout_graceful_shutdown = math.ceil(within_s) + GRACEFUL_SHUTDOWN_S
+        lot.open(park)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        self.should_exit = True
+
+    async def adopt(self, descriptors: Iterable[int]) -> None:
+        """Serve connections that were accepted elsewhere. Waits until the server has started."""
+        while not self.started:
+            await asyncio.sleep(_STARTED_POLL_S)
+        loop = asyncio.get_running_loop()
+        for descriptor in descriptors:
+            await loop.connect_accepted_socket(self._protocol, adopted(descriptor))
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and the socket it answers on."""
+
+    server: HttpServer
+    socket: socket.socket
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Raises `OSError` where the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+async def serve_until(ended: Callable[[], bool], endpoints: list[Endpoint]) -> None:
+    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`."""
+    stop = _stop_event()
+    watch = asyncio.create_task(_stop_when(ended, stop))
+    running = [asyncio.create_task(e.server.serve(sockets=[e.socket])) for e in endpoints]
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
+        log.info("stopping")
+        for endpoint in endpoints:
+            endpoint.server.should_exit = True
+        await asyncio.gather(*running)
+    finally:
+        watch.cancel()
+        stopped.cancel()
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _stop_when(ended: Callable[[], bool], stop: asyncio.Event) -> None:
+    while not ended():
+        await asyncio.sleep(WATCH_S)
+    stop.set()

@@ -1,0 +1,130 @@
+"""Judges commands, while the engine is kept alive beside it, so that each is answered at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from grpo_core.weights.files import UnusableWeights
+from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
+from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.supervisor.control_stream import ControlPlane
+from grpo_vllm.supervisor.engine import EngineSlot
+from grpo_vllm.supervisor.engine_child import EngineDoesNotAnswer, EngineRefused
+from grpo_vllm.supervisor.orders import newest_first, planned
+from grpo_vllm.supervisor.state import Restart, Situation
+
+log = structlog.get_logger()
+
+
+class CommandDesk:
+    """Args:
+    control: where commands come from and answers go
+    slot: has the engine that loads adapters
+    note: writes down what is served
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        control: ControlPlane,
+        situation: Situation,
+        slot: EngineSlot,
+        note: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._settings = settings
+        self._control = control
+        self._situation = situation
+        self._slot = slot
+        self._note = note
+        self._answers: set[asyncio.Task[None]] = set()
+        self.loading = False
+        """An adapter is on its way into the engine."""
+
+    async def listen(self) -> None:
+        """For ever."""
+        async for commands in self._control.commands():
+            found = newest_first(commands)
+            for command in found.replaced:
+                await self._busy(command, f"{named(found.newest)} came at the same time")
+            if self._situation.restart is not None:
+                await self._busy(found.newest, "another command is under way")
+            else:
+                await self._follow(found.newest)
+
+    def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
+        """If the engine was started for one."""
+        command = self._situation.take_launched()
+        if command is None:
+            return
+        log.info("restart answered", command=named(command), outcome=state.value)
+        # Beside: Redis may be away, and the engine wants to be watched.
+        task = asyncio.create_task(self._answer(command, state, reason))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+    async def close(self) -> None:
+        for task in self._answers:
+            task.cancel()
+        await asyncio.gather(*self._answers, return_exceptions=True)
+
+    async def _follow(self, command: Command) -> None:
+        situation = self._situation
+        try:
+            weights = await planned(command, self._settings, situation.weights)
+        except UnusableWeights as error:
+            log.warning("command refused", command=named(command), reason=str(error))
+            await self._answer(command, OutcomeState.REFUSED, str(error))
+            return
+        if weights == situation.weights and situation.serving:
+            await self._answer(command, OutcomeState.DONE)
+        elif command.action is Action.LOAD_ADAPTER and situation.serving:
+            await self._load(command, weights)
+        elif situation.state in (SupervisorState.SERVING, SupervisorState.FAILED):
+            log.info("restart asked for", command=named(command))
+            await self._answer(command, OutcomeState.ACCEPTED)
+            situation.ask_for(Restart(command, weights))
+        else:
+            await self._busy(command, f"the server is {situation.state.value}")
+
+    async def _load(self, command: Command, weights: PlannedWeights) -> None:
+        engine, directory = self._slot.engine, weights.directory
+        assert engine is not None
+        assert directory is not None
+        self.loading = True
+        try:
+            in_use = await engine.load_adapter(directory, weights.version)
+        except EngineRefused as error:
+            await self._answer(command, OutcomeState.REFUSED, str(error))
+        except EngineDoesNotAnswer as error:
+            await self._answer(command, OutcomeState.FAILED, str(error))
+        else:
+            self._situation.has_served(weights)
+            await self._note()
+            await self._answer(command, OutcomeState.DONE, in_use=in_use)
+        finally:
+            self.loading = False
+
+    async def _busy(self, command: Command, why: str) -> None:
+        log.info("command not followed", command=named(command), reason=why)
+        reason = f"{why}; this one was not followed, ask again"
+        await self._answer(command, OutcomeState.BUSY, reason)
+
+    async def _answer(
+        self,
+        command: Command,
+        state: OutcomeState,
+        reason: str = "",
+        in_use: list[str] | None = None,
+    ) -> None:
+        outcome = Outcome(state=state, reason=reason, in_use=json.dumps(in_use or []))
+        await self._control.answer(command, outcome)
+
+
+def named(command: Command) -> str:
+    sender = f" from {command.sender}" if command.sender else ""
+    return f"{command.action.value} {command.epoch}.{command.step}{sender}"

@@ -1,0 +1,110 @@
+"""Puts the supervisor's parts together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Sequence
+
+import structlog
+
+from grpo_core.process.orphans import adopt_orphans, children
+from grpo_vllm.forkserver.client import ENGINE_MODULE, EngineHost
+from grpo_vllm.http.server import HttpServer
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.supervisor.control_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.initial_weights import first_weights
+from grpo_vllm.supervisor.preflight import require_shared_memory
+from grpo_vllm.supervisor.sockets import Sockets, duplicate
+from grpo_vllm.supervisor.supervisor import Supervisor
+from grpo_vllm.supervisor.unavailable import health_app
+from grpo_vllm.weights.served_store import NoRecord, ServedRecord
+from grpo_vllm.weights.socket_directory import own_directory
+
+log = structlog.get_logger()
+
+_REAP_AGAIN_S = 1.0
+
+
+def supervise(
+    settings: ServerSettings,
+    arguments: Sequence[str],
+    engine_module: str = ENGINE_MODULE,
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    Raises:
+        OSError: an address is taken.
+        GrpoError: it is not known, or not there, what is to be served; no room in /dev/shm, or
+            others may enter the directory of the weight socket.
+    """
+    require_shared_memory(settings.engine_arguments)
+    if settings.share_weights:
+        own_directory(settings.socket_path.parent)
+    adopt_orphans()
+    _allow_many_connections()
+    with Sockets.open(settings) as sockets:
+        return asyncio.run(_run(settings, arguments, sockets, engine_module))
+
+
+async def _run(
+    settings: ServerSettings,
+    arguments: Sequence[str],
+    sockets: Sockets,
+    engine_module: str,
+) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        control: CommandStream | NoControlPlane = NoControlPlane()
+        record: ServedRecord | NoRecord = NoRecord()
+        if settings.redis_url is not None:
+            url = settings.redis_url.get_secret_value()
+            record = await stack.enter_async_context(ServedRecord(url, settings.run_id))
+            control = await stack.enter_async_context(CommandStream(url, settings.run_id))
+        weights = await first_weights(settings, record)
+        host = EngineHost(engine_module, arguments)
+        stack.push_async_callback(host.close)
+        supervisor = Supervisor(settings, sockets, weights, control, record, host)
+        _handle_signals(supervisor, host)
+        await stack.enter_async_context(_health(supervisor, sockets, settings))
+        return await supervisor.run()
+
+
+@contextlib.asynccontextmanager
+async def _health(
+    supervisor: Supervisor, sockets: Sockets, settings: ServerSettings
+) -> AsyncIterator[None]:
+    server = HttpServer(health_app(supervisor.status, supervisor.ready, settings.api_key))
+    serving = asyncio.create_task(server.serve(sockets=[duplicate(sockets.health)]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _handle_signals(supervisor: Supervisor, host: EngineHost) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
+
+
+def _reap_strangers(host: EngineHost) -> None:
+    """As the first process of a container, or as the nearest subreaper, we inherit what the
+    engine's processes leave behind."""
+    if not host.pids:
+        # The engine host is being started or has just ended, and is waited for elsewhere.
+        asyncio.get_running_loop().call_later(_REAP_AGAIN_S, _reap_strangers, host)
+        return
+    for pid in children() - host.pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _allow_many_connections() -> None:
+    """Each parked connection is a descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,58 @@
+"""Answers of the supervisor itself: on its health port, and for an engine that is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from grpo_core.weights.handoff import ServerStatus, SupervisorState
+from grpo_vllm.http.api_key import ApiKeyGuard
+
+RETRY_AFTER_S = 10
+HEALTH_PATHS = ("/healthz", "/readyz", "/status")
+
+
+def health_app(
+    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_key: SecretStr | None
+) -> ASGIApp:
+    """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
+    `/status`: everything that is known, for those who know the key."""
+
+    async def healthz(_request: Request) -> Response:
+        now = status()
+        return _answer(now, now.state is not SupervisorState.FAILED)
+
+    async def readyz(_request: Request) -> Response:
+        return _answer(status(), ready())
+
+    async def everything(_request: Request) -> Response:
+        return JSONResponse(status().model_dump(mode="json"))
+
+    handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
+    app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+    return ApiKeyGuard(app, api_key)
+
+
+def _answer(status: ServerStatus, good: bool) -> Response:
+    body = {"state": status.state.value, "reason": status.reason}
+    return JSONResponse(body, 200 if good else 503)
+
+
+class GivenUp:
+    """503 for every request on the public port, with the reason. Plain ASGI."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+        response = JSONResponse({"detail": self._reason}, 503, headers=headers)
+        await response(scope, receive, send)

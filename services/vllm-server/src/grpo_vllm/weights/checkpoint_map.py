@@ -1,0 +1,109 @@
+"""Learns where each checkpoint tensor lands in the weight memory by watching the checkpoint load.
+
+No table of fused layers is needed: vLLM's own loading code copies q, k and v into their places
+in a fused tensor, and every copy is seen here under the checkpoint's name for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_core.weights.manifest import TensorRegion
+from grpo_vllm.weights.memory import ParameterMemory, dtype_name
+
+
+class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records every copy into the weight memory under the current checkpoint name."""
+
+    def __init__(self, memory: ParameterMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self._name: str | None = None
+        self._copies: dict[str, list[TensorRegion]] = {}
+        self._scattered: set[str] = set()  # no view can stand for these
+
+    def watch(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the checkpoint through, noting which tensor is being loaded and whether it arrives
+        as it is: a loader may permute what it copies, and a view would then mean something else.
+        """
+        for name, tensor in weights:
+            self._name = name
+            yield name, tensor
+            self._name = None
+            if not self._arrived_unchanged(name, tensor):
+                self._scattered.add(name)
+
+    def _arrived_unchanged(self, name: str, tensor: torch.Tensor) -> bool:
+        region = _merged(self._copies[name]) if name in self._copies else None
+        if region is None:
+            return True  # not a parameter, or named by `unshareable` already
+        loaded = self._memory.view(region)
+        return loaded.shape == tensor.shape and torch.equal(
+            loaded, tensor.to(device=loaded.device, dtype=loaded.dtype)
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and self._name is not None:
+            self._record(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def regions(self) -> dict[str, TensorRegion]:
+        """Checkpoint name → its one region. Names without one are in `unshareable`."""
+        merged = {name: _merged(copies) for name, copies in self._copies.items()}
+        return {
+            name: region
+            for name, region in merged.items()
+            if region is not None and name not in self._scattered
+        }
+
+    def unshareable(self) -> dict[str, str]:
+        """Checkpoint name → why no single contiguous tensor of the server holds it."""
+        shareable = self.regions()
+        return {
+            name: f"loaded in {len(copies)} pieces that are not the checkpoint's tensor as it is"
+            for name, copies in self._copies.items()
+            if name not in shareable
+        }
+
+    def _record(self, target: torch.Tensor) -> None:
+        offset = self._memory.offset_of(target)
+        if offset is None or self._name is None:
+            return
+        if not target.is_contiguous():
+            self._scattered.add(self._name)
+        region = TensorRegion(
+            offset=offset,
+            nbytes=target.numel() * target.element_size(),
+            shape=tuple(target.shape),
+            dtype=dtype_name(target.dtype),
+        )
+        self._copies.setdefault(self._name, []).append(region)
+
+
+def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
+    """One region for pieces that follow each other in memory along their first dimension.
+
+    Checkpoints that are fused already (Phi-3) load one tensor in several adjacent pieces.
+    """
+    first, *rest = copies
+    rows, end = (first.shape[0] if first.shape else 1), first.end
+    for piece in rest:
+        if piece.offset != end or piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:]:
+            return None
+        rows, end = rows + piece.shape[0], piece.end
+    if not rest:
+        return first
+    return TensorRegion(
+        offset=first.offset,
+        nbytes=end - first.offset,
+        shape=(rows, *first.shape[1:]),
+        dtype=first.dtype,
+    )

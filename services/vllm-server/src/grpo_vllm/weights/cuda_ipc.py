@@ -1,0 +1,95 @@
+"""Exports parameters on a GPU to one consumer, by CUDA's interprocess communication.
+
+torch's own reductions (torch/multiprocessing/reductions.py) name an allocation by the handle of the
+block that CUDA gave it, and by the place in it. Each export takes a slot in torch's count of users,
+which the consumer that opens it gives back: an export must be opened by one consumer, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
+from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
+from grpo_vllm.weights.device_memory import DeviceMemory, Segment
+
+NATIVE = "native"
+EXPANDABLE_ADVICE = (
+    "start the server without expandable_segments:True in PYTORCH_ALLOC_CONF (or "
+    "PYTORCH_CUDA_ALLOC_CONF)"
+)
+
+
+def exported(memory: DeviceMemory) -> CudaMemory:
+    """For one consumer. Raises RuntimeError where CUDA refuses."""
+    return CudaMemory(
+        place=cuda_place(memory.segments[0].storage.device),
+        segments=tuple(_exported(segment) for segment in memory.segments),
+    )
+
+
+def cuda_place(device: torch.device) -> CudaPlace:
+    properties = torch.cuda.get_device_properties(device)
+    return CudaPlace(
+        device_uuid=str(properties.uuid),
+        device_name=properties.name,
+        torch=torch_build(torch.__version__, torch.version.cuda),
+        pid_namespace=pid_namespace(),
+        shm_filesystem=shm_filesystem(),
+    )
+
+
+def why_not_exportable(memory: DeviceMemory) -> str | None:
+    """What torch's allocator has done that CUDA cannot export; None where nothing is."""
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != NATIVE:
+        return (
+            f"torch allocates with {backend}, whose memory other processes cannot open; start the "
+            "server without backend: in PYTORCH_ALLOC_CONF"
+        )
+    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    expandable = in_expandable_segments([s.address for s in memory.segments], snapshot)
+    if expandable:
+        return (
+            f"{expandable} of {len(memory.segments)} parameters lie in expandable segments of "
+            f"torch's allocator, which an unprivileged process cannot open; {EXPANDABLE_ADVICE}"
+        )
+    return None
+
+
+def in_expandable_segments(addresses: list[int], snapshot: list[dict[str, Any]]) -> int:
+    """How many of the addresses lie in such.
+
+    Args: snapshot: of `torch.cuda.memory_snapshot`.
+    """
+    spans = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in snapshot
+        if segment.get("is_expandable")
+    ]
+    return sum(any(address in span for span in spans) for address in addresses)
+
+
+def _exported(segment: Segment) -> CudaSegment:
+    (
+        _device,
+        handle,
+        nbytes,
+        handle_offset,
+        ref_counter,
+        ref_counter_offset,
+        event,
+        event_sync_required,
+    ) = segment.storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaSegment(
+        start=segment.start,
+        nbytes=nbytes,
+        handle=handle.hex(),
+        handle_offset=handle_offset,
+        ref_counter=ref_counter.hex(),
+        ref_counter_offset=ref_counter_offset,
+        event=event.hex(),
+        event_sync_required=event_sync_required,
+    )

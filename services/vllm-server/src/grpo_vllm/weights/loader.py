@@ -1,0 +1,198 @@
+"""Load format "grpo_shared": the model's parameters lie where a trainer can map them.
+
+On the host that is one arena, into which they are moved before the checkpoint loads; on a GPU it is
+where vLLM allocated them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_core.errors import GrpoError
+from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_vllm.engine.plugin_names import LOAD_FORMAT
+from grpo_vllm.engine.vllm_compat import (
+    DefaultModelLoader,
+    LoadConfig,
+    current_platform,
+    layout_facts,
+    register_model_loader,
+    replace_config,
+)
+from grpo_vllm.weights.arena import Arena
+from grpo_vllm.weights.checkpoint_map import CheckpointMap
+from grpo_vllm.weights.cuda_ipc import why_not_exportable
+from grpo_vllm.weights.device_memory import DeviceMemory
+from grpo_vllm.weights.layout_checks import why_not_shareable
+from grpo_vllm.weights.memory import ParameterMemory, aligned, dtype_name
+from grpo_vllm.weights.plain_layers import packed_layers, use_plain_layout
+from grpo_vllm.weights.served_parameters import ServedParameters, followed
+
+_ATTRIBUTE = "grpo_shared_parameters"
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """What the loader leaves on the model for the worker extension to export."""
+
+    memory: ParameterMemory
+    manifest: WeightManifest
+
+
+def shared_parameters(model: nn.Module) -> SharedParameters:
+    """Raises `AttributeError` where the model was loaded by another loader."""
+    shared: SharedParameters = getattr(model, _ATTRIBUTE)
+    return shared
+
+
+class UnshareableWeights(GrpoError):
+    """Some parameters cannot be shared with a trainer. Lists all of them."""
+
+
+@register_model_loader(LOAD_FORMAT)
+class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Loads as vLLM does, and fails closed where a parameter is not in the weight memory."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace_config(load_config, load_format="auto"))
+        self._map: CheckpointMap | None = None
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Called after the modules exist and before any layer processes its weights."""
+        memory = self.weight_memory(model)
+        self._map = CheckpointMap(memory)
+        with self._map:
+            super().load_weights(model, model_config)
+        served = ServedParameters(model, memory)
+        mappings = {name: served.mapping(region) for name, region in self._map.regions().items()}
+        manifest = WeightManifest(
+            generation=uuid.uuid4().hex,
+            model=str(model_config.model),
+            total_bytes=memory.total_bytes,
+            parameters={name: mapping for name, mapping in mappings.items() if mapping},
+        )
+        setattr(model, _ATTRIBUTE, SharedParameters(memory, manifest))
+
+    def get_all_weights(
+        self, model_config: Any, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = super().get_all_weights(model_config, model)
+        return self._map.watch(weights) if self._map is not None else weights
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        """Raises `UnshareableWeights` listing what was configured against sharing, before anything
+        is loaded, or else every parameter that a trainer could not reach."""
+        _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
+        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
+        _follow_parameters(model)
+        self.check_shareable(model)
+        return model
+
+    def weight_memory(self, model: nn.Module) -> ParameterMemory:
+        """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
+        if current_platform.is_cpu():
+            arena = move_into_arena(model)
+            self.prepare_layers(model)
+            return arena
+        if not current_platform.is_cuda():
+            raise UnshareableWeights(
+                f"--share-weights works on CPU and on NVIDIA GPUs, not on "
+                f"{current_platform.device_name}; start without it"
+            )
+        memory = DeviceMemory(model.parameters())
+        obstacle = why_not_exportable(memory)
+        if obstacle is not None:
+            raise UnshareableWeights(f"--share-weights: {obstacle}")
+        return memory
+
+    def prepare_layers(self, model: nn.Module) -> None:
+        """CPU: decide how layers keep their weights, before they process them."""
+        use_plain_layout(model)
+
+    def check_shareable(self, model: nn.Module) -> None:
+        assert self._map is not None, "vLLM built the model without calling load_weights"
+        shared = shared_parameters(model)
+        problems = {
+            **self._map.unshareable(),
+            **_unplaced(self._map, shared),
+            **_outside(model, shared.memory),
+            **_never_loaded(model, shared),
+            **dict.fromkeys(packed_layers(model), "served from a packed copy"),
+        }
+        if problems:
+            listed = "\n".join(f"  {name}: {why}" for name, why in sorted(problems.items()))
+            raise UnshareableWeights(
+                f"cannot share {len(problems)} parameters of {shared.manifest.model} with a "
+                f"trainer:\n{listed}\nuse another weight-bridge mode for this model"
+            )
+
+
+def move_into_arena(model: nn.Module) -> Arena:
+    """Give every parameter storage in one new arena; values are left for the checkpoint."""
+    regions: list[tuple[nn.Parameter, TensorRegion]] = []
+    offset = 0
+    for _, parameter in model.named_parameters():  # tied parameters come once
+        nbytes = parameter.numel() * parameter.element_size()
+        region = TensorRegion(
+            offset=offset,
+            nbytes=nbytes,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+        )
+        regions.append((parameter, region))
+        offset += aligned(nbytes)
+    arena = Arena.create(offset)
+    for parameter, region in regions:
+        # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
+        parameter.data = arena.view(region)
+    return arena
+
+
+def _follow_parameters(model: nn.Module) -> None:
+    shared = shared_parameters(model)
+    where = followed(shared.manifest.parameters, model, shared.memory)
+    manifest = shared.manifest.model_copy(update={"parameters": where})
+    setattr(model, _ATTRIBUTE, SharedParameters(shared.memory, manifest))
+    if isinstance(shared.memory, DeviceMemory):
+        shared.memory.forget_all_but(model.parameters())
+
+
+def _require_no(problems: list[str], model_config: Any) -> None:
+    if problems:
+        raise UnshareableWeights(
+            f"--share-weights cannot share {model_config.model} with a trainer:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
+    return {
+        name: "not whole rows of one of the server's parameters"
+        for name in seen.regions()
+        if name not in shared.manifest.parameters
+    }
+
+
+def _outside(model: nn.Module, memory: ParameterMemory) -> dict[str, str]:
+    return {
+        name: "moved elsewhere while the model was prepared for serving"
+        for name, parameter in model.named_parameters()
+        if memory.offset_of(parameter) is None
+    }
+
+
+def _never_loaded(model: nn.Module, shared: SharedParameters) -> dict[str, str]:
+    starts = [region.offset for region in shared.manifest.parameters.values()]
+    return {
+        name: "not filled from the checkpoint, so it has no name a trainer knows"
+        for name, parameter in model.named_parameters()
+        if (offset := shared.memory.offset_of(parameter)) is not None
+        and not any(offset <= start < offset + parameter.nbytes for start in starts)
+    }

@@ -1,0 +1,186 @@
+"""The LoRA adapter that answers for the served name, and how a newer one takes its place.
+
+Each version is loaded under a name and a number of its own. vLLM tells adapters apart by name
+(within a batch, and for cached keys and values by name and path), so a name that came again would
+mix two sets of weights. Requests in flight finish on the adapter that they began with; it is
+unloaded once no request is left that can use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.wire import PolicyVersion
+from grpo_vllm.engine.vllm_compat import EngineDeadError, LoRARequest
+from grpo_vllm.http.in_flight import InFlight
+
+log = structlog.get_logger()
+
+BASE_SUFFIX = "@base"
+"""The model without an adapter answers under the served name with this behind it."""
+LOAD_DEADLINE_S = 120.0
+
+
+class AdapterRefused(GrpoError):
+    """The engine does not take the adapter. What was served before is served on."""
+
+
+class LoraEngine(Protocol):
+    """vLLM's engine client, as far as adapters go."""
+
+    async def add_lora(self, lora_request: Any) -> bool: ...
+
+    async def remove_lora(self, lora_id: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """`request`: vLLM's record of it, sent with every generation. `generation`: see `InFlight`."""
+
+    version: PolicyVersion
+    directory: Path
+    request: Any
+    generation: int
+
+    @property
+    def name(self) -> str:
+        name: str = self.request.lora_name
+        return name
+
+
+class AdapterSwitch:
+    """Args:
+    engine: takes adapters
+    served_name: of the model; resolves to the newest adapter
+    in_flight: says which requests may still use an older one
+    """
+
+    def __init__(self, engine: LoraEngine, served_name: str, in_flight: InFlight) -> None:
+        self.served_name = served_name
+        self.current: LoadedAdapter | None = None
+        self._engine = engine
+        self._in_flight = in_flight
+        self._numbers = 0
+        self._former: list[LoadedAdapter] = []
+        self._lock = asyncio.Lock()
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    async def load(self, directory: Path, version: PolicyVersion) -> LoadedAdapter:
+        """Requests that come in after this are answered by the adapter in `directory`.
+
+        Raises:
+            AdapterRefused: the engine does not take it, or that version is loaded from elsewhere.
+        """
+        async with self._lock:
+            if self.current is not None and self.current.version == version:
+                return self._same(self.current, directory)
+            self._numbers += 1
+            name = f"{self.served_name}@{version.epoch}.{version.step}"
+            request = LoRARequest(name, self._numbers, str(directory))
+            await self._add(request)
+            former, generation = self.current, self._in_flight.generation
+            self.current = LoadedAdapter(
+                version, directory, request, self._in_flight.next_generation()
+            )
+            log.info("adapter loaded", name=name, directory=str(directory))
+            if former is not None:
+                self._former.append(former)
+                self._unload_later(former, generation)
+            return self.current
+
+    async def unload(self) -> None:
+        """Serve the model without an adapter again."""
+        async with self._lock:
+            former, self.current = self.current, None
+            if former is not None:
+                generation = self._in_flight.generation
+                self._in_flight.next_generation()
+                self._former.append(former)
+                self._unload_later(former, generation)
+
+    def in_use(self) -> list[LoadedAdapter]:
+        """All whose files the engine may read: the current one last."""
+        return [*self._former, *([self.current] if self.current else [])]
+
+    def _same(self, current: LoadedAdapter, directory: Path) -> LoadedAdapter:
+        if current.directory != directory:
+            raise AdapterRefused(
+                f"policy version {tuple(current.version)} is served from {current.directory}; a "
+                "version names one set of weights only"
+            )
+        return current
+
+    async def _add(self, request: Any) -> None:
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                await self._engine.add_lora(request)
+        except EngineDeadError:
+            raise
+        except TimeoutError:
+            self._in_background(self._remove(request))
+            raise AdapterRefused(
+                f"{request.lora_path}: not loaded within {LOAD_DEADLINE_S:g} s; see the server log"
+            ) from None
+        except Exception as error:  # the engine passes on whatever went wrong in its worker
+            self._in_background(self._remove(request))
+            raise AdapterRefused(f"{request.lora_path}: {error}") from error
+
+    def _unload_later(self, former: LoadedAdapter, generation: int) -> None:
+        self._in_background(self._unload(former, generation))
+
+    async def _unload(self, former: LoadedAdapter, generation: int) -> None:
+        await self._in_flight.finished_up_to(generation)
+        await self._remove(former.request)
+        self._former.remove(former)
+        log.info("adapter unloaded", name=former.name)
+
+    async def _remove(self, request: Any) -> None:
+        """What the engine does not remove, it evicts for newer ones: no request names it again."""
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                await self._engine.remove_lora(request.lora_int_id)
+        except Exception as error:  # noqa: BLE001 - as in `_add`
+            log.warning(
+                "the engine does not remove an adapter",
+                name=request.lora_name,
+                reason=str(error) or type(error).__name__,
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+
+class AdapterNames(MutableMapping[str | None, Any]):
+    """Model names to adapters, as vLLM's routes ask for them: the served name, no name at all, and
+    the current adapter's own all mean the current adapter. The base model has another name."""
+
+    def __init__(self, switch: AdapterSwitch) -> None:
+        self._switch = switch
+
+    def __getitem__(self, name: str | None) -> Any:
+        current = self._switch.current
+        if current is None or name not in (None, "", self._switch.served_name, current.name):
+            raise KeyError(name)
+        return current.request
+
+    def __iter__(self) -> Iterator[str | None]:
+        """One name per adapter: lists are made of these."""
+        return iter([self._switch.current.name] if self._switch.current else [])
+
+    def __len__(self) -> int:
+        return int(self._switch.current is not None)
+
+    def __setitem__(self, name: str | None, request: Any) -> None:
+        raise AdapterRefused(f"adapter {name}: load it with POST /lora/load")
+
+    def __delitem__(self, name: str | None) -> None:
+        raise AdapterRefused(f"adapter {name}: unload it with POST /lora/unload")

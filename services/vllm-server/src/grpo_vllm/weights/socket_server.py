@@ -1,0 +1,126 @@
+"""Hands the weight memory to trainers over a unix socket; its twin is `grpo_core.weights.socket`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.weights.socket import send_grant, send_refusal
+from grpo_vllm.engine.control import EngineTimeout
+from grpo_vllm.weights.export import ExportedWeights, NotExported
+from grpo_vllm.weights.socket_directory import own_directory
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
+
+log = structlog.get_logger()
+
+SEND_TIMEOUT_S = 10.0
+ACCEPT_RETRY_S = 1.0
+
+
+class SocketTaken(GrpoError):
+    """The path of the weight socket is in use."""
+
+
+@contextlib.asynccontextmanager
+async def serve_weights(
+    path: Path, weights: ExportedWeights, bridge: WeightBridge
+) -> AsyncIterator[None]:
+    """Grant the memory to whoever connects at `path` (mode 0600) while the context is open.
+
+    Raises:
+        SocketTaken, UnsafeSocketDirectory: not there.
+    """
+    listener = _listen(path)
+    grants: set[asyncio.Task[None]] = set()
+    accepting = asyncio.create_task(_accept(listener, weights, bridge, grants))
+    try:
+        yield
+    finally:
+        accepting.cancel()
+        for task in grants:
+            task.cancel()
+        await asyncio.gather(accepting, *grants, return_exceptions=True)
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    own_directory(path.parent)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Clear away what a server that was killed left behind, and nothing else.
+
+    Raises:
+        SocketTaken: a living server listens there, or it is no socket.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise SocketTaken(f"--weights-socket {path}: a file of another kind; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise SocketTaken(
+                f"--weights-socket {path}: another server listens there; choose another path"
+            )
+
+
+async def _accept(
+    listener: socket.socket,
+    weights: ExportedWeights,
+    bridge: WeightBridge,
+    grants: set[asyncio.Task[None]],
+) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:  # no descriptor left: other connections will close
+            log.warning("cannot accept a trainer", error=str(error))
+            await asyncio.sleep(ACCEPT_RETRY_S)
+            continue
+        task = asyncio.create_task(_serve_trainer(connection, weights, bridge))
+        grants.add(task)
+        task.add_done_callback(grants.discard)
+
+
+async def _serve_trainer(
+    connection: socket.socket, weights: ExportedWeights, bridge: WeightBridge
+) -> None:
+    """Send the grant, then hold the session until the other end closes."""
+    connection.settimeout(SEND_TIMEOUT_S)
+    session = None
+    try:
+        session = await bridge.open_session()
+        grant, fd = await weights.grant(session)
+        await asyncio.to_thread(send_grant, connection, grant, fd)
+        connection.setblocking(False)
+        while await asyncio.get_running_loop().sock_recv(connection, 1):
+            pass  # the protocol has nothing for a trainer to say; only the end matters
+    except (BridgeConflict, NotExported) as error:
+        await asyncio.to_thread(send_refusal, connection, str(error))
+    except EngineTimeout as error:
+        log.error("bridge broken", error=str(error))
+    except OSError as error:
+        log.warning("weight connection broke", session=session, error=str(error))
+    finally:
+        connection.close()
+        if session is not None:
+            await bridge.close_session(session)
