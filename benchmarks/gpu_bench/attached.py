@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_bench.servers import Server
 from grpo_core.clients.inference import BridgeClient
-from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 LEASE_S = 60.0
 

@@ -9,8 +9,8 @@ from benchmarks.gpu_bench.counts import evenly_spread
 from benchmarks.gpu_bench.settings import TrainWork
 from benchmarks.gpu_bench.shapes import ModelShape
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import Batch, CollationLimits, collate
-from grpo_trainer.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.group_checks import GroupLimits, usable_group
 
 PROMPT_SHARE = 8
 """One in so many tokens of the shortest sequence is the prompt's, in all of them."""

@@ -26,7 +26,7 @@ from benchmarks.gpu_bench.train_variants import (
 from benchmarks.gpu_bench.trainee import Trainee, trainee_of
 from benchmarks.gpu_bench.training_memory import bytes_per_weight, step_bytes_per_weight
 from grpo_core.errors import GrpoError
-from grpo_trainer.batch import Batch
+from grpo_trainer.data.collate import Batch
 
 GOAL = 0.45
 """Of the measured rate of matrix products."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_bench.train_variants import Options, Variant
-from grpo_trainer.batch import Batch
-from grpo_trainer.forward_pass import ForwardPass, build_forward_pass
-from grpo_trainer.gradients import accumulate_gradients
-from grpo_trainer.loop import build_optimizer
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.packages import require_packages
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.packages import require_packages
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.train import build_optimizer
 
 CLIP_EPS = 0.2
 LR = 1e-6

@@ -1,6 +1,6 @@
 """How much memory a training step takes by what it keeps, without activations.
 
-Bytes per weight: those of `grpo_trainer.optimizer` and its update rules.
+Bytes per weight: those of `grpo_trainer.optim.optimizer` and its update rules.
 """
 
 from __future__ import annotations

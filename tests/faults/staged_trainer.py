@@ -18,9 +18,10 @@ import torch
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
-from grpo_trainer import loop, state_store
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.repeats import digest
+from grpo_trainer import train as loop
+from grpo_trainer.checkpoint.export import store as state_store
+from grpo_trainer.data.repeats import digest
+from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.faults.stages import (
     HALF_SAVED,
     HALF_WRITTEN,

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
-from grpo_trainer.forward_pass import ForwardPass, build_forward_pass, plain_forward
-from grpo_trainer.gradients import accumulate_gradients
-from grpo_trainer.layout import SequenceLengths
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.settings import parse_settings
-from grpo_trainer.updates.build import build_update
+from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
+from grpo_trainer.model.packing import SequenceLengths
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.updates.build import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)

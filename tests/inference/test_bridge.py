@@ -16,8 +16,8 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import LostServer, TornWeights
-from grpo_trainer.weight_sync.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
+from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from tests.fixtures.inference import FLOAT32_NOISE, LEASE_S, InferenceServer
 from tests.inference.trainer_side import (
     AttachedTrainer,

@@ -19,17 +19,17 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import MASKED, ScoredGroup
-from grpo_trainer import loop
+from grpo_trainer import train as loop
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import (
     DuplicatedBatch,
     RolloutMismatch,
     ServedWeightsDiffer,
     UnusableGroup,
 )
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.rollout_causes import Cause
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.weight_sync.shared_vllm import SharedVllm
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.causes import Cause
+from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer
 from tests.inference.faulty_producer import GROUP_SIZE, GROUPS_PER_BATCH, Change, Producer
 from tests.inference.trainer_side import next_epoch, write_weights

@@ -15,7 +15,7 @@ import torch
 from grpo_core.clients.inference import BridgeClient, Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof
+from grpo_trainer.verify.served import ProbeLengths, ServedProof
 from tests.fixtures.adapters import load, make_adapter
 from tests.fixtures.handed_off import HandedOffServer, serve_by_hand
 from tests.fixtures.inference import FILE_NOISE

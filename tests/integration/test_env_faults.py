@@ -15,8 +15,8 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import Registration
 from grpo_local.ports import free_port
-from grpo_trainer import loop
-from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer import train as loop
+from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api

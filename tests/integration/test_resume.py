@@ -13,15 +13,15 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
-from grpo_trainer import loop
-from grpo_trainer.alignment import Bound
-from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer import train as loop
+from grpo_trainer.checkpoint.resume import find_state, rejoin
+from grpo_trainer.checkpoint.saver import Saver
+from grpo_trainer.checkpoint.state import Position, capture
+from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.resume import find_state, rejoin
-from grpo_trainer.saving import Saver
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.state_store import SavedState, StateStore
-from grpo_trainer.trainer_state import Position, capture
+from grpo_trainer.verify.alignment import Bound
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import bulky, register, status, submit
 from tests.support.small_trainer import Side

@@ -9,10 +9,10 @@ import numpy
 import torch
 from torch import nn
 
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.state_store import SavedState, StateStore
-from grpo_trainer.trainer_state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.optim.optimizer import MasterOptimizer
 
 SETTINGS = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_trainer import errors
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.config.trainer import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

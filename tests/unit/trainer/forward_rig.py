@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.adapter import trained_parameters, with_adapter
-from grpo_trainer.batch import Batch, CollationLimits, MicroBatch, collate
-from grpo_trainer.forward_pass import ForwardPass
-from grpo_trainer.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.collate import Batch, CollationLimits, MicroBatch, collate
+from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
+from grpo_trainer.model.forward import ForwardPass
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
-from grpo_trainer.batch import Batch, CollationLimits, collate
-from grpo_trainer.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100

@@ -12,14 +12,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.weights.files import LORA_RANKS
-from grpo_trainer.adapter import adapter_dropouts, served_rank, trained_parameters
-from grpo_trainer.alignment import logprobs_of
-from grpo_trainer.checkpoint import save_adapter
+from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.checkpoint.export import save_adapter
+from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
-from grpo_trainer.mode_settings import LoraOptions
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.trained_weights import Adapter
+from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
+from grpo_trainer.model.loading import Adapter
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import logprobs_of
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer import forward_pass, packed_attention
-from grpo_trainer.compiled_layers import compile_layers
+from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
-from grpo_trainer.forward_options import Choice, ForwardOptions
-from grpo_trainer.forward_pass import FastForward, FusedHead, build_forward_pass, plain_forward
-from grpo_trainer.layout import packed
-from grpo_trainer.policy import model_of
+from grpo_trainer.model import forward as forward_pass
+from grpo_trainer.model import packed_attention
+from grpo_trainer.model.compile import compile_layers
+from grpo_trainer.model.forward import FastForward, FusedHead, build_forward_pass, plain_forward
+from grpo_trainer.model.packing import packed
+from grpo_trainer.model.policy import model_of
 from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, require_equal
 
 TRACED = "aot_eager"

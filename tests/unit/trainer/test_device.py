@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from grpo_core.weights.transport import CudaMemory, CudaPlace
-from grpo_trainer.device import device_to_load_on, require_device
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights
-from grpo_trainer.weight_sync.cuda_memory import OpenedCuda, OwnPlace
+from grpo_trainer.model.device import device_to_load_on, require_device
+from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

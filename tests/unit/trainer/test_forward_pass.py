@@ -13,10 +13,11 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
 
-from grpo_trainer import fused_head, packed_attention
+from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
-from grpo_trainer.forward_options import Choice, ForwardOptions
-from grpo_trainer.forward_pass import (
+from grpo_trainer.model import fused_head, packed_attention
+from grpo_trainer.model.forward import (
     FastForward,
     ForwardPass,
     FusedHead,
@@ -24,8 +25,7 @@ from grpo_trainer.forward_pass import (
     is_taken,
     plain_forward,
 )
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
-from grpo_trainer.layout import packed, padded
+from grpo_trainer.model.packing import packed, padded
 from tests.unit.trainer.forward_rig import (
     SMALL,
     WINDOW,

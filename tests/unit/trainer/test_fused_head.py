@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.forward_options import LIGER, Choice, ForwardOptions
-from grpo_trainer.forward_pass import build_forward_pass
-from grpo_trainer.fused_head import EAGER, Arithmetic, linear_logprobs
+from grpo_trainer.model.forward import build_forward_pass
+from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
 from tests.unit.trainer.forward_rig import qwen
 
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
@@ -104,7 +104,7 @@ def test_ligers_own_kernel_gives_torchs_numbers() -> None:
     """In a process in which Triton interprets from the beginning."""
     code = f"""
 from {__name__} import *
-from grpo_trainer.liger_head import liger_arithmetic
+from grpo_trainer.model.liger import liger_arithmetic
 for dtype in (torch.float32, torch.bfloat16):
     case = Case(dtype, bias=True)
     case.require_equal(case.fused(ROWS, liger_arithmetic()))

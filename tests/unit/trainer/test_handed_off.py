@@ -21,15 +21,15 @@ from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.weights.files import WeightKind, check_weights
 from grpo_core.weights.handoff import Action, Command, OutcomeState
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.adapter import trained_parameters
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.trained_weights import Adapter, WholeModel
-from grpo_trainer.weight_sync.handed_off import Cadence, HandedOff
-from grpo_trainer.weight_sync.handoff import Handoff
-from grpo_trainer.weight_sync.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.served_files import ServedFiles
-from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.files.handed_off import Cadence, HandedOff
+from grpo_trainer.weight_sync.files.handoff import Handoff
+from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.files.served_files import ServedFiles
+from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
 from tests.support.directories import names
 from tests.unit.trainer.hand_off_stand_in import StandIn
 from tests.unit.trainer.served_model import ServedModel

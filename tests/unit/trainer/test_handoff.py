@@ -18,10 +18,10 @@ from grpo_core.weights.handoff import Action, Command, OutcomeState, SupervisorS
 from grpo_core.wire import PolicyVersion
 from grpo_local.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync import handoff
-from grpo_trainer.weight_sync.handoff import Handoff, WeightFiles
-from grpo_trainer.weight_sync.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.supervisor_watch import SupervisorWatch
+from grpo_trainer.weight_sync.files import handoff
+from grpo_trainer.weight_sync.files.handoff import Handoff, WeightFiles
+from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
 from tests.unit.trainer.hand_off_stand_in import Reply, StandIn, done, says, silence
 
 FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)

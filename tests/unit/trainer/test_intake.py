@@ -9,15 +9,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.wire import MASKED, ScoredGroup
-from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
-from grpo_trainer.group_checks import (
+from grpo_trainer.data.group_checks import (
     LOGPROB_SLACK,
     NEUTRAL_SAMPLING,
     GroupLimits,
     usable_group,
 )
-from grpo_trainer.intake import REPEAT_EVERY_STEPS, WINDOW_BATCHES, Doorkeeper
-from grpo_trainer.repeats import RecentBatches
+from grpo_trainer.data.group_filter import REPEAT_EVERY_STEPS, WINDOW_BATCHES, Doorkeeper
+from grpo_trainer.data.repeats import RecentBatches
+from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
 from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, good, group
 
 MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]

@@ -14,14 +14,14 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from grpo_core.settings import load_settings
-from grpo_trainer import loop
-from grpo_trainer.adapter import with_adapter
+from grpo_trainer import train as loop
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
-from grpo_trainer.gradients import accumulate_gradients
-from grpo_trainer.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.updates.build import build_update
+from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.optim.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.updates.build import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer import packed_attention
-from grpo_trainer.forward_pass import FastForward, plain_forward
-from grpo_trainer.layout import packed
-from grpo_trainer.packed_attention import Flash
+from grpo_trainer.model import packed_attention
+from grpo_trainer.model.forward import FastForward, plain_forward
+from grpo_trainer.model.packed_attention import Flash
+from grpo_trainer.model.packing import packed
 from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, require_equal
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer import loop
+from grpo_trainer import train as loop
+from grpo_trainer.config.packages import BITSANDBYTES_PIN, LIGER_PIN
+from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import MissingPackage
-from grpo_trainer.model_source import ModelNotFound, provide
-from grpo_trainer.packages import BITSANDBYTES_PIN, LIGER_PIN
-from grpo_trainer.settings import parse_settings
+from grpo_trainer.model.source import ModelNotFound, provide
 from tests.support.directories import names
 
 TRAINER = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.adapter import trained_parameters
-from grpo_trainer.alignment import logprobs_of
-from grpo_trainer.gradients import accumulate_gradients
-from grpo_trainer.loop import build_optimizer
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.state_store import StateStore
-from grpo_trainer.trainer_state import Position, capture, require_fit, restore
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.train import build_optimizer
+from grpo_trainer.verify.alignment import logprobs_of
 from grpo_trainer.weight_sync.build import _weights
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_trainer.updates import rounding
-from grpo_trainer.updates.rounding import Stochastic
+from grpo_trainer.optim.updates import rounding
+from grpo_trainer.optim.updates.rounding import Stochastic
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))

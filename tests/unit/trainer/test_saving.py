@@ -16,17 +16,17 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_trainer.alignment import Bound
-from grpo_trainer.checkpoint import (
+from grpo_trainer.checkpoint.export import (
     FINAL_MODEL,
     save_model,
 )
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.saving import Due, Saver, due_after
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.state_store import StateStore
+from grpo_trainer.checkpoint.saver import Due, Saver, due_after
+from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
-from grpo_trainer.trainer_state import Position
+from grpo_trainer.verify.alignment import Bound
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
 from tests.unit.trainer.tiny_policy import model_directory

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.alignment import (
+from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import (
     AlignmentProbe,
     Bound,
     logprobs_of,
@@ -20,10 +23,7 @@ from grpo_trainer.alignment import (
     require_alignment,
     sampled_tokens,
 )
-from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.trained_weights import Adapter, WholeModel
-from grpo_trainer.weight_sync.served_proof import ProbeLengths, ServedProof
+from grpo_trainer.verify.served import ProbeLengths, ServedProof
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from grpo_local.ports import free_port
-from grpo_trainer import server_process
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
-from grpo_trainer.server_command import command_to_start, server_flags, sizing_flags
-from grpo_trainer.server_process import LOG, inference_server
-from grpo_trainer.settings import TrainerSettings
+from grpo_trainer.weight_sync.files import server_process
+from grpo_trainer.weight_sync.files.server_command import (
+    command_to_start,
+    server_flags,
+    sizing_flags,
+)
+from grpo_trainer.weight_sync.files.server_process import LOG, inference_server
 from tests.support.wait import wait_for
 from tests.unit.env.http_stub import stub_server
 
@@ -38,8 +42,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 TRAINER = """
 import sys
-from grpo_trainer import server_process
-from grpo_trainer.settings import parse_settings
+from grpo_trainer.weight_sync.files import server_process
+from grpo_trainer.config.trainer import parse_settings
 server_process.PACKAGE = "stand_in_vllm"
 server_process._has_gpu = lambda: False  # to find out, it imports torch
 with server_process.inference_server(parse_settings(sys.argv[1:])):

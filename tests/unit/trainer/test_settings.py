@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_trainer.mode_settings import LoraOptions
-from grpo_trainer.settings import TrainerSettings, parse_settings
+from grpo_trainer.config.sync import LoraOptions
+from grpo_trainer.config.trainer import TrainerSettings, parse_settings
 
 REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_trainer import loop
+from grpo_trainer import train as loop
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
-from grpo_trainer.settings import TrainerSettings
-from grpo_trainer.sinks import append_record, keep_records, open_sinks, set_records_aside
-from grpo_trainer.wandb_sink import start_wandb
+from grpo_trainer.telemetry.sinks import append_record, keep_records, open_sinks, set_records_aside
+from grpo_trainer.telemetry.wandb_sink import start_wandb
 from tests.support.directories import names
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for

@@ -11,13 +11,13 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
-from grpo_trainer import loop
-from grpo_trainer.batch import CollationLimits, collate
-from grpo_trainer.environment_watch import EnvironmentWatch
+from grpo_trainer import train as loop
+from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.data.collate import CollationLimits, collate
+from grpo_trainer.data.environment_watch import EnvironmentWatch
+from grpo_trainer.data.group_filter import Doorkeeper
+from grpo_trainer.data.staleness import Lineage
 from grpo_trainer.errors import StaleData
-from grpo_trainer.intake import Doorkeeper
-from grpo_trainer.staleness import Lineage
-from grpo_trainer.trainer_state import Position
 from tests.unit.trainer.groups import LIMITS, good, sampled_by
 
 RESUMED = Lineage(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_trainer import tensor_file
+from grpo_trainer.checkpoint.export import tensor_file
+from grpo_trainer.checkpoint.state import LoraRecord, Position, require_fit
+from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
-from grpo_trainer.state_store import RECORD, TENSORS, StateStore, read_state
-from grpo_trainer.trainer_state import LoraRecord, Position, require_fit
 from tests.support.directories import files_of_at_most, names
 from tests.support.small_trainer import SETTINGS, Side
 from tests.unit.trainer.update_variants import differing

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_trainer.optimizer import MasterOptimizer
-from grpo_trainer.updates.adamw import AdamW32
-from grpo_trainer.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.updates.masters import Bfloat16Masters, Float32Masters
-from grpo_trainer.updates.rounding import Nearest, Rounding
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.updates.adamw import AdamW32
+from grpo_trainer.optim.updates.adamw_8bit import AdamW8bit
+from grpo_trainer.optim.updates.masters import Bfloat16Masters, Float32Masters
+from grpo_trainer.optim.updates.rounding import Nearest, Rounding
 from tests.unit.trainer.update_variants import (
     CPU,
     RATE,

@@ -10,7 +10,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_trainer.settings import parse_settings
+from grpo_trainer.config.trainer import parse_settings
 
 EXIT_FAILED = 1
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
 
-    from grpo_trainer.loop import train
+    from grpo_trainer.train import train
 
     try:
         train(settings)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.alignment import Alignment, Bound
-from grpo_trainer.optimizer import MasterOptimizer
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import Alignment, Bound
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Advantages, the loss, and gradients over micro-batches. Pure: no I/O, no client."""

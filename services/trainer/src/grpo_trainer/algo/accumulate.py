@@ -1,0 +1,106 @@
+"""Forward and backward over the micro-batches of one step.
+
+An adapter's dropout is on in the forward pass whose gradient is taken, and nowhere else. What is
+compared with the server, and every metric but the loss, then comes from a second forward pass
+without dropout and without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.algo.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
+from grpo_trainer.model.forward import ForwardPass, plain_forward
+from grpo_trainer.model.policy import device_of
+from grpo_trainer.optim.loss_scale import LossScale
+from grpo_trainer.verify.token_table import TokenTable
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    """`tokens`: what the trainer made of every trained token, before the update."""
+
+    loss: float
+    sums: LossSums
+    tokens: TokenTable
+
+
+def accumulate_gradients(
+    policy: Any,
+    batch: Batch,
+    clip_eps: float,
+    step: int,
+    forward: ForwardPass = plain_forward,
+    loss_scale: LossScale | None = None,
+) -> GradientStats:
+    """Forward and backward over the micro-batches; their gradients add up to the batch's.
+
+    Args:
+        loss_scale: what the gradients are to be multiplied by; where they overflow, the batch is
+            computed again with a smaller one
+    Raises:
+        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+    """
+
+    def scaled_by(scale: float) -> GradientStats:
+        return _accumulated(policy, batch, clip_eps, step, forward, scale)
+
+    return scaled_by(1.0) if loss_scale is None else loss_scale.without_overflow(scaled_by)
+
+
+def _accumulated(
+    policy: Any, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
+) -> GradientStats:
+    total, sums = 0.0, NO_SUMS
+    seen: list[Tensor] = []
+    dropouts, device = adapter_dropouts(policy), device_of(policy)
+    for i, micro in enumerate(batch.micro_batches):
+        there = micro.to(device)
+        with dropout_on(dropouts):
+            trained_logp = forward(policy, there)
+        without_dropout = _no_gradient(forward, policy, there) if dropouts else trained_logp
+        loss = _loss(trained_logp, there, clip_eps)
+        # All that is looked at comes to the host at once: every look waits for the device.
+        value, logp = _fetched(loss, without_dropout)
+        if not math.isfinite(value):
+            raise _non_finite(value, _sums(logp, micro, clip_eps), f"step {step}, micro-batch {i}")
+        (scale * loss).backward()  # type: ignore[no-untyped-call]
+        # A GPU is busy with that; the host adds up meanwhile.
+        total, sums = total + value, sums + _sums(logp, micro, clip_eps)
+        seen.append(logp)
+    return GradientStats(total, sums, TokenTable.of(batch.micro_batches, seen))
+
+
+@torch.no_grad()
+def _no_gradient(forward: ForwardPass, policy: Any, micro: MicroBatch) -> Tensor:
+    return forward(policy, micro)
+
+
+def _fetched(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
+    """Both to host memory in one transfer: scalar, [B, T]."""
+    values = torch.cat([loss.detach().view(1), logp.detach().flatten()]).cpu()
+    return float(values[0]), values[1:].view(logp.shape)
+
+
+def _loss(logp: Tensor, micro: MicroBatch, clip_eps: float) -> Tensor:
+    return grpo_loss(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
+
+
+def _sums(logp: Tensor, micro: MicroBatch, clip_eps: float) -> LossSums:
+    return loss_sums(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
+
+
+def _non_finite(loss: float, sums: LossSums, where: str) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        f"{where}: loss is {loss} (largest ratio {sums.ratio_max:.3g}, largest |log ratio| "
+        f"{sums.diff_max:.3g}); no weight was changed by this step. Lower the learning rate, "
+        "or look at the batch's logprobs"
+    )

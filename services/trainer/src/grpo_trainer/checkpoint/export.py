@@ -1,0 +1,105 @@
+"""Saves what was trained where and how its users expect it.
+
+A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
+`PeftModel.from_pretrained`; its tokenizer lies beside each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from grpo_trainer.checkpoint.save_path import remove_directory, whole_directory
+from grpo_trainer.config.modes import Mode
+
+log = structlog.get_logger()
+
+FINAL_MODEL = "final_model"
+FINAL_ADAPTER = "final_adapter"
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """What a mode calls its directories below the save path. `stem`: before the step's number."""
+
+    stem: str
+    final: str
+
+    def after(self, step: int) -> str:
+        return f"{self.stem}{step}"
+
+
+MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
+ADAPTER_NAMES = CheckpointNames("adapter_step_", FINAL_ADAPTER)
+
+
+def names_in_mode(mode: Mode) -> CheckpointNames:
+    return ADAPTER_NAMES if mode.trains_adapter else MODEL_NAMES
+
+
+def save_checkpoint(policy: Any, mode: Mode, model_name: str, target: Path) -> None:
+    """What `mode` trains. Raises as `save_model`."""
+    save = save_adapter if mode.trains_adapter else save_model
+    save(policy, model_name, target)
+
+
+def save_model(policy: Any, model_name: str, target: Path) -> None:
+    """Write model and tokenizer to `target`, complete and durable or not at all.
+
+    Raises:
+        CheckpointNotSaved: the disk is full, or the like.
+    """
+    with whole_directory(target) as directory:
+        write_model(policy, model_name, directory)
+        _write_tokenizer(model_name, directory)
+    log.info("saved", directory=str(target))
+
+
+def save_adapter(policy: Any, model_name: str, target: Path) -> None:
+    """Write adapter and tokenizer to `target`, complete and durable or not at all.
+
+    Raises:
+        CheckpointNotSaved: the disk is full, or the like.
+    """
+    with whole_directory(target) as directory:
+        write_adapter(policy, directory)
+        _write_tokenizer(model_name, directory)
+    log.info("saved", directory=str(target))
+
+
+def write_model(policy: Any, model_name: str, directory: Path) -> None:
+    """Weights, configuration and generation configuration, as transformers has them."""
+    from transformers import GenerationConfig
+
+    with contextlib.suppress(OSError):  # most models have one; without, the configuration's
+        policy.generation_config = GenerationConfig.from_pretrained(model_name)
+    # Views share one storage, which would be taken for tied weights: save separate tensors.
+    # On the host: a second copy of the model may be more than a GPU has left.
+    tensors = {name: p.detach().to("cpu", copy=True) for name, p in policy.named_parameters()}
+    policy.save_pretrained(directory, state_dict=tensors)
+
+
+def write_adapter(policy: Any, directory: Path) -> None:
+    """Adapter weights in float32 and their configuration, as PEFT has them."""
+    # "auto" asks the model hub whether the vocabulary has grown; ours never does.
+    policy.save_pretrained(str(directory), save_embedding_layers=False)
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """One that may be gone already, or that something may keep from going."""
+    try:
+        remove_directory(directory)
+    except OSError as error:
+        log.warning("checkpoint.kept", directory=str(directory), reason=str(error))
+    else:
+        log.info("checkpoint.removed", directory=str(directory))
+
+
+def _write_tokenizer(model_name: str, directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)

@@ -1,0 +1,194 @@
+"""When models and states are saved, and when run-api may let go of their batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from grpo_core.clients.run_api import TrainerClient
+from grpo_trainer.checkpoint.export import names_in_mode, remove_checkpoint, save_checkpoint
+from grpo_trainer.checkpoint.state import Position, capture
+from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
+from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import Bound
+from grpo_trainer.weight_sync.files.served_files import KEPT as SERVED_KEPT
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be saved after a step: models (or adapters) by their directories, and a state."""
+
+    models: tuple[str, ...]
+    state: bool
+
+
+def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
+    """Args: step: steps taken so far; saved_step: those in the newest state."""
+    interval, is_last = settings.checkpoint_interval, step == settings.training_steps
+    names = names_in_mode(settings.mode)
+    models = [names.after(step)] if interval and step % interval == 0 else []
+    if is_last:
+        models.append(names.final)
+    state_is_due = 0 < settings.state_interval <= step - saved_step
+    return Due(tuple(models), bool(models) or state_is_due)
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Directories at a time at most, with the one that is being written, and bytes of each kind.
+    `models`: or adapters, the final one included; `served`: those handed to the server."""
+
+    models: int
+    served: int
+    model_bytes: int
+    states: int
+    state_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (self.models + self.served) * self.model_bytes + self.states * self.state_bytes
+
+
+def disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer) -> DiskNeed:
+    """Weights only: tokenizers and configurations are small beside them."""
+    trained = trained_parameters(policy).values()
+    interval, steps = settings.checkpoint_interval, settings.training_steps
+    saved = steps // interval if interval else 0
+    return DiskNeed(
+        models=1 + min(saved, settings.keep_checkpoints + 1),
+        served=1 + SERVED_KEPT if settings.mode.hands_off else 0,
+        model_bytes=sum(p.nbytes for p in trained),
+        states=1 + STATES_KEPT,
+        state_bytes=optimizer.state_bytes(),
+    )
+
+
+class Saver:
+    """Knows what of a run is durable. Batches are acknowledged as soon as a state holds them.
+
+    `seconds`: what saving took since the step before, None where nothing was due.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        policy: Any,
+        optimizer: MasterOptimizer,
+        api: TrainerClient,
+        store: StateStore,
+        bound: Bound,
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._optimizer = optimizer
+        self._api = api
+        self._store = store
+        self._bound = bound
+        self._checkpoints: list[str] = []
+        self._position = self._saved = Position(step=0, batch_id=0, epoch=0)
+        self.seconds: float | None = None
+
+    def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
+        """The next step follows `position`. Where that is not saved it is now: a trainer killed
+        before its first state must not train the same batches into weights that hold them already.
+
+        Args:
+            checkpoints: that the run has written before, the oldest first
+
+        Raises:
+            CheckpointNotSaved: it could not be written.
+        """
+        self._position = self._saved = position
+        self._checkpoints = list(checkpoints)
+        _say_what_is_kept(disk_need(self._settings, self._policy, self._optimizer), self._settings)
+        if not is_saved:
+            self._save_state(position)
+
+    def step_taken(self, position: Position) -> None:
+        """Save what is due, last of all the state.
+
+        Raises:
+            CheckpointNotSaved: it could not be written; nothing was acknowledged.
+            ServiceUnavailable: the state is saved, and run-api could not be told.
+        """
+        self._position, self.seconds = position, None
+        due = due_after(position.step, self._saved.step, self._settings)
+        if not due.state:
+            return
+        started = time.monotonic()
+        for name in due.models:
+            self._save_model(name)
+        self._save_state(position)
+        self.seconds = time.monotonic() - started
+
+    def batch_passed_over(self, position: Position) -> None:
+        """A batch was done with and no step taken on it: the next state holds it."""
+        self._position = position
+
+    def release_batches(self) -> bool:
+        """Save the state early, so that run-api may let go of batches. False where the newest state
+        holds them all already. Raises as `step_taken`."""
+        if self._position == self._saved:
+            return False
+        self._save_state(self._position)
+        return True
+
+    def _save_model(self, name: str) -> None:
+        settings = self._settings
+        target = settings.save_path / name
+        save_checkpoint(self._policy, settings.mode, settings.model_name, target)
+        if name == names_in_mode(settings.mode).final:
+            return
+        self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
+        while len(self._checkpoints) > settings.keep_checkpoints:
+            remove_checkpoint(settings.save_path / self._checkpoints.pop(0))
+
+    def _save_state(self, position: Position) -> None:
+        started = time.monotonic()
+        run_uuid = self._api.run_uuid
+        state = capture(
+            self._policy,
+            self._optimizer,
+            self._settings,
+            position,
+            run_uuid,
+            self._checkpoints,
+            self._bound.noise,
+        )
+        directory = self._store.save(state)
+        self._saved = position
+        log.info(
+            "state saved",
+            directory=str(directory),
+            step=position.step,
+            batch_id=position.batch_id,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        if position.batch_id:
+            self._api.acknowledge(position.batch_id)
+
+
+def _say_what_is_kept(need: DiskNeed, settings: TrainerSettings) -> None:
+    log.info(
+        "disk.planned",
+        save_path=str(settings.save_path),
+        megabytes=_megabytes(need.total_bytes),
+        models=need.models + need.served,
+        model_megabytes=_megabytes(need.model_bytes),
+        states=need.states,
+        state_megabytes=_megabytes(need.state_bytes),
+        change="--keep-checkpoints, --checkpoint-interval",
+    )
+
+
+def _megabytes(count: int) -> float:
+    return round(count / 1e6, 3)

@@ -1,0 +1,185 @@
+"""Everything that a run needs to go on as if it had never ended, as a record and tensors.
+
+    <save path>/trainer_state/000007_step_30/
+        trainer_state.json     `StateRecord`
+        tensors.safetensors    master/<name>, and what the update rule keeps: of AdamW, in fp32,
+                               exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+
+The learning rate follows from the step and the settings, which may change between two starts; so
+do the random numbers of stochastic rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from grpo_trainer.checkpoint.rng import RngState
+from grpo_trainer.config.modes import Mode
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.errors import StateMismatch
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.optim.loss_scale import ScaleRecord
+from grpo_trainer.optim.optimizer import MasterOptimizer
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: `step` optimizer steps are taken, the last one on batch `batch_id` (0
+    before the first), and the weights are served under `epoch`."""
+
+    step: int
+    batch_id: int
+    epoch: int
+
+
+class FileFacts(BaseModel):
+    """`sha256` in hexadecimal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class LoraRecord(BaseModel):
+    """How the adapter was made. `layers`: None for all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    r: int
+    alpha: int
+    dropout: float
+    target_modules: tuple[str, ...]
+    layers: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> Self | None:
+        return None if settings.lora is None else cls(**asdict(settings.lora))
+
+
+class StateRecord(BaseModel):
+    """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
+    the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
+    `loss_scale`: None where none is used; `run_uuid`: of the run at run-api that `batch_id` counts
+    in, None in states of former versions; `checkpoints`: that this run keeps, the oldest first;
+    `noise`: of the check of publications, None where it was not measured.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0)
+    batch_id: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    run_uuid: str | None = None
+    model_name: str
+    mode: str = Mode.SHARED_VLLM
+    lora: LoraRecord | None = None
+    optimizer: str
+    master_dtype: str = "float32"
+    parameters: dict[str, tuple[int, ...]]
+    rng: RngState
+    loss_scale: ScaleRecord | None = None
+    checkpoints: tuple[str, ...] = ()
+    noise: float | None = None
+    wandb_group: str = ""
+    files: dict[str, FileFacts] = {}
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.batch_id, self.epoch)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    record: StateRecord
+    tensors: dict[str, Tensor]
+
+
+def capture(
+    policy: Any,
+    optimizer: MasterOptimizer,
+    settings: TrainerSettings,
+    position: Position,
+    run_uuid: str,
+    checkpoints: Sequence[str] = (),
+    noise: float | None = None,
+) -> TrainerState:
+    """As it is between two steps. The tensors are those that the next step changes: write first."""
+    shapes = _shapes(policy)
+    record = StateRecord(
+        step=position.step,
+        batch_id=position.batch_id,
+        epoch=position.epoch,
+        run_uuid=run_uuid,
+        model_name=settings.model_name,
+        mode=settings.weight_bridge_mode,
+        lora=LoraRecord.of(settings),
+        optimizer=settings.optimizer,
+        master_dtype=settings.master_dtype,
+        parameters=shapes,
+        rng=RngState.capture(),
+        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
+        checkpoints=tuple(checkpoints),
+        noise=noise,
+        wandb_group=settings.wandb_group,
+    )
+    return TrainerState(record, optimizer.tensors(list(shapes)))
+
+
+@torch.no_grad()
+def restore(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
+    """Into the masters, which the parameters follow with the next write, and the generators."""
+    optimizer.load_tensors(list(_shapes(policy)), state.tensors)
+    if optimizer.loss_scale is not None and state.record.loss_scale is not None:
+        optimizer.loss_scale.record = state.record.loss_scale
+    state.record.rng.restore()
+
+
+def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, where: str) -> None:
+    """Args: where: the state's directory, for the message.
+
+    Raises:
+        StateMismatch: another model, mode, adapter or optimizer; lists every difference.
+    """
+    ours, saved = _shapes(policy), record.parameters
+    problems = _other_options(record, settings)
+    problems += [f"{name}: not in the state" for name in ours if name not in saved]
+    problems += [f"{name}: not in the model" for name in saved if name not in ours]
+    problems += [
+        f"{name}: saved shape {list(saved[name])}, the model's {list(shape)}"
+        for name, shape in ours.items()
+        if name in saved and saved[name] != shape
+    ]
+    if problems:
+        raise StateMismatch(
+            f"{where} does not fit {settings.model_name}:\n  "
+            + "\n  ".join(problems)
+            + "\npass --resume never to train from the start, or another --save-path"
+        )
+
+
+def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
+    now = LoraRecord.of(settings)
+    pairs: list[tuple[str, object, object]] = [
+        ("mode", record.mode, settings.weight_bridge_mode),
+        ("optimizer", record.optimizer, settings.optimizer),
+        ("master dtype", record.master_dtype, settings.master_dtype),
+    ]
+    if record.lora is not None and now is not None:
+        pairs += [
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name))
+            for name in LoraRecord.model_fields
+        ]
+    return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
+
+
+def _shapes(policy: Any) -> dict[str, tuple[int, ...]]:
+    """Of what is trained, in the order of the optimizer's masters."""
+    return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}

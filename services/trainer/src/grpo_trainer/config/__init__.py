@@ -1,0 +1,1 @@
+"""Options of `grpo`. Imports no torch."""

@@ -1,0 +1,1 @@
+"""From a batch of run-api to tensors: filter, collate, count."""

@@ -1,0 +1,165 @@
+"""From usable groups to tensors: the only place that knows both.
+
+Legend: B sequences of a micro-batch, T positions after the causal shift (longest sequence - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion
+from grpo_trainer.algo.advantage import group_advantages
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.stats import BatchFacts, batch_facts
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads."""
+
+    inputs: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64
+    behaviour_logp: Tensor  # [B, T] float32, 1.0 where not sampled
+    token_weight: Tensor  # [B, T] float32, sums to (sequences with trained tokens) / batch size
+    advantages: Tensor  # [B] float32
+    temperature: Tensor  # [B] float32
+    lengths: tuple[int, ...]  # [B] inputs of each sequence, 1 at least; behind them is padding
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """What is there already is not copied."""
+        return replace(
+            self,
+            inputs=self.inputs.to(device),
+            targets=self.targets.to(device),
+            behaviour_logp=self.behaviour_logp.to(device),
+            token_weight=self.token_weight.to(device),
+            advantages=self.advantages.to(device),
+            temperature=self.temperature.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one sequence comes from."""
+
+    group: int
+    """Place of its group in the batch."""
+    env_id: int | None
+    version: PolicyVersion | None
+    """The one version of the weights that sampled all of it; None where not known, or several."""
+    siblings: int
+    """Sequences of its group, itself included."""
+    shared_tokens: int
+    """Length of the beginning that all of them have in common: the prompt, often a little more."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """In host memory. `origins`: one per sequence, in the order of the micro-batches' rows."""
+
+    micro_batches: list[MicroBatch]
+    origins: list[Origin]
+    facts: BatchFacts
+
+
+@dataclass(frozen=True)
+class CollationLimits:
+    """`seq_len` in tokens, `micro_batch_size` in sequences."""
+
+    seq_len: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sequence, shifted: position t predicts targets[t]."""
+
+    inputs: list[int]
+    targets: list[int]
+    trained: list[bool]
+    behaviour_logp: list[float]
+    advantage: float
+    temperature: float
+
+
+def collate(groups: Sequence[UsableGroup], limits: CollationLimits) -> Batch:
+    """Build one step's micro-batches.
+
+    Sequences longer than `seq_len` tokens are cut at the end. Every sequence weighs the same and
+    so does every trained token inside it: token_weight = 1 / (its trained tokens * all sequences).
+    """
+    rows = [row for group in groups for row in _rows(group, limits.seq_len)]
+    size = limits.micro_batch_size
+    return Batch(
+        micro_batches=[
+            _micro_batch(rows[start : start + size], len(rows))
+            for start in range(0, len(rows), size)
+        ],
+        origins=[origin for i, group in enumerate(groups) for origin in _origins(i, group)],
+        facts=batch_facts(groups, limits.seq_len),
+    )
+
+
+def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
+    group = usable.group
+    advantages = group_advantages(torch.tensor(group.scores)).tolist()
+    for i in range(group.size):
+        tokens, masks = group.tokens[i][:seq_len], group.masks[i][:seq_len]
+        yield _Row(
+            inputs=tokens[:-1],
+            targets=tokens[1:],
+            trained=[mask != MASKED for mask in masks[1:]],
+            behaviour_logp=usable.inference_logprobs[i][1:seq_len],
+            advantage=0.0 if usable.silenced[i] else advantages[i],
+            temperature=usable.temperatures[i],
+        )
+
+
+def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
+    group = usable.group
+    versions = usable.facts.policy_version
+    if len(versions) != group.size:
+        versions = []
+    shared = _shared_tokens(group.tokens)
+    for i in range(group.size):
+        first, last = versions[i] if versions else (None, None)
+        version = PolicyVersion(*first) if first is not None and first == last else None
+        yield Origin(index, group.env_id, version, group.size, shared)
+
+
+def _shared_tokens(sequences: Sequence[Sequence[int]]) -> int:
+    """Length of the longest common beginning."""
+    shared = 0
+    for tokens in zip(*sequences, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        shared += 1
+    return shared
+
+
+def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
+    width = max(1, *(len(row.inputs) for row in rows))
+    trained = torch.tensor([_padded(row.trained, width, False) for row in rows])  # [B, T]
+    per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
+    return MicroBatch(
+        inputs=torch.tensor([_padded(row.inputs, width, 0) for row in rows]),
+        targets=torch.tensor([_padded(row.targets, width, 0) for row in rows]),
+        behaviour_logp=torch.tensor(
+            [_padded(row.behaviour_logp, width, PROMPT_LOGPROB) for row in rows]
+        ),
+        token_weight=trained.float() / per_sequence / batch_sequences,
+        advantages=torch.tensor([row.advantage for row in rows]),
+        temperature=torch.tensor([row.temperature for row in rows]),
+        lengths=tuple(max(1, len(row.inputs)) for row in rows),
+    )
+
+
+def _padded(values: list[V], width: int, fill: V) -> list[V]:
+    return values + [fill] * (width - len(values))

@@ -1,0 +1,156 @@
+"""What becomes of a batch at the door: repeats are recognised, stale and unusable groups dropped.
+
+One bad group is data: it is counted and training goes on with the rest. Bad groups as a rule are a
+broken environment: the run ends with the error that names why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from grpo_core.wire import PolicyVersion, ScoredGroup
+from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.repeats import RecentBatches
+from grpo_trainer.data.staleness import BEGINNING, Lineage, Making, stale_groups
+from grpo_trainer.errors import UnusableGroup
+
+log = structlog.get_logger()
+
+WINDOW_BATCHES = 5
+"""Over so many batches, no more than half of the groups may be unusable."""
+MOST_IN_VAIN = 3
+"""So many batches in a row without a usable group are no accident."""
+REPEAT_EVERY_STEPS = 50
+"""Groups that come again are mentioned at most that often; the metric counts them all."""
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A batch as it is trained on, and what was noticed at the door.
+
+    `groups`: none where all of them are stale or unusable.
+    """
+
+    groups: list[UsableGroup]
+    unusable_groups: int
+    repeated_groups: int
+    stale_groups: int = 0
+
+
+@dataclass(frozen=True)
+class _Tally:
+    unusable: int
+    groups: int
+
+
+class Doorkeeper:
+    """Remembers recent batches and what was said about bad groups.
+
+    Args:
+        limits: what the policy can be trained on
+        lineage: says how old groups are
+        max_staleness: in steps; older groups are dropped, None: none
+    """
+
+    def __init__(
+        self, limits: GroupLimits, lineage: Lineage = BEGINNING, max_staleness: int | None = None
+    ) -> None:
+        self._limits = limits
+        self._lineage = lineage
+        self._max_staleness = max_staleness
+        self._batches = RecentBatches()
+        self._tallies: deque[_Tally] = deque(maxlen=WINDOW_BATCHES)
+        self._said: set[tuple[str, int | None]] = set()
+        self._quiet_until = 0
+
+    def admit(
+        self,
+        groups: Sequence[ScoredGroup],
+        step: int,
+        received_under: Sequence[PolicyVersion | None] = (),
+    ) -> Intake:
+        """Args:
+            groups: one batch, not empty.
+            received_under: for each of them the version that was served when run-api received it;
+                empty: that is not known of any.
+
+        Raises:
+            DuplicatedBatch: this batch was handed out before.
+            UnusableGroup: three whole batches in a row, or more than half of the groups of the
+                last 5 batches, cannot be trained on.
+        """
+        repeated = self._batches.count_repeats(groups, step)
+        if repeated and step >= self._quiet_until:
+            log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
+            self._quiet_until = step + REPEAT_EVERY_STEPS
+        served = received_under or [None] * len(groups)
+        makings = [Making.of(*one) for one in zip(groups, served, strict=True)]
+        stale = stale_groups(makings, self._lineage, step, self._max_staleness)
+        young = [place for place in range(len(groups)) if place not in stale]
+        usable, problems = self._sort([(groups[place], makings[place]) for place in young])
+        self._tallies.append(_Tally(len(problems), len(young)))
+        if problems:
+            self._refuse_systematic(problems)
+        named = [self._named(one) for one in usable]
+        return Intake(named, len(problems), repeated, len(stale))
+
+    def _named(self, usable: UsableGroup) -> UsableGroup:
+        """With the trainer's own names of versions."""
+        bound = usable.version_bound
+        return replace(
+            usable,
+            facts=self._lineage.renamed(usable.facts),
+            version_bound=None if bound is None else self._lineage.own(bound),
+        )
+
+    def _sort(
+        self, made: Sequence[tuple[ScoredGroup, Making]]
+    ) -> tuple[list[UsableGroup], list[UnusableGroup]]:
+        usable, problems = [], []
+        for index, (group, making) in enumerate(made):
+            try:
+                checked = usable_group(index, group, self._limits)
+                usable.append(replace(checked, version_bound=making.bound))
+            except UnusableGroup as problem:
+                problems.append(problem)
+                if self._is_news(problem.reason, group.env_id):
+                    log.warning(
+                        "dropping a group that cannot be trained on",
+                        reason=str(problem.reason),
+                        env_id=group.env_id,
+                        example=str(problem),
+                    )
+            if group.advantages and self._is_news("advantages", group.env_id):
+                log.warning(
+                    "advantages sent with groups are not used: they follow from the scores",
+                    env_id=group.env_id,
+                )
+        return usable, problems
+
+    def _is_news(self, what: str, env_id: int | None) -> bool:
+        is_news = (what, env_id) not in self._said
+        self._said.add((what, env_id))
+        return is_news
+
+    def _refuse_systematic(self, problems: list[UnusableGroup]) -> None:
+        first = problems[0]
+        reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
+        newest = list(self._tallies)[-MOST_IN_VAIN:]
+        if len(newest) == MOST_IN_VAIN and all(0 < t.groups == t.unusable for t in newest):
+            raise UnusableGroup(
+                first.reason,
+                f"{first}\n\nNo group of {MOST_IN_VAIN} batches in a row can be trained on (in "
+                f"this batch: {reasons}).",
+            )
+        unusable = sum(tally.unusable for tally in self._tallies)
+        groups = sum(tally.groups for tally in self._tallies)
+        if len(self._tallies) == WINDOW_BATCHES and 2 * unusable > groups:
+            raise UnusableGroup(
+                first.reason,
+                f"{first}\n\n{unusable} of the {groups} groups of the last {WINDOW_BATCHES} "
+                f"batches cannot be trained on (in this batch: {reasons}).",
+            )

@@ -1,0 +1,74 @@
+"""What the metrics say about the data itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from grpo_core.wire import MASKED, PolicyVersion
+from grpo_trainer.data.group_checks import UsableGroup
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """Of the groups that are trained on."""
+
+    tokens: int
+    """Prompt and completion tokens, padding not counted."""
+    reward_mean: float
+    reward_std_in_group: float
+    """Mean over groups of the population's standard deviation of their scores."""
+    zero_variance_fraction: float
+    """Share of groups whose scores are all equal: they teach nothing."""
+    truncated_fraction: float
+    """Share of sequences that were cut to the longest length."""
+    completion_tokens_mean: float
+    """Trained tokens per sequence, those that were cut off included."""
+    first_versions: list[PolicyVersion]
+    """The weights that sampled each completion's first token, where known."""
+    version_bounds: list[PolicyVersion]
+    """For each completion of the other groups the newest weights that may have, where known."""
+    bound_fraction: float
+    """Share of groups of which no more is known than such a bound."""
+    generation_s: float | None
+    """Mean seconds of the groups' generation requests, where an environment says."""
+
+
+def batch_facts(groups: Sequence[UsableGroup], seq_len: int) -> BatchFacts:
+    """Args: seq_len: tokens to which sequences are cut."""
+    lengths = [len(tokens) for usable in groups for tokens in usable.group.tokens]
+    trained = [
+        sum(mask != MASKED for mask in masks) for usable in groups for masks in usable.group.masks
+    ]
+    seconds = [usable.facts.generation_seconds for usable in groups]
+    known_seconds = [s for s in seconds if s is not None]
+    scores = [usable.group.scores for usable in groups]
+    return BatchFacts(
+        tokens=sum(min(length, seq_len) for length in lengths),
+        reward_mean=_reward_mean(groups),
+        reward_std_in_group=fmean(pstdev(s) for s in scores),
+        zero_variance_fraction=fmean(len(set(s)) == 1 for s in scores),
+        truncated_fraction=fmean(length > seq_len for length in lengths),
+        completion_tokens_mean=fmean(trained),
+        first_versions=[
+            PolicyVersion(*first) for usable in groups for first, _ in usable.facts.policy_version
+        ],
+        version_bounds=[
+            usable.version_bound
+            for usable in groups
+            if usable.version_bound is not None
+            for _ in range(usable.group.size)
+        ],
+        bound_fraction=fmean(usable.version_bound is not None for usable in groups),
+        generation_s=fmean(known_seconds) if known_seconds else None,
+    )
+
+
+def _reward_mean(groups: Sequence[UsableGroup]) -> float:
+    """Over every graded completion where the environment counts those it dropped, else over the
+    scores of the batch."""
+    samples = [s for usable in groups if (s := usable.facts.reward_sample) is not None]
+    if len(samples) == len(groups):
+        return sum(s.sum for s in samples) / sum(s.count for s in samples)
+    return fmean(score for usable in groups for score in usable.group.scores)

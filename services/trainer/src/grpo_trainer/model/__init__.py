@@ -1,0 +1,1 @@
+"""The policy: how it is loaded, and how its log-probabilities are computed."""

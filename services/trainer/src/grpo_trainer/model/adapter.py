@@ -1,0 +1,104 @@
+"""A frozen model with a LoRA adapter (arXiv 2106.09685) in float32 on top of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_core.weights.files import LORA_RANKS
+from grpo_trainer.config.sync import LoraOptions
+from grpo_trainer.errors import PolicyMismatch
+
+_DROPOUT = ".lora_dropout."
+
+
+def with_adapter(model: Any, lora: LoraOptions) -> Any:
+    """Freeze `model` and put an adapter on it that changes nothing yet (B = 0).
+
+    The adapter is in float32 whatever the model is in: its updates are small beside its weights.
+
+    Raises:
+        PolicyMismatch: the model has no such modules or layers; lists all of them.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    _require_places(model, lora)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        layers_to_transform=None if lora.layers is None else list(lora.layers),
+        bias="none",
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def served_rank(r: int) -> int:
+    """The lowest --max-lora-rank of vLLM that takes an adapter of rank `r`.
+
+    Raises:
+        PolicyMismatch: there is none.
+    """
+    enough = [rank for rank in LORA_RANKS if rank >= r]
+    if not enough:
+        raise PolicyMismatch(f"--lora-r {r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+    return enough[0]
+
+
+@contextlib.contextmanager
+def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
+    """Drop inside the block and nowhere else: whatever is compared with the server must not be
+    random."""
+    for module in dropouts:
+        module.train()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.eval()
+
+
+def adapter_dropouts(policy: nn.Module) -> list[nn.Module]:
+    """Of the adapter, where they drop anything. A model's own dropout stays off: the server's
+    log-probabilities are without it."""
+    return [
+        module
+        for name, module in policy.named_modules()
+        if _DROPOUT in f".{name}." and isinstance(module, nn.Dropout) and module.p > 0
+    ]
+
+
+def trained_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, in the order of the optimizer's masters."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def adapter_tensors(policy: Any) -> dict[str, torch.Tensor]:
+    """As they stand in `adapter_model.safetensors`."""
+    from peft import get_peft_model_state_dict
+
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        policy, save_embedding_layers=False
+    )
+    return tensors
+
+
+def _require_places(model: Any, lora: LoraOptions) -> None:
+    leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    layers = int(model.config.num_hidden_layers)
+    problems = [
+        f"--lora-target-modules {name}: no module of the model ends in it"
+        for name in lora.target_modules
+        if name.rpartition(".")[2] not in leaves
+    ]
+    beyond = [index for index in lora.layers or () if index >= layers]
+    if beyond:
+        problems.append(f"--lora-layer-indices {beyond}: the model has layers 0 to {layers - 1}")
+    if problems:
+        raise PolicyMismatch("\n".join(problems))

@@ -1,0 +1,257 @@
+"""How the log-probabilities of a micro-batch are computed: chosen once, when a run begins.
+
+What is faster than the plain way must give its numbers. That is asked of the model at hand, on a
+few tokens, before anything is trained: a model that needs something nobody here thought of shows.
+
+Legend: B sequences, T positions after the causal shift, K positions that are trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from grpo_core.wire import PROMPT_LOGPROB
+from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.errors import FastPathRefused
+from grpo_trainer.model import fused_head, packed_attention
+from grpo_trainer.model.compile import compile_layers, require_compiler
+from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
+from grpo_trainer.model.liger import liger_arithmetic
+from grpo_trainer.model.packing import Layout, packed, padded
+from grpo_trainer.model.policy import device_of, model_of, token_logprobs
+from grpo_trainer.verify.alignment import probe_tokens, tolerance_of
+
+log = structlog.get_logger()
+
+_PROBE_LENGTHS = (7, 1, 12)
+_PROBE_TEMPERATURES = (1.0, 0.7, 1.4)
+
+
+class ForwardPass(Protocol):
+    """One way of computing."""
+
+    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+        """[B, T] float32: of each target that is trained on the log-probability, at the temperature
+        that sampled it; of the others some finite number.
+
+        Args:
+            micro: on the policy's device
+        """
+
+
+def plain_forward(policy: Any, micro: MicroBatch) -> Tensor:
+    """Padded rows, all logits at once. Of every target."""
+    return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
+
+
+class Head(Protocol):
+    """From what the model is called with to log-probabilities."""
+
+    def __call__(
+        self,
+        policy: Any,
+        model_inputs: dict[str, Any],
+        places: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+    ) -> Tensor:
+        """[K] float32. Args: places: [K] among all positions of the call; targets: [K];
+        temperature: [K]"""
+
+
+def plain_head(
+    policy: Any,
+    model_inputs: dict[str, Any],
+    places: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+) -> Tensor:
+    """Through all logits of the call."""
+    logits = policy(**model_inputs).logits.flatten(0, 1)[places]  # [K, V]
+    scaled = logits.float() / temperature.unsqueeze(-1)
+    return -functional.cross_entropy(scaled, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """Through the logits of some of the wanted positions at a time."""
+
+    arithmetic: Arithmetic = EAGER
+
+    def __call__(
+        self,
+        policy: Any,
+        model_inputs: dict[str, Any],
+        places: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+    ) -> Tensor:
+        model = model_of(policy)
+        hidden = model.get_decoder()(**model_inputs).last_hidden_state.flatten(0, 1)[places]
+        head = model.get_output_embeddings()
+        return linear_logprobs(hidden, head, targets, temperature, self.arithmetic)
+
+
+@dataclass(frozen=True)
+class FastForward:
+    """A layout and a head, for the positions that are trained on."""
+
+    layout: Layout = padded
+    head: Head = plain_head
+
+    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+        row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
+        laid_out = self.layout(micro)
+        logp = self.head(
+            policy,
+            laid_out.model_inputs,
+            laid_out.places(row, column),
+            micro.targets[row, column],
+            micro.temperature[row],
+        )
+        return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
+
+
+def build_forward_pass(policy: Any, options: ForwardOptions) -> ForwardPass:
+    """The way that the options ask for, as far as the model allows it; the log names it.
+
+    The policy is left as it is but for the attention and the layers that were asked for.
+
+    Raises:
+        FastPathRefused: the model does not allow what is asked for by name.
+        MissingPackage: there is no compiler.
+    """
+    device = device_of(policy)
+    if options.compile:
+        require_compiler(device)
+    arithmetic = _arithmetic(options, device)
+    probed = EAGER if options.compile else arithmetic  # what is compiled is asked at the end
+    probe = _Probe(policy)
+    is_packed = is_taken("packing", options.packing, device, lambda: _pack(policy, probe))
+    is_fused = is_taken(
+        "fused-head", options.fused_head, device, lambda: _fuse(policy, probe, probed)
+    )
+    if options.compile:
+        compile_layers(model_of(policy))
+    forward: ForwardPass = plain_forward
+    if is_packed or is_fused:
+        head = FusedHead(arithmetic) if is_fused else plain_head
+        forward = FastForward(packed if is_packed else padded, head)
+    if options.compile:
+        _require_compiled(probe, forward)
+    log.info("forward pass", packed=is_packed, fused_head=is_fused, compiled=options.compile)
+    return forward
+
+
+def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[], None]) -> bool:
+    """Whether a faster way was chosen and could be taken.
+
+    Args:
+        take: raises `FastPathRefused` where the model does not allow it
+
+    Raises:
+        FastPathRefused: it was asked for by name.
+    """
+    if choice is Choice.OFF or (choice is Choice.AUTO and device.type != "cuda"):
+        return False
+    try:
+        take()
+    except FastPathRefused as refusal:
+        if choice is Choice.ON:
+            raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
+        log.info("a faster way is not taken", option=f"--{option}", why=str(refusal))
+        return False
+    return True
+
+
+def _pack(policy: Any, probe: _Probe) -> None:
+    model = model_of(policy)
+    _require_none(model, packed_attention.obstacles(model))
+    packed_attention.use(model)
+    try:
+        probe.require_equal(FastForward(layout=packed))
+        probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
+    except FastPathRefused:
+        packed_attention.leave(model)
+        raise
+
+
+def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
+    if options.head_kernel == LIGER:
+        if device.type != "cuda":
+            raise FastPathRefused(
+                f"--head-kernel liger needs a GPU, and the weights are on {device}"
+            )
+        return liger_arithmetic()
+    return Arithmetic.compiled() if options.compile else EAGER
+
+
+def _fuse(policy: Any, probe: _Probe, arithmetic: Arithmetic) -> None:
+    model = model_of(policy)
+    _require_none(model, fused_head.obstacles(model))
+    probe.require_equal(FastForward(head=FusedHead(arithmetic)))
+
+
+def _require_compiled(probe: _Probe, forward: ForwardPass) -> None:
+    """What does not compile fails now, and what was compiled wrongly is refused."""
+    probe.differentiate(forward)
+    try:
+        probe.require_equal(forward)
+    except FastPathRefused as refusal:
+        raise FastPathRefused(f"--compile: {refusal}; leave it out") from refusal
+
+
+def _require_none(model: Any, obstacles: list[str]) -> None:
+    if obstacles:
+        raise FastPathRefused(f"{type(model).__name__} does not allow it: {'; '.join(obstacles)}")
+
+
+class _Probe:
+    """Three short sequences, and what the plain way says of them."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self._micro = _probe_batch(policy.config.vocab_size).to(device_of(policy))
+        self._expected = self._logprobs(plain_forward)
+
+    def require_equal(self, forward: ForwardPass) -> None:
+        """Raises `FastPathRefused` where `forward` says something else, beyond rounding."""
+        off = float((self._logprobs(forward) - self._expected).abs().mean())
+        tolerance = tolerance_of(self._policy)
+        if not off <= tolerance:
+            raise FastPathRefused(
+                f"{type(model_of(self._policy)).__name__} then answers otherwise: its "
+                f"log-probabilities differ by {off:.2g} on average (tolerance {tolerance:g})"
+            )
+
+    def differentiate(self, forward: ForwardPass) -> None:
+        """Through all layers. No gradient is kept, and no hook sees one."""
+        first = next(p for p in self._policy.parameters() if p.requires_grad)
+        torch.autograd.grad(forward(self._policy, self._micro).sum(), first)
+
+    @torch.no_grad()
+    def _logprobs(self, forward: ForwardPass) -> Tensor:
+        return forward(self._policy, self._micro)[self._micro.token_weight > 0]
+
+
+def _probe_batch(vocabulary: int) -> MicroBatch:
+    rows, width = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
+    tokens = torch.tensor(probe_tokens(vocabulary, rows * (width + 1))).view(rows, width + 1)
+    is_trained = torch.arange(width) < torch.tensor(_PROBE_LENGTHS).unsqueeze(-1)
+    return MicroBatch(
+        inputs=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        behaviour_logp=torch.full((rows, width), PROMPT_LOGPROB),
+        token_weight=is_trained.float(),
+        advantages=torch.zeros(rows),
+        temperature=torch.tensor(_PROBE_TEMPERATURES),
+        lengths=_PROBE_LENGTHS,
+    )

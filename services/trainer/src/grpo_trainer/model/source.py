@@ -1,0 +1,110 @@
+"""`python -m grpo_trainer.model.source MODEL`: the model is there before anything loads it.
+
+Services that share a volume would otherwise all fetch it, or all fail on it, each in its own words.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_trainer.errors import UnusableSavePath
+
+log = structlog.get_logger()
+
+EXIT_FAILED = 1
+TINY = "tiny"
+"""A directory of this name that is not there yet receives the tiny model."""
+WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""Of a repository on the hub: no second copy of the weights in another format."""
+
+
+class ModelNotFound(GrpoError):
+    """There is no model of that name, or it cannot be fetched."""
+
+
+class ModelSourceSettings(CommandSettings):
+    """Make sure that a model is at hand: make the tiny one, find a directory, or fetch it."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.source")
+
+    model: CliPositionalArg[str] = Field(
+        description=f"Hub id, or absolute directory; one named {TINY} is made where it is missing"
+    )
+    save_path: Path | None = Field(
+        None, description="Directory that the trainer will save into: found out now if it cannot"
+    )
+
+
+def provide(model: str) -> Path:
+    """Where the model lies now.
+
+    Raises:
+        ModelNotFound: a directory without `config.json`, or nothing that the hub gives out.
+    """
+    if not model.startswith(("/", ".")):
+        return _fetched(model)
+    directory = Path(model)
+    if directory.name == TINY and not directory.exists():
+        from grpo_trainer.tiny_model import ensure_tiny_model
+
+        return ensure_tiny_model(directory)
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(
+            f"{model}: no config.json there; name a directory that transformers saved a model "
+            "into, or a hub id"
+        )
+    return directory
+
+
+def require_writable(directory: Path) -> None:
+    """Raises `UnusableSavePath` where nothing can be saved later."""
+    from grpo_trainer.checkpoint.save_path import make_directory, not_writable
+
+    probe = directory / ".write-probe"
+    try:
+        make_directory(directory)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise not_writable(directory, error) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load_settings(ModelSourceSettings, sys.argv[1:] if argv is None else argv)
+    configure_logging("model")
+    try:
+        if settings.save_path is not None:
+            require_writable(settings.save_path)
+        directory = provide(settings.model)
+    except (ModelNotFound, UnusableSavePath) as error:
+        log.error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
+    log.info("model at hand", model=settings.model, directory=str(directory))
+
+
+def _fetched(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    log.info("fetching the model", model=hub_id)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(WANTED)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"{hub_id}: not to be had from the hub ({type(error).__name__}: {error}); check the id "
+            "and the network, set HF_TOKEN for a gated one (HF_TOKEN_FILE with Compose), or name "
+            "a directory"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From gradients to updated weights. Pure: no I/O, no client."""

@@ -1,0 +1,128 @@
+"""AdamW whose moments take a byte each, by bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.errors import UnusableOptimizer
+from grpo_trainer.optim.updates.base import BETA1, BETA2, EPS, STEP, Pace, State
+
+BLOCK = 256
+"""Neighbouring moments that share a scale; what bitsandbytes' kernels are built for."""
+MIN_8BIT_ELEMENTS = 4096
+"""Smaller parameters have fp32 moments: bitsandbytes' own limit."""
+_ADAM, _UNUSED = "adam", 0.0
+_NO_DECAY = 0.0
+"""`masters` adds it."""
+
+
+class AdamW8bit:
+    """bitsandbytes' AdamW8bit (arXiv 2110.02861): moments quantised in blocks, along a map of 256
+    values. State, limits and result are those of its class `AdamW8bit`, whose functions are called
+    directly: the class would keep the weights, and wait for the GPU after every parameter.
+
+    Kinds of state: step, state1, state2 (moments; uint8, in small parameters fp32), and of the
+    quantised ones absmax1, absmax2 (scales: [blocks]) and qmap1, qmap2 (maps: [256]).
+
+    Raises:
+        UnusableOptimizer: bitsandbytes has no kernel for `device`, or it does not work there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from bitsandbytes import functional
+
+        self._functional = functional
+        self._require_kernel(device)
+
+    def initial_state(self, weights: Tensor) -> State:
+        build = self._quantised if weights.numel() >= MIN_8BIT_ELEMENTS else _unquantised
+        return {STEP: torch.zeros(()), **build(weights)}
+
+    def adopted(self, saved: State, weights: Tensor) -> State:
+        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
+        return moved | {STEP: saved[STEP].to("cpu", copy=True)}
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        state[STEP] += 1
+        update = self._update_32bit if state["state1"].is_floating_point() else self._update_8bit
+        update(weights, gradient.float().contiguous(), state, pace)
+
+    def _update_8bit(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        self._functional.optimizer_update_8bit_blockwise(
+            _ADAM,
+            gradient,
+            weights,
+            state["state1"],
+            state["state2"],
+            BETA1,
+            BETA2,
+            _UNUSED,
+            _UNUSED,
+            EPS,
+            int(state[STEP]),
+            pace.lr,
+            state["qmap1"],
+            state["qmap2"],
+            state["absmax1"],
+            state["absmax2"],
+            _NO_DECAY,
+            gnorm_scale=pace.gradient_scale,
+        )
+
+    def _update_32bit(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        self._functional.optimizer_update_32bit(
+            _ADAM,
+            gradient,
+            weights,
+            state["state1"],
+            BETA1,
+            EPS,
+            int(state[STEP]),
+            pace.lr,
+            state["state2"],
+            BETA2,
+            weight_decay=_NO_DECAY,
+            gnorm_scale=pace.gradient_scale,
+        )
+
+    def _quantised(self, weights: Tensor) -> State:
+        device, blocks = weights.device, -(-weights.numel() // BLOCK)
+        quantisation_map: Callable[..., Tensor] = self._functional.create_dynamic_map
+        return {
+            "state1": torch.zeros_like(weights, dtype=torch.uint8),
+            "state2": torch.zeros_like(weights, dtype=torch.uint8),
+            "absmax1": torch.zeros(blocks, device=device),
+            "absmax2": torch.zeros(blocks, device=device),
+            # Of each parameter its own, so that no two tensors of a saved state share memory.
+            "qmap1": quantisation_map(signed=True).to(device),
+            "qmap2": quantisation_map(signed=False).to(device),
+        }
+
+    def _require_kernel(self, device: torch.device) -> None:
+        """A first step of Adam moves every weight by the learning rate."""
+        try:
+            weights = torch.zeros(MIN_8BIT_ELEMENTS, device=device)
+            pace = Pace(lr=1.0, weight_decay=0.0)
+            self.update(weights, torch.ones_like(weights), self.initial_state(weights), pace)
+            furthest = float((weights + 1.0).abs().max())
+        except (RuntimeError, AttributeError) as error:
+            raise _no_kernel(device, str(error)) from error
+        if not furthest < 1e-3:
+            raise _no_kernel(device, f"a step of 1 is off by {furthest:.3g}")
+
+
+def _unquantised(weights: Tensor) -> State:
+    return {
+        "state1": torch.zeros_like(weights, dtype=torch.float32),
+        "state2": torch.zeros_like(weights, dtype=torch.float32),
+    }
+
+
+def _no_kernel(device: torch.device, why: str) -> UnusableOptimizer:
+    return UnusableOptimizer(
+        f"--optimizer adamw_8bit: bitsandbytes has no working 8-bit optimizer for {device} "
+        f"({why}); pass --optimizer adamw, or see `python -m bitsandbytes`"
+    )

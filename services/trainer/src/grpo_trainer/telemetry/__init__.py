@@ -1,0 +1,1 @@
+"""The record of each step, and where it goes."""

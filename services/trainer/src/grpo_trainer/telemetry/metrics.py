@@ -1,0 +1,183 @@
+"""One record per optimizer step, under the names that the field uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_trainer.algo.accumulate import GradientStats
+from grpo_trainer.algo.loss import LossSums
+from grpo_trainer.data.group_filter import Intake
+from grpo_trainer.data.stats import BatchFacts
+from grpo_trainer.verify.alignment import Alignment
+from grpo_trainer.verify.token_table import Distance
+from grpo_trainer.weight_sync.base import Published
+
+Record = dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step. `compute_s` includes the optimizer, `step_s` everything; `time_s`: since
+    the first step of this process began."""
+
+    fetch_s: float
+    compute_s: float
+    sync_s: float
+    step_s: float
+    time_s: float
+
+
+class StepWatch:
+    """Takes the times of a step that begins now."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = self._fetched = self._computed = clock()
+
+    def fetched(self) -> None:
+        """The batch is here."""
+        self._fetched = self._clock()
+
+    def computed(self) -> None:
+        """All but the optimizer's part of the computation is done."""
+        self._computed = self._clock()
+
+    def times(self, published: Published, run_started: float) -> StepTimes:
+        """The step ends now. Args: run_started: the clock when the first step began."""
+        end = self._clock()
+        return StepTimes(
+            fetch_s=self._fetched - self._begin,
+            compute_s=self._computed - self._fetched + published.optimizer_s,
+            sync_s=published.publish_s,
+            step_s=end - self._begin,
+            time_s=end - run_started,
+        )
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """All that is known of the step with index `step`, counted from 0.
+
+    Args:
+        fresh: of the tokens that the trainer's own weights sampled
+        alignment: None where the server was not asked at this step
+        quarantined_batches: passed over since the step before
+        save_s: seconds of saving between the step before and this one, None where nothing was
+    """
+
+    step: int
+    steps: int
+    lr: float
+    intake: Intake
+    quarantined_batches: int
+    facts: BatchFacts
+    gradients: GradientStats
+    fresh: Distance
+    published: Published
+    alignment: Alignment | None
+    times: StepTimes
+    save_s: float | None
+
+
+def step_record(outcome: StepOutcome) -> Record:
+    """Flat record; "step" in it counts from 1. What is not defined at this step is not in it."""
+    defined_or_not = {
+        "step": outcome.step + 1,
+        "steps": outcome.steps,
+        "time_s": outcome.times.time_s,
+        **_data(outcome.facts, outcome.intake),
+        "data/quarantined_batches": outcome.quarantined_batches,
+        **_training(outcome),
+        **_policy(outcome.gradients.sums),
+        **_alignment(outcome),
+        **_staleness(outcome),
+    }
+    return {name: value for name, value in defined_or_not.items() if value is not None}
+
+
+def _data(facts: BatchFacts, intake: Intake) -> dict[str, float | None]:
+    return {
+        "reward/mean": facts.reward_mean,
+        "reward/std_in_group": facts.reward_std_in_group,
+        "reward/zero_variance_fraction": facts.zero_variance_fraction,
+        "rollout/generation_time": facts.generation_s,
+        "rollout/completion_tokens_mean": facts.completion_tokens_mean,
+        "data/truncated_fraction": facts.truncated_fraction,
+        "data/unusable_groups": intake.unusable_groups,
+        "data/repeated_groups": intake.repeated_groups,
+        "data/stale_groups": intake.stale_groups,
+    }
+
+
+def _training(outcome: StepOutcome) -> dict[str, float | None]:
+    sums, times = outcome.gradients.sums, outcome.times
+    return {
+        "train/loss": outcome.gradients.loss,
+        "train/grad_norm": outcome.published.grad_norm,
+        "train/lr": outcome.lr,
+        "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
+        "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
+        "train/step_time": times.step_s,
+        "train/data_fetch_time": times.fetch_s,
+        "train/compute_time": times.compute_s,
+        "train/sync_time": times.sync_s,
+        "train/save_time": outcome.save_s,
+        "throughput/tokens_per_s": outcome.facts.tokens / times.step_s,
+    }
+
+
+def _policy(sums: LossSums) -> dict[str, float | None]:
+    return {
+        "grpo/mean_ratio": sums.mean("ratio"),
+        "grpo/ratio_max": sums.ratio_max if sums.tokens else None,
+        "grpo/clipped_fraction": sums.mean("clipped"),
+        "grpo/effective_sample_fraction": sums.effective_sample_fraction,
+        "logprobs/training_mean": sums.mean("logp"),
+        "logprobs/training_std": sums.std("logp"),
+        "logprobs/inference_mean": sums.mean("behaviour_logp"),
+        "logprobs/inference_std": sums.std("behaviour_logp"),
+    }
+
+
+def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
+    sums, fresh, probe = outcome.gradients.sums, outcome.fresh, outcome.alignment
+    found: dict[str, float | None] = {
+        "alignment/diff_mean": sums.mean("diff"),
+        "alignment/diff_abs_mean": sums.mean("diff_abs"),
+        "alignment/diff_abs_p99": outcome.gradients.tokens.diff_abs_quantile(0.99),
+        "alignment/diff_max": sums.diff_max if sums.tokens else None,
+        "alignment/kl_k3": sums.mean("kl_k3"),
+        "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens)
+        if outcome.facts.first_versions
+        else None,
+        "alignment/fresh_diff_abs_mean": fresh.mean if fresh.tokens else None,
+    }
+    if probe is not None:
+        found["alignment/probe_abs_mean"] = probe.mean
+        found["alignment/probe_max"] = probe.max
+        found["alignment/probe_moved"] = probe.moved
+        found["alignment/sampled_abs_mean"] = probe.sampled_mean
+    return found
+
+
+def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
+    """In steps, within the epoch: versions of another trainer are no nearer for a low number. A
+    bound counts like a version: the completion is at least as old."""
+    facts = outcome.facts
+    versions = [*facts.first_versions, *facts.version_bounds]
+    epoch = outcome.published.version.epoch
+    steps = [outcome.step - version.step for version in versions if version.epoch == epoch]
+    found: dict[str, float | None] = {}
+    if steps:
+        found["staleness/mean"] = sum(steps) / len(steps)
+        found["staleness/max"] = max(steps)
+    if versions:
+        found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
+        found["staleness/bound_fraction"] = facts.bound_fraction
+    return found
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None

@@ -1,0 +1,166 @@
+"""`--benchmark`: where the time of a run went, in the archived trainer's layout, and as a file.
+
+`benchmark.json` in the save path holds one object:
+
+    mode                     --weight-bridge-mode
+    steps                    taken by this process
+    total_s                  from the first step's beginning to the end of the last one
+    step_s_mean              of one step, from asking for a batch to its record
+    sync_s_total             of publishing
+    sync_s_mean              of one publication; null without any
+    fetch_s_total            of waiting for batches
+    compute_s_total          of everything else that a step does before it publishes
+    publishes                publications after a step
+    peak_rss_bytes           of the trainer
+    peak_cuda_bytes          of the trainer; null without a GPU
+    restarts                 engine starts after the first, by the server's count; null where no
+    dropped_requests         aborted by drains                             Redis says it, as are
+    generation_tokens        sampled                                       these two
+    reward_first             mean reward of the first and of the last step; null where a step has
+    reward_last              none
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_core.security.bearer_token import plain
+from grpo_core.weights.handoff import ServerStatus
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+
+FILE_NAME = "benchmark.json"
+STATUS_DEADLINE_S = 5.0
+_WIDTH = 70
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The fields of `benchmark.json`."""
+
+    mode: str
+    steps: int
+    total_s: float
+    step_s_mean: float
+    sync_s_total: float
+    sync_s_mean: float | None
+    fetch_s_total: float
+    compute_s_total: float
+    publishes: int
+    peak_rss_bytes: int
+    peak_cuda_bytes: int | None
+    restarts: int | None
+    dropped_requests: int | None
+    generation_tokens: int | None
+    reward_first: float | None
+    reward_last: float | None
+
+    def write(self, save_path: Path) -> None:
+        (save_path / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        per_step = self.steps or 1
+        bar = "=" * _WIDTH
+        lines = [
+            bar,
+            f"BENCHMARK SUMMARY ({self.mode})",
+            bar,
+            f"  Total training time:     {self.total_s:.2f}s ({self.total_s / 60:.2f} min)",
+            f"  Total steps:             {self.steps}",
+            "",
+            "  TIMING BREAKDOWN:",
+            f"    Avg step time:         {self.step_s_mean:.2f}s",
+            f"    Total step time:       {self.step_s_mean * self.steps:.2f}s",
+            f"    Avg sync time:         {self.sync_s_mean or 0.0:.2f}s (x{self.publishes} syncs)",
+            f"    Total sync time:       {self.sync_s_total:.2f}s",
+            f"    Avg data fetch time:   {self.fetch_s_total / per_step:.2f}s",
+            f"    Total data fetch time: {self.fetch_s_total:.2f}s",
+            f"    Total compute time:    {self.compute_s_total:.2f}s",
+            "",
+            "  MEMORY:",
+            f"    Peak trainer memory:   {self.peak_rss_bytes / _GB:.2f} GB",
+            *self._of_gpu(),
+            *self._of_server(),
+            bar,
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _of_gpu(self) -> list[str]:
+        if self.peak_cuda_bytes is None:
+            return []
+        return [f"    Peak GPU memory:       {self.peak_cuda_bytes / _GB:.2f} GB"]
+
+    def _of_server(self) -> list[str]:
+        if self.restarts is None:
+            return []
+        return [
+            "",
+            "  INFERENCE SERVER:",
+            f"    Restarts:              {self.restarts}",
+            f"    Dropped requests:      {self.dropped_requests}",
+            f"    Generated tokens:      {self.generation_tokens}",
+        ]
+
+
+class Stopwatch:
+    """Adds up the records of a run's steps, whose names are those of `metrics`."""
+
+    def __init__(self) -> None:
+        self._steps = self._publishes = 0
+        self._step_s = self._sync_s = self._fetch_s = self._compute_s = self._total_s = 0.0
+        self._rewards: list[float | None] = []
+
+    def add(self, record: Mapping[str, float], is_served: bool) -> None:
+        """Args: is_served: whether the step's result was published."""
+        self._steps += 1
+        self._publishes += is_served
+        self._step_s += record["train/step_time"]
+        self._sync_s += record["train/sync_time"]
+        self._fetch_s += record["train/data_fetch_time"]
+        self._compute_s += record["train/compute_time"]
+        self._total_s = record["time_s"]
+        self._rewards = [*self._rewards[:1], record.get("reward/mean")]
+
+    def summary(self, mode: str, server: ServerStatus | None) -> Summary:
+        return Summary(
+            mode=mode,
+            steps=self._steps,
+            total_s=self._total_s,
+            step_s_mean=self._step_s / (self._steps or 1),
+            sync_s_total=self._sync_s,
+            sync_s_mean=self._sync_s / self._publishes if self._publishes else None,
+            fetch_s_total=self._fetch_s,
+            compute_s_total=self._compute_s,
+            publishes=self._publishes,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_cuda_bytes=_peak_cuda_bytes(),
+            restarts=server.restarts if server else None,
+            dropped_requests=server.dropped_requests if server else None,
+            generation_tokens=server.generation_tokens if server else None,
+            reward_first=self._rewards[0] if self._rewards else None,
+            reward_last=self._rewards[-1] if self._rewards else None,
+        )
+
+
+def server_status(settings: TrainerSettings) -> ServerStatus | None:
+    """What the server's supervisor counts; None where no Redis says it."""
+    url = plain(settings.redis_url)
+    if url is None:
+        return None
+    with HandoffLink(url, settings.run_id, STATUS_DEADLINE_S) as link:
+        try:
+            return link.status()
+        except GrpoError:  # a report of a run that went well must not end it badly
+            return None
+
+
+def _peak_cuda_bytes() -> int | None:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

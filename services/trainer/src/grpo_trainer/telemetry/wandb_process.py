@@ -1,0 +1,58 @@
+"""The process that speaks to Weights & Biases: `python -m grpo_trainer.telemetry.wandb_process`.
+
+Its parent is `wandb_sink`. Reads one JSON object per line: {"start": ...} first, then
+{"record": ...} for each step, then {"finish": exit status}. Answers the first with
+{"run": URL or directory} or {"error": why not}. Where the input ends without "finish", the parent
+died, and the run is marked as failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import IO, Any
+
+
+def main(source: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
+    start = json.loads(source.readline())["start"]
+    run = _start(start, answers)
+    exit_code = 1
+    for line in source:
+        message = json.loads(line)
+        if "finish" in message:
+            exit_code = message["finish"]
+            break
+        record = message["record"]
+        run.log(record, step=record["step"])
+    run.finish(exit_code=exit_code)
+
+
+def _start(start: dict[str, Any], answers: IO[str]) -> Any:
+    import wandb
+
+    try:
+        run = wandb.init(
+            project=start["project"],
+            group=start["group"],
+            config=start["config"],
+            settings=wandb.Settings(
+                console="off",
+                init_timeout=start["init_timeout_s"],
+                finish_timeout=start["finish_timeout_s"],
+                x_stats_pid=start["pid"],
+            ),
+        )
+    except wandb.Error as error:
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        raise SystemExit(1) from None
+    _answer(answers, {"run": run.url or run.dir})
+    return run
+
+
+def _answer(answers: IO[str], message: dict[str, str]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Does the server serve the weights that the trainer holds, and did they sample the rollouts?"""

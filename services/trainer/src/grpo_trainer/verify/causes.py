@@ -1,0 +1,144 @@
+"""Why logged log-probabilities and the trainer's disagree: hypotheses, tried on the batch itself.
+
+Each names what would make the two agree and how far they lie apart if it holds. The right one
+leaves rounding noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.data.collate import MicroBatch, Origin
+from grpo_trainer.verify.token_table import MIN_TOKENS, TokenTable
+
+SAMPLE_TOKENS = 256
+SAMPLE_SEQUENCES = 16
+
+_SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
+"""Ratios of neighbouring temperatures in one search after the other, each around the best of the
+one before; the last is 0.2 %."""
+_SEARCH_WIDTH = 7
+_OTHER_TEMPERATURE = 1.1
+"""Ratio from which on two temperatures count as different."""
+
+
+class Cause(StrEnum):
+    """What to look at, by the hypothesis that holds."""
+
+    LOGPROBS_LATE = (
+        "inference_logprobs stand one position too late: look at where the environment puts the "
+        "prompt's placeholders"
+    )
+    LOGPROBS_EARLY = (
+        "inference_logprobs stand one position too early: look at where the environment puts the "
+        "prompt's placeholders, and whether it cuts the first logprob off"
+    )
+    TEMPERATURE = (
+        "the completions were sampled at another temperature than their group says (a group that "
+        "says none means 1.0): let the environment send generation_params.temperature"
+    )
+    PROMPT_TRAINED = (
+        "prompt tokens are trained on: look at the environment's masks, which are -100 at prompt "
+        "positions"
+    )
+    STALE_WEIGHTS = (
+        "the server does not serve the weights that the trainer holds: look for another process "
+        "that writes them, and at how the server was started"
+    )
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """`mean`: mean |difference| of the log-probabilities if it holds."""
+
+    cause: Cause
+    assumption: str
+    mean: float
+
+
+class Sequences:
+    """Finds a batch's sequences by their number; what it answers has no padding that matters."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], origins: Sequence[Origin]) -> None:
+        self.origins = origins
+        self._size = len(micro_batches[0].inputs)
+        self._micro_batches = micro_batches
+
+    def tokens(self, number: int, length: int) -> Tensor:
+        """[length] the first tokens of a sequence, `length` of at least 2."""
+        micro, row = self._micro_batches[number // self._size], number % self._size
+        last = micro.targets[row, length - 2 : length - 1]
+        return torch.cat([micro.inputs[row, : length - 1], last])
+
+
+def sample(table: TokenTable) -> TokenTable:
+    """A part that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
+    few = table.where(torch.isin(table.sequence, torch.tensor(table.numbers()[:SAMPLE_SEQUENCES])))
+    return few.where(torch.arange(len(few)) < SAMPLE_TOKENS)
+
+
+def shifts(table: TokenTable) -> list[Hypothesis]:
+    """Logprobs that belong to the neighbour's token. Args: table: N tokens."""
+    follows = (table.sequence[1:] == table.sequence[:-1]) & (
+        table.position[1:] == table.position[:-1] + 1
+    )  # [N-1]
+    if int(follows.sum()) < MIN_TOKENS:
+        return []
+    late = (table.logp[:-1] - table.behaviour_logp[1:])[follows].abs().mean()
+    early = (table.logp[1:] - table.behaviour_logp[:-1])[follows].abs().mean()
+    return [
+        Hypothesis(Cause.LOGPROBS_LATE, "logprobs moved back by one position", float(late)),
+        Hypothesis(Cause.LOGPROBS_EARLY, "logprobs moved forward by one position", float(early)),
+    ]
+
+
+def without_shared(table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
+    """Only tokens behind the beginning that all completions of a group share."""
+    shared = torch.tensor([origin.shared_tokens for origin in sequences.origins])
+    own = table.where(table.position >= shared[table.sequence])
+    if not MIN_TOKENS <= len(own) < len(table):
+        return []
+    assumption = "without the tokens that all completions of a group share"
+    return [Hypothesis(Cause.PROMPT_TRAINED, assumption, own.mean_distance())]
+
+
+@torch.no_grad()
+def other_temperature(policy: Any, table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
+    """The temperature that explains the logprobs best, where it is another than said."""
+    if len(table) < MIN_TOKENS:
+        return []
+    logits, targets = _logits(policy, table, sequences)  # [N, V], [N]
+    logged = table.behaviour_logp.to(logits.device)
+
+    def distance(temperature: float) -> float:
+        logp = (logits / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return float((logp - logged).abs().mean())
+
+    said = best = float(table.temperature.median())
+    for ratio in _SEARCH_RATIOS:
+        steps = range(-_SEARCH_WIDTH, _SEARCH_WIDTH + 1)
+        best = min((best * ratio**k for k in steps), key=distance)
+    if abs(math.log(best / said)) < math.log(_OTHER_TEMPERATURE):
+        return []
+    assumption = f"sampled at temperature {best:.2f} instead of {said:g}"
+    return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
+
+
+def _logits(policy: Any, table: TokenTable, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Those that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
+    device = next(policy.parameters()).device
+    logits, targets = [], []
+    for number in table.numbers():
+        positions = table.position[table.sequence == number].to(device)
+        ids = sequences.tokens(number, int(positions.max()) + 1).to(device)
+        answer = policy(input_ids=ids[:-1].unsqueeze(0), use_cache=False).logits[0]  # [T, V]
+        logits.append(answer[positions - 1].float())
+        targets.append(ids[positions])
+    return torch.cat(logits), torch.cat(targets)

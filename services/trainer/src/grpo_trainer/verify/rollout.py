@@ -1,0 +1,184 @@
+"""Were the completions sampled by the weights, tokens and temperature that their group names?
+
+A completion whose first and last token carry the version that the trainer holds was sampled by
+exactly these weights, so both sides' log-probabilities of it agree to numerical noise. Whatever
+breaks that (logprobs beside their tokens, a wrong temperature, prompt tokens among the trained
+ones, a server with other weights) is found on the batch that shows it, before its update.
+
+For completions of older or unknown weights a difference alone proves nothing: the policy moved.
+There the run ends only where one assumption explains the logprobs far better than what the group
+says: nearly all of the difference at once, or most of it twice in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.errors import GrpoError
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.errors import RolloutMismatch
+from grpo_trainer.model.policy import token_logprobs
+from grpo_trainer.verify.beginnings import unlikely_groups
+from grpo_trainer.verify.causes import (
+    Cause,
+    Sequences,
+    other_temperature,
+    sample,
+    shifts,
+    without_shared,
+)
+from grpo_trainer.verify.report import MISMATCH, UNCHANGED, MismatchReport, ServerAnswer
+from grpo_trainer.verify.token_table import Distance, TokenTable
+
+SUSPICIOUS = 0.05
+"""Mean |difference| from which on completions of older weights are looked at."""
+FAR_BETTER = 4.0
+"""Factor by which an assumption must reduce the difference, in two batches in a row, to be believed
+without fresh completions."""
+DECISIVE = 16.0
+"""The same where one batch is enough."""
+PROOF_TOKENS = 16
+"""Fresh tokens that clear their environment's other completions in the same batch."""
+SERVER_SAMPLE_SEQUENCES = 4
+
+ServedLogprobs = Callable[[list[int]], list[float]]
+"""[T] token ids → [T-1], asked of the server at temperature 1."""
+
+
+class RolloutCheck:
+    """Args:
+    policy: the trainer's, for assumptions that need another forward pass
+    served_logprobs: the server's answer, asked only where something is wrong
+    tolerance: bound on the mean |difference| of fresh completions, for the served data type
+    """
+
+    def __init__(self, policy: Any, served_logprobs: ServedLogprobs, tolerance: float) -> None:
+        self._policy = policy
+        self._served_logprobs = served_logprobs
+        self._tolerance = tolerance
+        self._suspected: set[int | None] = set()
+
+    def require_match(
+        self, batch: Batch, table: TokenTable, version: PolicyVersion, step: int
+    ) -> Distance:
+        """Check a batch by environment; returns the distance of its fresh tokens.
+
+        Args:
+            table: the batch's trained tokens under the weights that `version` names.
+
+        Raises:
+            RolloutMismatch: names the environment, the numbers and the likeliest cause.
+        """
+        sequences = Sequences(batch.micro_batches, batch.origins)
+        fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
+        for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
+            mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
+            case = _Case(step, env_id, sequences)
+            self._check_fresh(case, table.where(mine & fresh))
+            self._check_beginnings(case, table.where(mine))
+            if int((mine & fresh).sum()) < PROOF_TOKENS:
+                self._check_unproven(case, table.where(mine & ~fresh))
+        return Distance.of(table.where(fresh))
+
+    def _check_fresh(self, case: _Case, fresh: TokenTable) -> None:
+        found = Distance.of(fresh)
+        if found.surely <= self._tolerance:
+            return
+        part = sample(fresh)
+        raise RolloutMismatch(
+            str(
+                MismatchReport(
+                    what=f"{case}: {found.tokens} trained tokens were sampled by exactly the "
+                    f"weights that the trainer holds, but the log-probabilities logged with them "
+                    f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
+                    f"most (tolerance {self._tolerance:g}).",
+                    sent=part.mean_distance(),
+                    tried=[
+                        *shifts(part),
+                        *without_shared(part, case.sequences),
+                        *other_temperature(self._policy, part, case.sequences),
+                    ],
+                    server=self._ask_server(part, case.sequences),
+                    tolerance=self._tolerance,
+                )
+            )
+        )
+
+    def _check_unproven(self, case: _Case, unproven: TokenTable) -> None:
+        found = Distance.of(unproven)
+        if found.surely <= max(SUSPICIOUS, self._tolerance):
+            self._suspected.discard(case.env_id)
+            return
+        part = sample(unproven)
+        sent = part.mean_distance()
+        tried = [*shifts(part), *other_temperature(self._policy, part, case.sequences)]
+        better = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
+        confirmed = better >= DECISIVE or (better >= FAR_BETTER and case.env_id in self._suspected)
+        if better >= FAR_BETTER:
+            self._suspected.add(case.env_id)
+        else:
+            self._suspected.discard(case.env_id)
+        if not confirmed:
+            return
+        what = (
+            f"{case}: the log-probabilities logged with {found.tokens} trained tokens differ from "
+            f"the trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older weights "
+            "sampled them, or weights that nobody names, so some difference may be right, but one "
+            f"assumption makes it {better:.0f} times smaller."
+        )
+        raise RolloutMismatch(str(MismatchReport(what, sent, tried, None, self._tolerance)))
+
+    def _check_beginnings(self, case: _Case, table: TokenTable) -> None:
+        origins = case.sequences.origins
+        groups = {origin.group for origin in origins if origin.env_id == case.env_id}
+        unlikely = unlikely_groups(table, origins)
+        if 2 * len(unlikely) > len(groups):
+            raise RolloutMismatch(
+                f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups all completions "
+                "begin with the same trained tokens, which independent sampling at the stated "
+                f"temperature gives with a chance below 1e-13. Likely cause: "
+                f"{Cause.PROMPT_TRAINED}. (Or they were sampled at a far lower temperature than "
+                f"stated.) {UNCHANGED}"
+            )
+
+    def _ask_server(self, part: TokenTable, sequences: Sequences) -> ServerAnswer:
+        differences = []
+        try:
+            for number in part.numbers()[:SERVER_SAMPLE_SEQUENCES]:
+                length = int(part.position[part.sequence == number].max()) + 1
+                differences.append(self._from_server(sequences.tokens(number, length)))
+        except GrpoError as error:
+            return ServerAnswer(None, f"not answered: {error}")
+        mean = float(torch.cat(differences).mean())
+        return ServerAnswer(mean, f"{mean:.2g}")
+
+    @torch.no_grad()
+    def _from_server(self, tokens: Tensor) -> Tensor:
+        """|server's - trainer's| now, at temperature 1: [T] → [T-1]."""
+        device = next(self._policy.parameters()).device
+        ids, one = tokens.to(device).unsqueeze(0), torch.ones(1, device=device)
+        ours = token_logprobs(self._policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()
+        return (ours - torch.tensor(self._served_logprobs(tokens.tolist()))).abs()
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One environment's part of one batch."""
+
+    step: int
+    env_id: int | None
+    sequences: Sequences
+
+    def __str__(self) -> str:
+        return f"Step {self.step}, environment {self.env_id}"
+
+
+def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
+    """A fact of each sequence, as one of each token: [N] bool."""
+    return torch.tensor(list(flags))[table.sequence]

@@ -1,0 +1,256 @@
+"""Modes `lora_only`, `lora_restart` and `none`: the trainer has weights of its own, and hands them
+to the server as files, every so many steps.
+
+What differs between the three is what is trained (`TrainedWeights`) and how the server takes it
+(the `Action` of the hand-off). The server brings back by itself what it served last, so all that
+the trainer needs for a server that crashes is patience.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.weights.handoff import ServerStatus
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.errors import PolicyMismatch, WeightSyncError
+from grpo_trainer.model.device import device_to_load_on
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import Alignment, Bound
+from grpo_trainer.verify.served import ProbeLengths, ServedProof
+from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.files.compatibility import (
+    dtype_to_load,
+    require_server,
+    served_directory,
+)
+from grpo_trainer.weight_sync.files.handoff import Handoff
+from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.files.served_files import ServedFiles
+from grpo_trainer.weight_sync.files.supervisor_watch import POLL_S, SupervisorWatch
+
+log = structlog.get_logger()
+
+PROBE_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When weights are published: after every so many steps, and after the last one.
+
+    `at_start`: even where the server has them already, because it costs next to nothing.
+    """
+
+    every_steps: int
+    last_step: int
+    at_start: bool
+
+    def is_due(self, steps_taken: int) -> bool:
+        return steps_taken % self.every_steps == 0 or steps_taken == self.last_step
+
+
+class HandedOff:
+    """Args:
+    bridge: asks the server
+    link: to its supervisor
+    watch: of the same
+    handoff: has it serve a directory
+    weights: what is trained
+    files: directories of them
+    dtype: what the server must hold; "auto": whatever it holds
+    device: to train on; "auto": a GPU where there is one
+    cadence: when to publish
+    """
+
+    def __init__(
+        self,
+        bridge: BridgeClient,
+        link: HandoffLink,
+        watch: SupervisorWatch,
+        handoff: Handoff,
+        weights: TrainedWeights,
+        files: ServedFiles,
+        dtype: str,
+        device: str,
+        cadence: Cadence,
+    ) -> None:
+        self._bridge = bridge
+        self._link = link
+        self._watch = watch
+        self._handoff = handoff
+        self._weights = weights
+        self._files = files
+        self._dtype = dtype
+        self._device = device
+        self._cadence = cadence
+        self._policy: Any = None
+        self._proof: ServedProof | None = None
+        self._epoch = 0
+        self._begun_as: PolicyVersion | None = None
+
+    def load_policy(self, restoring: bool = False) -> Any:  # noqa: ARG002
+        """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
+
+        Raises:
+            ServiceUnavailable, LostServer: no server, or nobody who hands weights to it.
+            PolicyMismatch: the server is not one of this mode, data type or run.
+            NoSuchDevice: there is no such GPU to train on.
+        """
+        device = device_to_load_on(self._device)
+        info = self._bridge.info()
+        require_server(self._bridge.base_url, info, self._weights.kind)
+        dtype = dtype_to_load(self._dtype, info)
+        self._agreed_status(info)
+        self._policy = self._weights.load(dtype, device).eval()
+        lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
+        self._proof = ServedProof(self._policy, self, lengths)
+        return self._policy
+
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,
+    ) -> PolicyVersion:
+        """Open an epoch beyond every one that is known of, and publish, unless the server serves
+        these very weights already."""
+        if bound is not None:
+            self._proof_of_policy.bound = bound
+        status = self._watch.await_serving()
+        is_untrained = optimizer.unwritten_parameters() == 0
+        optimizer.write_into_parameters()
+        self._files.prepare()
+        self._epoch = 1 + max(
+            last_epoch, status.epoch, self._files.newest_epoch(), self._link.newest_epoch()
+        )
+        version = PolicyVersion(self._epoch, step)
+        if self._cadence.at_start or not self._has(status, is_untrained):
+            self._publish(version)
+        else:
+            self._begun_as = status.version
+            self._proven(status.version, "At the start")
+            log.info("the server has these weights already", served_as=tuple(status.version))
+        return version
+
+    @property
+    def begun_as(self) -> PolicyVersion | None:
+        return self._begun_as
+
+    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """Step on the masters, write them into the policy, and publish where that is due.
+
+        Raises:
+            NonFiniteGradient: nothing was changed.
+            WeightsRefused, NotPublished, LostServer: the server serves the weights before, if any.
+            ServedWeightsDiffer: it says that it serves the new ones, and does not.
+        """
+        started = time.monotonic()
+        grad_norm = optimizer.step(step)
+        optimizer.write_into_parameters()
+        stepped = time.monotonic()
+        version = PolicyVersion(self._epoch, step + 1)
+        is_due = self._cadence.is_due(step + 1)
+        alignment = self._publish(version) if is_due else None
+        return Published(
+            version=version,
+            grad_norm=grad_norm,
+            optimizer_s=stepped - started,
+            publish_s=time.monotonic() - stepped if is_due else 0.0,
+            is_served=is_due,
+            alignment=alignment,
+        )
+
+    def tend(self) -> None:
+        """Where the server is away: wait for its return. Raises `LostServer`."""
+        self._watch.look()
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Raises `ServiceUnavailable` where a server that says it serves does not answer for
+        30 s, and as `tend`."""
+        give_up_at = time.monotonic() + PROBE_DEADLINE_S
+        while True:
+            try:
+                return self._bridge.prompt_logprobs(token_ids)
+            except ServiceUnavailable as error:
+                give_up_at = self._wait_after(error, give_up_at)
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Raises as `served_logprobs`."""
+        give_up_at = time.monotonic() + PROBE_DEADLINE_S
+        while True:
+            try:
+                return self._bridge.sample(
+                    prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+                )
+            except ServiceUnavailable as error:
+                give_up_at = self._wait_after(error, give_up_at)
+
+    def close(self) -> None:
+        self._link.close()
+        self._bridge.close()
+
+    def _publish(self, version: PolicyVersion) -> Alignment:
+        started = time.monotonic()
+        files = self._files.write(version, lambda to: self._weights.write(self._policy, to))
+        if not self._handoff.restarts:
+            self._proof_of_policy.prime()
+        in_use = self._handoff.serve(files)
+        alignment = self._proven(version, f"After step {version.step}")
+        self._files.remove_older(in_use)
+        log.info(
+            "published",
+            version=tuple(version),
+            seconds=round(time.monotonic() - started, 2),
+            difference=alignment.mean,
+        )
+        return alignment
+
+    def _proven(self, version: PolicyVersion, label: str) -> Alignment:
+        return self._proof_of_policy.require(version, label)
+
+    @property
+    def _proof_of_policy(self) -> ServedProof:
+        if self._proof is None:
+            raise WeightSyncError("no policy: load_policy() comes first")
+        return self._proof
+
+    def _has(self, status: ServerStatus, is_untrained: bool) -> bool:
+        """Does the server serve the policy's weights, whatever it calls them?"""
+        if status.kind == "base":
+            return is_untrained
+        place = served_directory(status, self._weights.kind)
+        return place is not None and self._weights.are_in(self._policy, place)
+
+    def _agreed_status(self, info: BridgeInfo) -> ServerStatus:
+        """Of the supervisor in Redis, once it is that of the server at our URL."""
+        give_up_at = time.monotonic() + self._link.deadline_s
+        while True:
+            status = self._watch.await_serving()
+            if tuple(status.version) == info.policy_version:
+                return status
+            if time.monotonic() >= give_up_at:
+                raise PolicyMismatch(
+                    f"the server at {self._bridge.base_url} serves version {info.policy_version}, "
+                    f"and the one that reports for run {self._link.run_id!r} in Redis "
+                    f"{tuple(status.version)}: they are two. Give server and trainer the same "
+                    "--redis-url and --run-id"
+                )
+            time.sleep(POLL_S)
+            info = self._bridge.info()
+
+    def _wait_after(self, error: ServiceUnavailable, give_up_at: float) -> float:
+        """Until the server serves; returns the time to give up, later by what it was away."""
+        if time.monotonic() >= give_up_at:
+            raise error
+        began = time.monotonic()
+        self._watch.await_serving()
+        away_s = time.monotonic() - began
+        time.sleep(POLL_S)
+        return give_up_at + away_s

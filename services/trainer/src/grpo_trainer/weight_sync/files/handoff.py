@@ -1,0 +1,158 @@
+"""Asks the supervisor to serve a directory of weights until it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from grpo_core.errors import ProtocolViolation
+from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.errors import NotPublished, WeightsRefused
+from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.files.supervisor_watch import POLL_S, SupervisorWatch, describe
+
+log = structlog.get_logger()
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
+LOST_AFTER_S = 15.0
+"""A command that nobody has answered for so long, while the server serves something else, was lost
+with the last second of a Redis or with a supervisor."""
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """A directory that is complete and will not change. `sha256`: `directory_digest` of it."""
+
+    version: PolicyVersion
+    directory: Path
+    sha256: str
+
+
+class Handoff:
+    """Args:
+    link: to the supervisor
+    watch: of the same
+    action: how the server takes new weights
+    deadline_s: how long it may take, with everything that goes wrong on the way
+    """
+
+    def __init__(
+        self, link: HandoffLink, watch: SupervisorWatch, action: Action, deadline_s: float
+    ) -> None:
+        self._link = link
+        self._watch = watch
+        self._action = action
+        self._deadline_s = deadline_s
+
+    @property
+    def restarts(self) -> bool:
+        """The server begins anew with every publication, its caches too."""
+        return self._action.restarts
+
+    def serve(self, files: WeightFiles) -> frozenset[Path]:
+        """Return once every request that arrives is answered by these weights.
+
+        Returns:
+            Directories that requests in flight still read, whose files must stay.
+
+        Raises:
+            WeightsRefused: the server takes no such weights; it serves those before.
+            NotPublished: it tried until the deadline.
+            LostServer: nobody is there to ask.
+        """
+        give_up_at = time.monotonic() + self._deadline_s
+        retry_s = FIRST_RETRY_S
+        while True:
+            command = self._command(files)
+            self._link.send(command)
+            outcome = self._outcome_of(command, give_up_at)
+            if outcome.state is OutcomeState.DONE:
+                return _directories(outcome)
+            if self._is_served(files):  # asked for by a command whose answer was lost
+                return frozenset()
+            reason = f"{outcome.state}: {outcome.reason}"
+            if outcome.state is OutcomeState.REFUSED:
+                raise _refused(files, outcome)
+            if time.monotonic() + retry_s >= give_up_at:
+                raise self._not_published(files, reason)
+            log.warning("asking the server again", version=tuple(files.version), reason=reason)
+            time.sleep(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+    def _outcome_of(self, command: Command, give_up_at: float) -> Outcome:
+        """The final one, or BUSY where the command was lost."""
+        asked_at = time.monotonic()
+        while True:
+            outcome = self._link.outcome(command)
+            if outcome is not None and outcome.state is not OutcomeState.ACCEPTED:
+                return outcome
+            if self._is_lost(command, asked_at):
+                return Outcome(state=OutcomeState.BUSY, reason="nobody answered the command")
+            if time.monotonic() >= give_up_at:
+                seen = "taken up" if outcome else "not seen"
+                raise self._not_published(
+                    WeightFiles(command.version, Path(command.path), command.sha256),
+                    f"the command was {seen} and not answered; {describe(self._watch.status())}",
+                )
+            time.sleep(POLL_S)
+
+    def _is_lost(self, command: Command, asked_at: float) -> bool:
+        """Raises `LostServer` where no supervisor is there for too long."""
+        status = self._watch.status()
+        if status is None:
+            self._watch.note_absence(status)
+        else:
+            self._watch.note_presence()
+        if time.monotonic() - asked_at < LOST_AFTER_S or status is None:
+            return False
+        return status.state is SupervisorState.SERVING and not self._link.has(command)
+
+    def _is_served(self, files: WeightFiles) -> bool:
+        status = self._watch.status()
+        return (
+            status is not None
+            and status.state is SupervisorState.SERVING
+            and status.version == files.version
+            and bool(status.path)
+            and Path(status.path).resolve() == files.directory.resolve()
+        )
+
+    def _command(self, files: WeightFiles) -> Command:
+        return Command(
+            id=uuid.uuid4().hex,
+            action=self._action,
+            epoch=files.version.epoch,
+            step=files.version.step,
+            path=str(files.directory),
+            sha256=files.sha256,
+            sender=f"trainer {os.getpid()} on {socket.gethostname()}"[:256],
+        )
+
+    def _not_published(self, files: WeightFiles, reason: str) -> NotPublished:
+        return NotPublished(
+            f"version {tuple(files.version)} is not served after {self._deadline_s:g} s "
+            f"({reason}). Read the server's log; raise --publish-deadline-s where it only needs "
+            "longer. Started again, the trainer goes on from the last state that it saved"
+        )
+
+
+def _refused(files: WeightFiles, outcome: Outcome) -> WeightsRefused:
+    return WeightsRefused(
+        f"the server refuses version {tuple(files.version)} in {files.directory}: "
+        f"{outcome.reason}. It goes on serving the version before"
+    )
+
+
+def _directories(outcome: Outcome) -> frozenset[Path]:
+    try:
+        return frozenset(Path(path).resolve() for path in json.loads(outcome.in_use))
+    except (ValueError, TypeError) as error:
+        raise ProtocolViolation(f"outcome in Redis: in_use is {outcome.in_use!r}") from error

@@ -1,0 +1,59 @@
+"""Directories of weights for the server: written once, under a name of their own, and kept as long
+as somebody may read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from grpo_core.weights.files import directory_digest
+from grpo_core.wire import PolicyVersion
+from grpo_trainer.checkpoint.save_path import make_directory, remove_directory, remove_unfinished
+from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.weight_sync.files.handoff import WeightFiles
+
+KEPT = 2
+"""What is served, and what the server goes back to where that fails."""
+_NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
+
+
+class ServedFiles:
+    """Args: root: the server's --weights-dir"""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """Make the directory, and clear away what a trainer that was killed left half-written."""
+        make_directory(self.root)
+        remove_unfinished(self.root)
+
+    def write(self, version: PolicyVersion, write_to: Callable[[Path], None]) -> WeightFiles:
+        """Args: write_to: writes its argument as a whole directory.
+
+        Raises:
+            CheckpointNotSaved: the disk is full, or the like.
+        """
+        target = self.root / f"epoch_{version.epoch}_step_{version.step}"
+        write_to(target)
+        try:
+            return WeightFiles(version, target, directory_digest(target))
+        except OSError as error:
+            raise CheckpointNotSaved(f"{target} cannot be read back: {error}") from error
+
+    def remove_older(self, in_use: Collection[Path]) -> None:
+        """All but the newest two and what requests in flight read. Args: in_use: resolved paths."""
+        for _, path in sorted(self._versions())[:-KEPT]:
+            if path.resolve() not in in_use:
+                remove_directory(path)
+
+    def newest_epoch(self) -> int:
+        """0 where there is none."""
+        return max((version.epoch for version, _ in self._versions()), default=0)
+
+    def _versions(self) -> list[tuple[PolicyVersion, Path]]:
+        if not self.root.is_dir():
+            return []
+        found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
+        return [(PolicyVersion(int(m[1]), int(m[2])), path) for m, path in found if m]

@@ -1,0 +1,1 @@
+"""Mode `shared_vllm`: trainer and server hold one copy of the weights."""

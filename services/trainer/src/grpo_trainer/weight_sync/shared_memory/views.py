@@ -1,0 +1,151 @@
+"""A transformers model whose parameters are views into the inference server's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_trainer.errors import MovedParameters, PolicyMismatch
+from grpo_trainer.weight_sync.shared_memory.mapped_memory import MappedMemory
+
+
+@dataclass(frozen=True)
+class MappedWeights:
+    """The server's weight memory, as tensors."""
+
+    manifest: WeightManifest
+    memory: MappedMemory = field(repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    def view(self, region: TensorRegion) -> Tensor:
+        raw = self.memory.bytes_of(region)
+        return raw.view(getattr(torch, region.dtype)).view(region.shape)
+
+    def address(self, region: TensorRegion) -> int:
+        return self.memory.bytes_of(region).data_ptr()
+
+    def wait_until_written(self) -> None:
+        """Until every write that this process has begun is there for the server to read."""
+        self.memory.wait_until_written()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters. Raises `PolicyMismatch` where there are several."""
+        names = sorted({region.dtype for region in self.manifest.parameters.values()})
+        if len(names) != 1:
+            raise PolicyMismatch(f"the server holds parameters of several dtypes: {names}")
+        dtype: torch.dtype = getattr(torch, names[0])
+        return dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """ "float32", "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def build_policy(model_name: str, weights: MappedWeights) -> Any:
+    """The model of `model_name`'s configuration, made of views; nothing is copied.
+
+    Raises:
+        PolicyMismatch: names, shapes or dtypes differ from the server's; lists all of them.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_name)
+    # Parameters are made on the meta device (they get views below), buffers for real: rotary
+    # frequencies are computed when the model is built and stand in no checkpoint.
+    with init_empty_weights(include_buffers=False):
+        policy = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+    policy.tie_weights()  # making parameters on the meta device untied them
+    parameters = dict(policy.named_parameters())
+    _check_fit(model_name, parameters, weights.manifest)
+    for name, parameter in parameters.items():
+        view = weights.view(weights.manifest.parameters[name])
+        owner, _, leaf = name.rpartition(".")
+        policy.get_submodule(owner).register_parameter(leaf, nn.Parameter(view))
+        del parameter
+    policy.tie_weights()
+    _move_buffers(policy, weights.device)
+    check_views(policy, weights)
+    return policy
+
+
+def move_views(policy: nn.Module, weights: MappedWeights) -> None:
+    """Let every parameter of the policy lie in other memory; its values are what lies there.
+
+    The parameters stay the same objects, with their gradient hooks.
+
+    Raises:
+        PolicyMismatch: the memory does not hold this model.
+    """
+    parameters = dict(policy.named_parameters())
+    _check_fit(policy.__class__.__name__, parameters, weights.manifest)
+    for name, parameter in parameters.items():
+        parameter.data = weights.view(weights.manifest.parameters[name])
+    check_views(policy, weights)
+
+
+def let_go_of_views(policy: nn.Module) -> None:
+    """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
+    has ended would else stay taken for as long as they lie in it."""
+    for parameter in policy.parameters():
+        parameter.data = parameter.new_empty(1).expand(parameter.shape)
+
+
+def check_views(policy: nn.Module, weights: MappedWeights) -> None:
+    """Every parameter still lies where the server reads it.
+
+    Raises:
+        MovedParameters: lists every parameter that does not.
+    """
+    moved = [
+        name
+        for name, parameter in policy.named_parameters()
+        if parameter.data_ptr() != weights.address(weights.manifest.parameters[name])
+    ]
+    if moved:
+        raise MovedParameters(
+            f"{len(moved)} parameters no longer lie in the server's memory: {', '.join(moved)}; "
+            "something called .to(), share_memory_() or replaced .data after the policy was built"
+        )
+
+
+def _move_buffers(policy: nn.Module, device: torch.device) -> None:
+    """Computed on the host, as where a checkpoint is loaded; `policy.to()` would move views too."""
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _check_fit(
+    model_name: str, parameters: Mapping[str, nn.Parameter], manifest: WeightManifest
+) -> None:
+    regions = manifest.parameters
+    used = {regions[name].offset for name in parameters if name in regions}
+    problems = [f"{name}: not on the server" for name in parameters if name not in regions]
+    problems += [
+        f"{name}: served shape {list(regions[name].shape)}, policy shape {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in regions and tuple(parameter.shape) != regions[name].shape
+    ]
+    # A checkpoint may name one tensor twice (tied embeddings); both then lie at one offset.
+    problems += [
+        f"{name}: on the server, but the policy has no such parameter"
+        for name, region in regions.items()
+        if name not in parameters and region.offset not in used
+    ]
+    if problems:
+        raise PolicyMismatch(
+            f"the policy of {model_name} does not fit the served {manifest.model}:\n  "
+            + "\n  ".join(problems)
+            + "\nload the same checkpoint on both sides"
+        )
