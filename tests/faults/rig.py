@@ -15,8 +15,8 @@ from uuid import uuid4
 import httpx
 import psutil
 
-from grpo_local.processes import ManagedProcess
-from grpo_local.redis_server import answers_ping
+from grpo_local.process.processes import ManagedProcess
+from grpo_local.process.redis_server import answers_ping
 from tests.faults.commands import (
     ENVIRONMENT,
     REDIS,

@@ -15,7 +15,7 @@ import torch
 
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.weights.manifest import TensorRegion
-from grpo_local.ports import free_port
+from grpo_local.process.ports import free_port
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.policy import token_logprobs
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer

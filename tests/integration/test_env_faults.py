@@ -14,7 +14,7 @@ import pytest
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import Registration
-from grpo_local.ports import free_port
+from grpo_local.process.ports import free_port
 from grpo_trainer import train as loop
 from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft

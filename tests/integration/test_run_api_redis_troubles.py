@@ -21,8 +21,8 @@ from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.persistence import report_persistence
 from grpo_api.store.redis import RedisLink
-from grpo_local.ports import free_port
-from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_local.process.ports import free_port
+from grpo_local.process.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.run_api_calls import (
     acknowledge,

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from grpo_core.redis.names import served_weights_key
 from grpo_core.wire import PolicyVersion
-from grpo_local.ports import free_port
-from grpo_local.redis_server import bundled_redis, start_redis
+from grpo_local.process.ports import free_port
+from grpo_local.process.redis_server import bundled_redis, start_redis
 from grpo_vllm.weights import served_store as served_record
 from grpo_vllm.weights.served_store import (
     BadServedRecord,

@@ -26,9 +26,9 @@ from pydantic import BaseModel
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.wire import ServerStatus
-from grpo_local.ports import free_port
-from grpo_local.processes import ManagedProcess, describe_exit
-from grpo_local.redis_server import answers_ping, bundled_redis, redis_command
+from grpo_local.process.ports import free_port
+from grpo_local.process.processes import ManagedProcess, describe_exit
+from grpo_local.process.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
 from tests.soak import environment, trainer
 from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Hit, Moment

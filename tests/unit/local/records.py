@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpo_local.metrics_file import StepRecord
+from grpo_local.report.metrics_file import StepRecord
 
 
 def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pytest
 
 from grpo_core.settings import load_settings
 from grpo_core.weights.handoff import ServerStatus
-from grpo_local.compare import compare
-from grpo_local.compare_settings import CompareSettings
-from grpo_local.memory import MIB
-from grpo_local.run_facts import Benchmark, RunFacts
-from grpo_local.summary import summarise
+from grpo_local.commands.compare import compare
+from grpo_local.commands.compare_settings import CompareSettings
+from grpo_local.process.memory import MIB
+from grpo_local.report.run_facts import Benchmark, RunFacts
+from grpo_local.report.summary import summarise
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
 

@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local.demo import NoTrainingStep, follow_training, run_demo
-from grpo_local.metrics_file import MetricsFile
+from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.modes import MODES
-from grpo_local.processes import ProcessFailed
+from grpo_local.process.processes import ProcessFailed
+from grpo_local.process.signals import StopRequest
+from grpo_local.process.stack import Service, Stack
+from grpo_local.report.metrics_file import MetricsFile
+from grpo_local.report.run_facts import read_facts
 from grpo_local.run_directory import RunDirectory, create_run_directory
-from grpo_local.run_facts import read_facts
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK
-from grpo_local.stack import Service, Stack
-from grpo_local.stop_request import StopRequest
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
 from tests.unit.local.records import metrics_line

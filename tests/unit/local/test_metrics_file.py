@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
-from grpo_local.metrics_file import MetricsFile
-from grpo_local.progress import header_lines, step_line
-from grpo_local.summary import summarise
+from grpo_local.report.metrics_file import MetricsFile
+from grpo_local.report.summary import summarise
+from grpo_local.report.table import header_lines, step_line
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_local import ports
-from grpo_local.ports import free_port
+from grpo_local.process import ports
+from grpo_local.process.ports import free_port
 
 ELSEWHERE = """
 import sys
 from pathlib import Path
-from grpo_local import ports
+from grpo_local.process import ports
 ports._GIVEN_TO_CLIENTS, ports._LOWEST = Path(sys.argv[1]), int(sys.argv[2])
 print(ports.free_port())
 """

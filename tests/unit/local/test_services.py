@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local.health import HealthProbe
+from grpo_local.process.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
 from grpo_local.settings import DemoSettings

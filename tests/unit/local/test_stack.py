@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_local import health
-from grpo_local.health import HealthProbe
-from grpo_local.ports import free_port
-from grpo_local.processes import ManagedProcess, ProcessFailed
+from grpo_local.process import health
+from grpo_local.process.health import HealthProbe
+from grpo_local.process.ports import free_port
+from grpo_local.process.processes import ManagedProcess, ProcessFailed
+from grpo_local.process.signals import StopRequest, StopRequested
+from grpo_local.process.stack import Service, Stack
 from grpo_local.services import url
-from grpo_local.stack import Service, Stack
-from grpo_local.stop_request import StopRequest, StopRequested
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 
 FOREVER_S = 3600.0

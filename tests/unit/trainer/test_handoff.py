@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.handoff import Action, Command, OutcomeState, SupervisorState, commands_key
 from grpo_core.wire import PolicyVersion
-from grpo_local.ports import free_port
+from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.files import handoff
 from grpo_trainer.weight_sync.files.handoff import Handoff, WeightFiles

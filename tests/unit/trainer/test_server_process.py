@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_local.ports import free_port
+from grpo_local.process.ports import free_port
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync.files import server_process

@@ -11,7 +11,7 @@ from grpo_local.settings import DemoSettings
 def main() -> None:
     settings = load_settings(DemoSettings, sys.argv[1:])
 
-    from grpo_local.demo import run_demo
+    from grpo_local.commands.demo import run_demo
     from grpo_local.screen import Screen
 
     raise SystemExit(run_demo(settings, Screen()))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_local.health import HealthProbe
 from grpo_local.mode_flags import HandOff
-from grpo_local.ports import free_port
-from grpo_local.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_local.process.health import HealthProbe
+from grpo_local.process.ports import free_port
+from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_local.process.stack import Service
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import DemoSettings, TaskName
 from grpo_local.sizes import Sizes
-from grpo_local.stack import Service
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64

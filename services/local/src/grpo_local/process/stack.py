@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
-from grpo_local.processes import ManagedProcess, ProcessFailed, describe_exit
-from grpo_local.stop_request import StopRequest
+from grpo_local.process.processes import ManagedProcess, ProcessFailed, describe_exit
+from grpo_local.process.signals import StopRequest
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.05

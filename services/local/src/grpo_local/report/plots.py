@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from grpo_local.drawing import Figure, FigureCanvasAgg, MaxNLocator
+from grpo_local.report.drawing import Figure, FigureCanvasAgg, MaxNLocator
 
 SIZE_INCHES = (8.0, 4.5)
 DOTS_PER_INCH = 150

@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
-from grpo_local.compare_settings import CompareSettings
-from grpo_local.comparison import Comparison, ModeResult, document, table_lines
-from grpo_local.comparison_plot import Curve, draw_comparison
-from grpo_local.metrics_file import MetricsFile
+from grpo_local.commands.compare_settings import CompareSettings
 from grpo_local.modes import ModeName
-from grpo_local.processes import describe_exit
+from grpo_local.process.processes import describe_exit
+from grpo_local.process.signals import StopRequest, StopRequested
+from grpo_local.process.stack import Service, Stack
+from grpo_local.report.comparison import Comparison, ModeResult, document, table_lines
+from grpo_local.report.comparison_plot import Curve, draw_comparison
+from grpo_local.report.metrics_file import MetricsFile
+from grpo_local.report.run_facts import read_facts
+from grpo_local.report.step_news import StepNews
 from grpo_local.run_directory import RUNS, RunDirectory, RunDirectoryUnusable, default_name
-from grpo_local.run_facts import read_facts
 from grpo_local.screen import Screen
-from grpo_local.stack import Service, Stack
-from grpo_local.step_news import StepNews
-from grpo_local.stop_request import StopRequest, StopRequested
 
 EXIT_FAILED = 1
 FAILURE_MARK = "failed ("

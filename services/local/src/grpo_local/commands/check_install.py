@@ -1,4 +1,4 @@
-"""`python -m grpo_local.check_install`: is this environment one in which everything works?
+"""`python -m grpo_local.commands.check_install`: is this environment one in which everything works?
 
 Looks at what is installed, imports nothing heavy, and names every problem at once.
 """

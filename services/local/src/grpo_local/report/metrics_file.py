@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_local.growing_file import GrowingFile
+from grpo_local.report.growing_file import GrowingFile
 
 
 class StepRecord(BaseModel):

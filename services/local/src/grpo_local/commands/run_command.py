@@ -1,12 +1,12 @@
-"""`grpo-run`: server and trainer together. `python -m grpo_local.run_command` is the same."""
+"""`grpo-run`: server and trainer together. `python -m grpo_local.commands.run_command` is the same."""
 
 from __future__ import annotations
 
 import sys
 
 from grpo_core.settings import EXIT_USAGE, load_settings
-from grpo_local.argument_split import split_arguments, taken_flags
-from grpo_local.run_settings import RunSettings
+from grpo_local.commands.argument_split import split_arguments, taken_flags
+from grpo_local.commands.run_settings import RunSettings
 
 OURS = (
     *("--model", "--model-name", "--weight-bridge-mode", "--redis-url", "--run-id"),
@@ -24,8 +24,8 @@ def main() -> None:
         sys.stderr.write(f"grpo-run: {', '.join(taken)}: grpo-run's own; say it before the --\n")
         raise SystemExit(EXIT_USAGE)
 
+    from grpo_local.commands.run import run_together
     from grpo_local.screen import Screen
-    from grpo_local.together import run_together
 
     raise SystemExit(run_together(settings, arguments.passed_on, Screen()))
 

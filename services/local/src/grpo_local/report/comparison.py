@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from grpo_local.memory import MIB
 from grpo_local.modes import ModeName
-from grpo_local.run_facts import RunFacts
+from grpo_local.process.memory import MIB
+from grpo_local.report.run_facts import RunFacts
 
 NOT_KNOWN = "-"
 

@@ -8,23 +8,23 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_local.health import HealthProbe
-from grpo_local.launch import Launch
-from grpo_local.memory import MemoryPeaks
-from grpo_local.metrics_file import MetricsFile, StepRecord
 from grpo_local.modes import Mode
-from grpo_local.processes import ManagedProcess, ProcessFailed
-from grpo_local.progress import StepTable
+from grpo_local.process.health import HealthProbe
+from grpo_local.process.launch import Launch
+from grpo_local.process.memory import MemoryPeaks
+from grpo_local.process.processes import ManagedProcess, ProcessFailed
+from grpo_local.process.server_facts import server_status
+from grpo_local.process.signals import StopRequest, StopRequested
+from grpo_local.process.stack import Stack
+from grpo_local.report.metrics_file import MetricsFile, StepRecord
+from grpo_local.report.run_facts import RunFacts, read_benchmark, write_facts
+from grpo_local.report.summary import summarise, summary_lines
+from grpo_local.report.table import StepTable
 from grpo_local.run_directory import RunDirectory, create_run_directory
-from grpo_local.run_facts import RunFacts, read_benchmark, write_facts
 from grpo_local.screen import Screen
-from grpo_local.server_facts import server_status
 from grpo_local.services import ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
-from grpo_local.stack import Stack
-from grpo_local.stop_request import StopRequest, StopRequested
-from grpo_local.summary import summarise, summary_lines
 
 EXIT_FAILED = 1
 FOLLOW_POLL_S = 0.2
@@ -154,7 +154,7 @@ def task_names(settings: DemoSettings) -> str:
 
 
 def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) -> None:
-    from grpo_local.plot import draw_reward_curve
+    from grpo_local.report.plots import draw_reward_curve
 
     draw_reward_curve(
         [record.step for record in records],

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_local.mode_flags import HandOff
-from grpo_local.ports import free_port
+from grpo_local.process.ports import free_port
+from grpo_local.process.stack import Service, Stack
 from grpo_local.screen import Screen
 from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory
-from grpo_local.stack import Service, Stack
 
 
 @dataclass(frozen=True)

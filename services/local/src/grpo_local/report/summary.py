@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from grpo_local.metrics_file import StepRecord
 from grpo_local.modes import Mode
-from grpo_local.progress import seconds
+from grpo_local.report.metrics_file import StepRecord
+from grpo_local.report.table import seconds
 from grpo_local.run_directory import RunDirectory
 
 

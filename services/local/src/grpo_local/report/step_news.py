@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from grpo_local.metrics_file import MetricsFile, StepRecord
+from grpo_local.report.metrics_file import MetricsFile, StepRecord
 from grpo_local.screen import Screen
 
 LINES_PER_RUN = 10

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_local.drawing import Axes, Figure, FigureCanvasAgg
-from grpo_local.metrics_file import StepRecord
 from grpo_local.modes import ModeName
-from grpo_local.plot import average_window, moving_average
+from grpo_local.report.drawing import Axes, Figure, FigureCanvasAgg
+from grpo_local.report.metrics_file import StepRecord
+from grpo_local.report.plots import average_window, moving_average
 
 SIZE_INCHES = (12.0, 4.8)
 DOTS_PER_INCH = 150

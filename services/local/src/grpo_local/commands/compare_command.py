@@ -1,12 +1,12 @@
-"""`grpo-compare`: every mode, measured. `python -m grpo_local.compare_command` is the same."""
+"""`grpo-compare`: every mode, measured. `python -m grpo_local.commands.compare_command` is the same."""
 
 from __future__ import annotations
 
 import sys
 
 from grpo_core.settings import EXIT_USAGE, load_settings
-from grpo_local.argument_split import split_arguments, taken_flags
-from grpo_local.compare_settings import CompareSettings
+from grpo_local.commands.argument_split import split_arguments, taken_flags
+from grpo_local.commands.compare_settings import CompareSettings
 
 OURS = ("--mode", "--steps", "--seed", "--run-dir")
 
@@ -18,7 +18,7 @@ def main() -> None:
         sys.stderr.write(f"grpo-compare: {', '.join(taken)}: the same for all, or set here\n")
         raise SystemExit(EXIT_USAGE)
 
-    from grpo_local.compare import compare
+    from grpo_local.commands.compare import compare
     from grpo_local.screen import Screen
 
     raise SystemExit(compare(settings, arguments.passed_on, Screen()))

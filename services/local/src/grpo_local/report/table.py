@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from grpo_local.metrics_file import StepRecord
+from grpo_local.report.metrics_file import StepRecord
 
 HEADER_EVERY_STEPS = 20
 NOT_MEASURED = "-"

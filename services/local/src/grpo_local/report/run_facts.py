@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.handoff import ServerStatus
 from grpo_local.modes import ModeName
-from grpo_local.summary import Summary
+from grpo_local.report.summary import Summary
 
 Model = TypeVar("Model", bound=BaseModel)
 
