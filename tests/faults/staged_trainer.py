@@ -18,8 +18,8 @@ import torch
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
-from grpo_trainer import train as loop
-from grpo_trainer.checkpoint.export import store as state_store
+from grpo_trainer import train
+from grpo_trainer.checkpoint import store
 from grpo_trainer.data.repeats import digest
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.faults.stages import (
@@ -59,8 +59,8 @@ def hold_at(stages: Stages) -> None:
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
-        (loop, "require_written", VERIFYING),
-        (state_store, "_write_record", HALF_SAVED),
+        (train, "require_written", VERIFYING),
+        (store, "_write_record", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))
@@ -109,5 +109,5 @@ def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     hold_at(Stages(Path(os.environ[VARIABLE])))
-    loop.take_batch = _noting(loop.take_batch)
+    train.take_batch = _noting(train.take_batch)
     grpo.main()

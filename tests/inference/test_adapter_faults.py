@@ -17,12 +17,12 @@ from tests.support.wait import wait_for_async
 
 
 @pytest.fixture(scope="module")
-def adapters() -> ModuleType:
+def lora() -> ModuleType:
     """Importing vLLM warns about its own dependencies; that is not ours to mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from grpo_vllm.weights import lora as adapters
-    return adapters
+        from grpo_vllm.weights import lora as module
+    return module
 
 
 @dataclass
@@ -49,23 +49,23 @@ class LoraEngine:
 
 @pytest.mark.parametrize("error", [RuntimeError("no room"), FileNotFoundError(2, "gone")])
 async def test_an_adapter_that_fails_to_load_leaves_nothing_in_the_engine(
-    adapters: ModuleType, error: Exception
+    lora: ModuleType, error: Exception
 ) -> None:
     engine = LoraEngine()
-    switch = adapters.AdapterSwitch(engine, "m", InFlight())
+    switch = lora.AdapterSwitch(engine, "m", InFlight())
     served = await switch.load(Path("/a"), PolicyVersion(1, 1))
     engine.add = error
-    with pytest.raises(adapters.AdapterRefused, match=f"/b: .*{error.args[-1]}"):
+    with pytest.raises(lora.AdapterRefused, match=f"/b: .*{error.args[-1]}"):
         await switch.load(Path("/b"), PolicyVersion(1, 2))
     assert switch.in_use() == [served]
     await wait_for_async(lambda: engine.there == {1})
 
 
 async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_removed(
-    adapters: ModuleType,
+    lora: ModuleType,
 ) -> None:
     engine = LoraEngine(remove=RuntimeError("not now"))
-    switch = adapters.AdapterSwitch(engine, "m", InFlight())
+    switch = lora.AdapterSwitch(engine, "m", InFlight())
     for step in (1, 2):
         newest = await switch.load(Path(f"/{step}"), PolicyVersion(1, step))
     await wait_for_async(lambda: switch.in_use() == [newest])

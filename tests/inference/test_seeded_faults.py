@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import MASKED, ScoredGroup
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import (
     DuplicatedBatch,
@@ -70,7 +70,7 @@ def run(producer: Producer, config: TrainerSettings) -> Outcome:
     error = None
     with capture_logs() as logs, producer.running():
         try:
-            loop.train(config)
+            train.train(config)
         except GrpoError as named:
             error = named
     path = config.metrics_file
@@ -137,14 +137,14 @@ class PrivateCopy(SharedVllm):
 
 
 def train_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = loop.build_weight_sync
+    build = train.build_weight_sync
 
     def build_copy(config: TrainerSettings) -> Any:
         sync = build(config)
         sync.__class__ = PrivateCopy  # type: ignore[assignment]
         return sync
 
-    monkeypatch.setattr(loop, "build_weight_sync", build_copy)
+    monkeypatch.setattr(train, "build_weight_sync", build_copy)
 
 
 def write_only_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,12 @@ def internals() -> ModuleType:
     """Importing vLLM warns about its own dependencies; that is not ours to mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from grpo_vllm.engine import vllm_compat as engine_internals
+        from grpo_vllm.engine import vllm_compat
         from grpo_vllm.weights import loader, plain_layers
 
         assert loader
         assert plain_layers
-    return engine_internals
+    return vllm_compat
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import Registration
 from grpo_local.process.ports import free_port
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
@@ -88,11 +88,11 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
         disconnect(http, first)
         assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
         with pytest.raises(ServiceUnavailable, match="no batch within"):
-            loop.next_batch(run, 0, batches_left=1)  # it sees the second one
+            train.next_batch(run, 0, batches_left=1)  # it sees the second one
         disconnect(http, second)
         run.settings.batch_deadline_s = DEADLINE_S
         with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
-            loop.next_batch(run, 0, batches_left=1)
+            train.next_batch(run, 0, batches_left=1)
 
 
 def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position, capture
@@ -150,7 +150,7 @@ def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
     train_three_batches(http, config)
     save(config)
     with capture_logs() as logs:
-        loop.train(config)
+        train.train(config)
     assert [entry["event"] for entry in logs] == ["all steps were taken before"]
     assert first_batch_without_a_state(config) == 3
 
@@ -176,12 +176,12 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 sync=no_server,
                 environments=EnvironmentWatch(DEADLINE_S),
             )
-            assert loop.next_batch(run, 0, batches_left=9).id == 1
+            assert train.next_batch(run, 0, batches_left=9).id == 1
             # nothing was trained that could be saved
             with pytest.raises(LeasesFull, match="save the trainer's state"):
-                loop.next_batch(run, 1, batches_left=8)
+                train.next_batch(run, 1, batches_left=8)
             saver.step_taken(Position(step=1, batch_id=1, epoch=1))
-            assert loop.next_batch(run, 1, batches_left=8).id == 2
+            assert train.next_batch(run, 1, batches_left=8).id == 2
             assert found(config).record.position == Position(step=1, batch_id=1, epoch=1)
     finally:
         api.process.kill()

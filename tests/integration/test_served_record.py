@@ -16,7 +16,7 @@ from grpo_core.redis.names import served_weights_key
 from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import bundled_redis, start_redis
-from grpo_vllm.weights import served_store as served_record
+from grpo_vllm.weights import served_store
 from grpo_vllm.weights.served_store import (
     BadServedRecord,
     RedisUnreachable,
@@ -33,9 +33,9 @@ LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False, kind="ad
 @pytest.fixture(autouse=True)
 def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that is merely slow to answer is not away."""
-    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", DEADLINE_S)
-    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", DEADLINE_S)
-    monkeypatch.setattr(served_record, "RETRY_S", 0.02)
+    monkeypatch.setattr(served_store, "ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(served_store, "LAST_ATTEMPT_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(served_store, "RETRY_S", 0.02)
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ NEVER_AGAIN_S = 1000.0
 async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(served_record, "RETRY_S", NEVER_AGAIN_S)
-    monkeypatch.setattr(served_record, "ATTEMPT_DEADLINE_S", 0.1)
-    monkeypatch.setattr(served_record, "LAST_ATTEMPT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
+    monkeypatch.setattr(served_store, "ATTEMPT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(served_store, "LAST_ATTEMPT_DEADLINE_S", 0.2)
     # takes connections and never answers
     with socket.create_server(("127.0.0.1", 0)) as hanging, capture_logs() as events:
         url = f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
@@ -134,7 +134,7 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
 async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
     tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_record, "RETRY_S", NEVER_AGAIN_S)
+    monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     record = ServedRecord(url, run_id)

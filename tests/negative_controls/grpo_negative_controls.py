@@ -45,7 +45,7 @@ def reuse_adapter_names() -> None:
     it has cached for those of the newest."""
     from vllm.lora.request import LoRARequest
 
-    from grpo_vllm.weights import lora as adapters
+    from grpo_vllm.weights import lora
 
     link = Path(tempfile.mkdtemp(prefix="grpo-")) / "policy"
 
@@ -54,7 +54,7 @@ def reuse_adapter_names() -> None:
         link.symlink_to(path)
         return LoRARequest("policy", number, str(link))
 
-    adapters.LoRARequest = under_one_name
+    lora.LoRARequest = under_one_name
 
 
 def register_layers(control: str) -> None:

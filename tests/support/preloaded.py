@@ -67,10 +67,12 @@ def _fork_on_request(path: str) -> None:
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from grpo_vllm.engine import server  # noqa: F401
-    from grpo_vllm.engine import vllm_compat as engine_internals
+    from grpo_vllm.engine import (
+        server,  # noqa: F401
+        vllm_compat,
+    )
 
-    obstacle = engine_internals.preload()
+    obstacle = vllm_compat.preload()
     assert obstacle is None, obstacle
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
@@ -110,9 +112,9 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
 
 
 def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
-    from grpo_vllm.forkserver import server as engine_host
+    from grpo_vllm.forkserver import server
 
-    engine_host.die_with_parent()
+    server.die_with_parent()
     output, errors, supervisor = descriptors
     os.dup2(output, 1)
     os.dup2(errors, 2)
@@ -120,7 +122,7 @@ def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = ["engine_host", str(supervisor), *request["arguments"]]
-    engine_host.main()
+    server.main()
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ def tree() -> set[str]:
     return found
 
 
-def test_the_tree_names_every_source_file_and_no_other() -> None:
-    sources = [*ROOT.glob("shared/src/**/*"), *ROOT.glob("services/*/src/**/*")]
+def test_the_tree_names_every_room_and_no_other() -> None:
+    packages = [*ROOT.glob("shared/src/grpo_*"), *ROOT.glob("services/*/src/grpo_*")]
     present = {
-        str(path.relative_to(ROOT))
-        for path in sources
-        if path.suffix in (".py", ".lua")
-        and path.name != "__init__.py"
-        and "egg-info" not in str(path)
+        str(path.relative_to(ROOT)) + ("/" if path.is_dir() else "")
+        for package in packages
+        if (package / "__init__.py").exists()
+        for path in package.iterdir()
+        if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
     }
     assert tree() == present
 

@@ -22,8 +22,7 @@ from grpo_api.ingest.backpressure import Limits
 from grpo_api.ingest.decoder import SubmissionDecoder
 from grpo_api.ingest.submit import Intake, Patience
 from grpo_api.observability.metrics import Metrics
-from grpo_api.routes import admin as server
-from grpo_api.routes import environments, groups, trainer
+from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.bodies import MAX_RECORD_BYTES
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
@@ -68,7 +67,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         limits=limits,
     )
     bind_services(app, services)
-    for routes in (server, trainer, environments, groups):
+    for routes in (admin, trainer, environments, groups):
         app.include_router(routes.router)
     # the one added last is the outermost
     app.add_middleware(CompressionMiddleware)

@@ -23,7 +23,7 @@ from tests.unit.trainer.tiny_policy import model_directory
 
 
 class Trainer:
-    """As `loop.begin` makes one, from the same seed."""
+    """As `train.begin` makes one, from the same seed."""
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)

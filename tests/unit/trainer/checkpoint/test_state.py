@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_trainer.checkpoint.export import tensor_file
+from grpo_trainer.checkpoint import tensor_file
 from grpo_trainer.checkpoint.state import LoraRecord, Position, require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch

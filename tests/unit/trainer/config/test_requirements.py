@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.config.packages import BITSANDBYTES_PIN, LIGER_PIN
 from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import MissingPackage
@@ -25,13 +25,13 @@ def test_missing_packages_are_all_named_before_anything_else(
     flags = ["--optimizer", "adamw_8bit", "--head-kernel", "liger"]
     unused = tmp_path / "unused"
     with pytest.raises(MissingPackage) as told:
-        loop.train(parse_settings([*TRAINER, *flags, "--save-path", str(unused)]))
+        train.train(parse_settings([*TRAINER, *flags, "--save-path", str(unused)]))
     assert str(told.value) == (
         f"--optimizer adamw_8bit needs bitsandbytes: pip install {BITSANDBYTES_PIN}; "
         f"--head-kernel liger needs liger_kernel: pip install {LIGER_PIN}"
     )
     assert not unused.exists()
-    pins = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    pins = (Path(__file__).parents[4] / "constraints.txt").read_text().splitlines()
     assert {BITSANDBYTES_PIN, LIGER_PIN} <= set(pins)
 
 

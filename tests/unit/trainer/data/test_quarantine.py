@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import MicroBatch
@@ -109,7 +109,7 @@ class Bench:
         )
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
-            position = loop.run_step(run, position)
+            position = train.run_step(run, position)
         return position
 
     def masters(self) -> list[list[float]]:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
-from grpo_trainer import train as loop
+from grpo_trainer import train
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.data.collate import CollationLimits, collate
 from grpo_trainer.data.environment_watch import EnvironmentWatch
@@ -79,7 +79,7 @@ AT = Position(step=9, batch_id=4, epoch=2)
 
 
 def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0) -> Any:
-    """The part of `loop.Run` that taking a batch needs; ids follow that of `AT`.
+    """The part of `train.Run` that taking a batch needs; ids follow that of `AT`.
 
     Args:
         under: version that was served when run-api received each group of every batch
@@ -113,7 +113,7 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     bad = [good(2), good(3).model_copy(update={"inference_logprobs": None})]
     run = run_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
     with capture_logs() as logs:
-        taken = loop.take_batch(run, AT)
+        taken = train.take_batch(run, AT)
     assert taken.batch_id == 7
     intake = taken.intake
     assert (len(intake.groups), intake.stale_groups, intake.unusable_groups) == (2, 3, 1)
@@ -125,4 +125,4 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
 def test_a_run_that_gets_only_stale_groups_ends() -> None:
     run = run_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
     with pytest.raises(StaleData, match="1 groups came in 0 s, and all are more than"):
-        loop.take_batch(run, AT)
+        train.take_batch(run, AT)

@@ -15,8 +15,7 @@ import torch
 
 from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
-from grpo_trainer.model import forward as forward_pass
-from grpo_trainer.model import packed_attention
+from grpo_trainer.model import forward, packed_attention
 from grpo_trainer.model.compile import compile_layers
 from grpo_trainer.model.forward import FastForward, FusedHead, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import packed
@@ -78,8 +77,8 @@ def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.Mon
     def wrongly_compiled(model: Any) -> None:
         model.model.layers[0].register_forward_hook(lambda _m, _i, out: 2 * out)
 
-    monkeypatch.setattr(forward_pass, "require_compiler", lambda _: None)
-    monkeypatch.setattr(forward_pass, "compile_layers", wrongly_compiled)
+    monkeypatch.setattr(forward, "require_compiler", lambda _: None)
+    monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
     with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; leave it out"):
         build_forward_pass(qwen(), ForwardOptions(Choice.OFF, Choice.OFF, compile=True))
 

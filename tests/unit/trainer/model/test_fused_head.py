@@ -111,7 +111,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

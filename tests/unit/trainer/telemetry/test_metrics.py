@@ -91,7 +91,7 @@ def test_every_value_by_hand() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text()
     section = page.split("\n## Metrics\n")[1].split("\n## ")[0]
     listed = re.findall(r"(?m)^\| `([a-z0-9_/]+)` \|", section)
     assert sorted(listed) == sorted(step_record(OUTCOME))

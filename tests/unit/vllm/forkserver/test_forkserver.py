@@ -8,12 +8,12 @@ import socket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_vllm.forkserver import protocol as host_packets
+from grpo_vllm.forkserver import protocol
 from grpo_vllm.forkserver.engine_plan import EnginePlan
 
 
 @settings(max_examples=10)  # hundreds of real descriptors each
-@given(parked=st.integers(0, 2 * host_packets._DESCRIPTORS_PER_PACKET + 1))
+@given(parked=st.integers(0, 2 * protocol._DESCRIPTORS_PER_PACKET + 1))
 def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(parked: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     files = [os.memfd_create(str(i)) for i in range(4 + parked)]
@@ -21,11 +21,11 @@ def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(par
         channel=files[0], public=files[1], private=files[2], control=files[3], parked=files[4:]
     )
     with ours, theirs:
-        host_packets.send_plan(ours, plan)
-        received = host_packets.receive_plan(theirs)
+        protocol.send_plan(ours, plan)
+        received = protocol.receive_plan(theirs)
         assert received is not None
         ours.close()
-        assert host_packets.receive_plan(theirs) is None
+        assert protocol.receive_plan(theirs) is None
     assert not set(received.descriptors()) & set(files)
     for sent, got in zip(plan.descriptors(), received.descriptors(), strict=True):
         assert os.path.samestat(os.fstat(sent), os.fstat(got))

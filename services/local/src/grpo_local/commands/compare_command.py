@@ -1,4 +1,4 @@
-"""`grpo-compare`: every mode, measured. `python -m grpo_local.commands.compare_command` is the same."""
+"""`grpo-compare`: every mode, measured. `python -m grpo_local.commands.compare_command`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo-run`: server and trainer together. `python -m grpo_local.commands.run_command` is the same."""
+"""`grpo-run`: server and trainer together. `python -m grpo_local.commands.run_command`."""
 
 from __future__ import annotations
 

@@ -27,10 +27,12 @@ def preload(options: list[str]) -> str | None:
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
-    from grpo_vllm.engine import server  # noqa: F401
-    from grpo_vllm.engine import vllm_compat as engine_internals
+    from grpo_vllm.engine import (
+        server,  # noqa: F401
+        vllm_compat,
+    )
 
-    return engine_internals.preload()
+    return vllm_compat.preload()
 
 
 def run_engine(plan: EnginePlan, options: list[str]) -> None:

@@ -217,7 +217,7 @@ def let_handlers_stop(app: FastAPI, server: uvicorn.Server) -> None:
 
 
 class EngineControl:
-    """Pauses, names and resumes vLLM's engine client: `grpo_vllm.weights.write_lease.PausableEngine`.
+    """Pauses, names and resumes vLLM's engine client (a `write_lease.PausableEngine`).
 
     Args:
         shares_weights: the worker has the methods of `grpo_vllm.engine.worker_extension`

@@ -49,7 +49,7 @@ class PlannedWeights(BaseModel):
 class EnginePlan(BaseModel):
     """File descriptors are open in the process that has the plan, under these numbers.
 
-    `channel`: a stream socket to the supervisor (`grpo_vllm.forkserver.channel`); `public`, `control`,
+    `channel`: a stream socket to the supervisor (see channel.py); `public`, `control`,
     `private`: listening; `parked`: connections of clients that wait to be answered.
     """
 

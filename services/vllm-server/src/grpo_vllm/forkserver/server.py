@@ -1,6 +1,6 @@
 """Imports an engine once, and forks whenever one is to start; started by the supervisor alone.
 
-`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. Nearly all of an engine's start goes into
+`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. Most of an engine's start goes into
 importing torch and vLLM; what is forked has them. One engine process runs at a time.
 """
 

@@ -13,7 +13,7 @@ ALIGNMENT_BYTES = 256
 
 
 class ParameterMemory(Protocol):
-    """`grpo_vllm.weights.arena.Arena` on the host, `grpo_vllm.weights.device_memory.DeviceMemory` on a GPU."""
+    """`arena.Arena` on the host, `device_memory.DeviceMemory` on a GPU."""
 
     @property
     def total_bytes(self) -> int: ...

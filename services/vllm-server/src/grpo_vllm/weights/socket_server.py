@@ -1,4 +1,4 @@
-"""Hands the weight memory to trainers over a unix socket; its twin is `grpo_core.weights.socket`."""
+"""Hands the weight memory to trainers over a unix socket (twin: `grpo_core.weights.socket`)."""
 
 from __future__ import annotations
 
