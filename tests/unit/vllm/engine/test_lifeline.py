@@ -15,10 +15,8 @@ child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600
 child.start()
 """
 SPAWNED = """
-code = "from grpo_vllm.engine import plugin; plugin.register(); print(); input()"
-child = subprocess.Popen(
-    [sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-)
+code = "import time, grpo_vllm.engine.plugin as p; p.register(); print(); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE)
 child.stdout.readline()  # it has loaded the plugin
 """
 ENGINE_PROCESS = """
