@@ -24,8 +24,8 @@ from benchmarks.gpu_bench.load import background_load
 from benchmarks.gpu_bench.rates import Stopwatch, synchronize
 from benchmarks.gpu_bench.servers import Server, ServerName
 from grpo_core.errors import GrpoError
+from grpo_trainer.optim.adamw import Pace, State
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.optim.updates.base import Pace, State
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 VLLM_SLEEP_MS = 20.0
@@ -42,7 +42,7 @@ class NotPublished(GrpoError):
 
 
 class Nudge:
-    """An update rule (`grpo_trainer.optim.updates.base.MasterUpdate`) that costs little and keeps
+    """An update rule (`grpo_trainer.optim.adamw.MasterUpdate`) that costs little and keeps
     nothing: up in one step, down in the next."""
 
     dtype = torch.float32

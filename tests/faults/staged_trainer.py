@@ -20,7 +20,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer import train
 from grpo_trainer.checkpoint import store
-from grpo_trainer.data.repeats import digest
+from grpo_trainer.data.group_filter import digest
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.faults.stages import (
     HALF_SAVED,

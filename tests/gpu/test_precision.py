@@ -20,8 +20,8 @@ from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import SequenceLengths
+from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.optim.updates.build import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)

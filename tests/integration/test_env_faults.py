@@ -16,7 +16,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import Registration
 from grpo_local.process.ports import free_port
 from grpo_trainer import train
-from grpo_trainer.data.environment_watch import EnvironmentWatch
+from grpo_trainer.data.batch_source import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api

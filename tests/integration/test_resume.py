@@ -19,7 +19,7 @@ from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.environment_watch import EnvironmentWatch
+from grpo_trainer.data.batch_source import EnvironmentWatch
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.verify.alignment import Bound
 from tests.fixtures.run_api import start_run_api

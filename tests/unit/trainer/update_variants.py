@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, Pace
+from grpo_trainer.optim.masters import (
+    Bfloat16Masters,
+    Float32Masters,
+    MasterUpdate,
+    Nearest,
+    Stochastic,
+)
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.optim.updates.adamw import AdamW32
-from grpo_trainer.optim.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.optim.updates.base import MasterUpdate, Pace
-from grpo_trainer.optim.updates.masters import Bfloat16Masters, Float32Masters
-from grpo_trainer.optim.updates.rounding import Nearest, Stochastic
 
 CPU = torch.device("cpu")
 

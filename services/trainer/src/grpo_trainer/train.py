@@ -17,6 +17,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.checkpoint.resume import find_state, rejoin, take_up
 from grpo_trainer.checkpoint.save_path import hold_save_path
 from grpo_trainer.checkpoint.saver import Saver
@@ -24,9 +25,8 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
-from grpo_trainer.data.batch_source import next_batch, take_batch
+from grpo_trainer.data.batch_source import EnvironmentWatch, next_batch, take_batch
 from grpo_trainer.data.collate import Batch, CollationLimits, collate
-from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.data.group_filter import Doorkeeper
 from grpo_trainer.data.quarantine import Quarantine
@@ -34,8 +34,8 @@ from grpo_trainer.data.staleness import Lineage
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.optim.updates.build import build_update
 from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.telemetry.sinks import Write, keep_records, open_sinks, set_records_aside
@@ -49,7 +49,6 @@ from grpo_trainer.verify.alignment import (
     tolerance_of,
 )
 from grpo_trainer.verify.rollout import RolloutCheck
-from grpo_trainer.verify.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.files.server_process import inference_server

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.wire import MASKED, PolicyVersion, ScoredGroup
+from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Origin
-from grpo_trainer.verify.token_table import TokenTable
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group
 
 

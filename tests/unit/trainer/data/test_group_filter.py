@@ -15,8 +15,12 @@ from grpo_trainer.data.group_checks import (
     GroupLimits,
     usable_group,
 )
-from grpo_trainer.data.group_filter import REPEAT_EVERY_STEPS, WINDOW_BATCHES, Doorkeeper
-from grpo_trainer.data.repeats import RecentBatches
+from grpo_trainer.data.group_filter import (
+    REPEAT_EVERY_STEPS,
+    WINDOW_BATCHES,
+    Doorkeeper,
+    RecentBatches,
+)
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
 from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, good, group
 

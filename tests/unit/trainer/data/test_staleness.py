@@ -13,8 +13,8 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
 from grpo_trainer import train
 from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.data.batch_source import EnvironmentWatch
 from grpo_trainer.data.collate import CollationLimits, collate
-from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.data.group_filter import Doorkeeper
 from grpo_trainer.data.staleness import Lineage
 from grpo_trainer.errors import StaleData

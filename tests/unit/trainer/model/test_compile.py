@@ -15,7 +15,7 @@ import torch
 
 from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
-from grpo_trainer.model import forward, packed_attention
+from grpo_trainer.model import forward, packing
 from grpo_trainer.model.compile import compile_layers
 from grpo_trainer.model.forward import FastForward, FusedHead, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import packed
@@ -51,7 +51,7 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
         policy.get_parameter(name).register_post_accumulate_grad_hook(
             lambda _, name=name: fired.append(name)
         )
-    packed_attention.use(model_of(policy))
+    packing.use(model_of(policy))
     compile_layers(model_of(policy), TRACED)
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
@@ -91,4 +91,4 @@ def test_a_run_without_a_compiler_ends_before_it_touches_the_model(
     policy = qwen()
     with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* leave --compile out"):
         build_forward_pass(policy, EVERYTHING)
-    assert policy.config._attn_implementation == packed_attention.DEFAULT
+    assert policy.config._attn_implementation == packing.DEFAULT

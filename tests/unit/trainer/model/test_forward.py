@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
-from grpo_trainer.model import fused_head, packed_attention
+from grpo_trainer.model import fused_head, packing
 from grpo_trainer.model.forward import (
     FastForward,
     ForwardPass,
@@ -161,12 +161,12 @@ def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
     layer.register_forward_hook(lambda _m, _i, out: out + 0.5 * out.roll(1, dims=1))
     with pytest.raises(FastPathRefused, match=r"differ by .* use --packing off"):
         built(policy, ON)
-    assert policy.config._attn_implementation == packed_attention.DEFAULT
+    assert policy.config._attn_implementation == packing.DEFAULT
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {
-    "attn_logit_softcapping = 50": (packed_attention, Gemma2Config(**SMALL)),
-    "kinds than attention: linear_attention": (packed_attention, Qwen3NextConfig(**SMALL)),
+    "attn_logit_softcapping = 50": (packing, Gemma2Config(**SMALL)),
+    "kinds than attention: linear_attention": (packing, Qwen3NextConfig(**SMALL)),
     "final_logit_softcapping = 30": (fused_head, Gemma2Config(**SMALL)),
 }
 

@@ -104,7 +104,7 @@ def test_ligers_own_kernel_gives_torchs_numbers() -> None:
     """In a process in which Triton interprets from the beginning."""
     code = f"""
 from {__name__} import *
-from grpo_trainer.model.liger import liger_arithmetic
+from grpo_trainer.model.fused_head import liger_arithmetic
 for dtype in (torch.float32, torch.bfloat16):
     case = Case(dtype, bias=True)
     case.require_equal(case.fused(ROWS, liger_arithmetic()))

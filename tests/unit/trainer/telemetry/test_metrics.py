@@ -12,11 +12,11 @@ import torch
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import NO_SUMS
+from grpo_trainer.algo.token_table import Distance, TokenTable
 from grpo_trainer.data.group_filter import Intake
 from grpo_trainer.data.stats import BatchFacts
 from grpo_trainer.telemetry.metrics import StepOutcome, StepTimes, StepWatch, step_record
 from grpo_trainer.verify.alignment import Alignment
-from grpo_trainer.verify.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
 SUMS = replace(

@@ -24,7 +24,7 @@ from grpo_trainer.config.modes import Mode
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.optim.loss_scale import ScaleRecord
+from grpo_trainer.optim.gradients import ScaleRecord
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
 

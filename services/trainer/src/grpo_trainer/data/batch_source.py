@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -11,14 +12,13 @@ import structlog
 
 from grpo_core.clients.run_api import LeasedBatch, TrainerClient
 from grpo_core.errors import LeasesFull
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire import EnvironmentCount, ScoredGroup
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.environment_watch import EnvironmentWatch
 from grpo_trainer.data.group_filter import Doorkeeper, Intake
 from grpo_trainer.data.quarantine import Quarantine
-from grpo_trainer.errors import StaleData, UnusableGroup
+from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
 from grpo_trainer.weight_sync.base import WeightSync
 
 log = structlog.get_logger()
@@ -133,3 +133,59 @@ def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
             last=leased.id - 1,
         )
     return leased
+
+
+class EnvironmentWatch:
+    """Counts from the moment on at which this trainer has seen that there is one: after a start,
+    environments of the run may still be on their way.
+
+    Args:
+        return_deadline_s: how long to wait for an environment once the last one has left
+        clock: seconds
+    """
+
+    def __init__(
+        self, return_deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._return_deadline_s = return_deadline_s
+        self._clock = clock
+        self._give_up_at: float | None = None
+        self._has_waited = self._has_seen = False
+
+    def begin(self) -> None:
+        """A batch is waited for."""
+        self._give_up_at, self._has_waited = None, False
+
+    def end(self) -> None:
+        """It is there: somebody has sent it, unless it was there all the time."""
+        self._has_seen |= self._has_waited
+
+    def look(self, environments: EnvironmentCount) -> None:
+        """Raises `NoEnvironmentLeft` once all have been gone for the deadline. Where none has ever
+        registered, groups come from elsewhere."""
+        self._has_waited = True
+        self._has_seen |= environments.connected > 0
+        if environments.connected or not environments.registered or not self._has_seen:
+            self._give_up_at = None
+        elif self._give_up_at is None:
+            self._give_up_at = self._clock() + self._return_deadline_s
+            log.warning(
+                "environments.left",
+                registered=environments.registered,
+                waits_s=self._return_deadline_s,
+                more="--environment-return-deadline-s",
+            )
+        elif self._clock() >= self._give_up_at:
+            raise NoEnvironmentLeft(
+                f"no environment is connected to run-api: {environments.registered} registered in "
+                f"this run, all have left or stopped polling, and none came back within "
+                f"{self._return_deadline_s:g} s. Look at their logs for why they ended, and start "
+                "them and the trainer again, or wait longer with --environment-return-deadline-s"
+            )
+
+    def not_counting(self, work: Callable[[], None]) -> None:
+        """What it waits for, such as a server that restarts, keeps environments away too."""
+        began = self._clock()
+        work()
+        if self._give_up_at is not None:
+            self._give_up_at += self._clock() - began

@@ -1,4 +1,4 @@
-"""What becomes of a batch at the door: repeats are recognised, stale and unusable groups dropped.
+"""Filters a batch: recognises repeats, drops stale and unusable groups.
 
 One bad group is data: it is counted and training goes on with the rest. Bad groups as a rule are a
 broken environment: the run ends with the error that names why.
@@ -6,17 +6,18 @@ broken environment: the run ends with the error that names why.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import structlog
 
-from grpo_core.wire import PolicyVersion, ScoredGroup
+from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.repeats import RecentBatches
 from grpo_trainer.data.staleness import BEGINNING, Lineage, Making, stale_groups
-from grpo_trainer.errors import UnusableGroup
+from grpo_trainer.errors import DuplicatedBatch, UnusableGroup
 
 log = structlog.get_logger()
 
@@ -26,6 +27,8 @@ MOST_IN_VAIN = 3
 """So many batches in a row without a usable group are no accident."""
 REPEAT_EVERY_STEPS = 50
 """Groups that come again are mentioned at most that often; the metric counts them all."""
+REMEMBERED_BATCHES = 300
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -154,3 +157,63 @@ class Doorkeeper:
                 f"{first}\n\n{unusable} of the {groups} groups of the last {WINDOW_BATCHES} "
                 f"batches cannot be trained on (in this batch: {reasons}).",
             )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    step: int
+    groups: frozenset[bytes]
+
+
+class RecentBatches:
+    """Digests of the groups of the last 300 batches: 16 bytes a group, whatever its length."""
+
+    def __init__(self, remembered: int = REMEMBERED_BATCHES) -> None:
+        self._seen: deque[_Seen] = deque(maxlen=remembered)
+        self._lone_repeats = 0
+
+    def count_repeats(self, groups: Sequence[ScoredGroup], step: int) -> int:
+        """How many of these groups were in an earlier batch, or twice in this one.
+
+        Raises:
+            DuplicatedBatch: all of them were in one earlier batch. Training on them again would
+                take a second step on samples whose gain is spent. A batch of one group may be an
+                environment's repeat of a submission whose answer was lost, so its second counts.
+        """
+        digests = [digest(group) for group in groups]
+        batch = frozenset(digests)
+        for seen in self._seen:
+            if batch <= seen.groups and self._is_more_than_a_lost_answer(batch):
+                raise DuplicatedBatch(
+                    f"step {step}: all {len(groups)} groups of this batch were in the batch of "
+                    f"step {seen.step}, with the same tokens, logprobs and scores. Look in "
+                    "run-api's log for a batch delivered twice, and at the environments for one "
+                    "that sends its groups again; nothing was trained on this batch"
+                )
+        known = frozenset().union(*(seen.groups for seen in self._seen))
+        self._seen.append(_Seen(step, batch))
+        return sum(d in known for d in batch) + len(digests) - len(batch)
+
+    def _is_more_than_a_lost_answer(self, batch: frozenset[bytes]) -> bool:
+        if len(batch) > 1:
+            return True
+        self._lone_repeats += 1
+        return self._lone_repeats > 1
+
+
+def digest(group: ScoredGroup) -> bytes:
+    """Of what makes a group itself: tokens, logprobs, scores, and the seconds it took to sample
+    where the environment says. Those tell two groups of a small model apart that came out alike."""
+    state = blake2b(digest_size=_DIGEST_BYTES)
+    logprobs = group.inference_logprobs or []
+    seconds = RolloutFacts.of(group).generation_seconds
+    for tokens in group.tokens:
+        state.update(_framed(array("q", tokens)))
+    for values in (*logprobs, group.scores, [] if seconds is None else [seconds]):
+        state.update(_framed(array("d", values)))
+    return state.digest()
+
+
+def _framed(values: array[int] | array[float]) -> bytes:
+    """With their number ahead, so that no two sequences of lists make the same bytes."""
+    return len(values).to_bytes(8, "little") + values.tobytes()

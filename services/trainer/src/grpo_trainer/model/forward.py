@@ -21,10 +21,9 @@ from grpo_core.wire import PROMPT_LOGPROB
 from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model import fused_head, packed_attention
+from grpo_trainer.model import fused_head, packing
 from grpo_trainer.model.compile import compile_layers, require_compiler
-from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
-from grpo_trainer.model.liger import liger_arithmetic
+from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
 from grpo_trainer.model.packing import Layout, packed, padded
 from grpo_trainer.model.policy import device_of, model_of, token_logprobs
 from grpo_trainer.verify.alignment import probe_tokens, tolerance_of
@@ -174,13 +173,13 @@ def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[
 
 def _pack(policy: Any, probe: _Probe) -> None:
     model = model_of(policy)
-    _require_none(model, packed_attention.obstacles(model))
-    packed_attention.use(model)
+    _require_none(model, packing.obstacles(model))
+    packing.use(model)
     try:
         probe.require_equal(FastForward(layout=packed))
         probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
     except FastPathRefused:
-        packed_attention.leave(model)
+        packing.leave(model)
         raise
 
 

@@ -32,6 +32,9 @@ _CHANGES_LOGITS = (
     "lm_head_multiplier",
 )
 """Of a model's configuration: what its own forward pass does to the logits, and this does not."""
+_NO_TARGET = -100
+_PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
+"""No weights, z-loss, smoothing, reduction or cap."""
 
 
 def obstacles(model: Any) -> list[str]:
@@ -172,3 +175,34 @@ def _parts(length: int, rows: int) -> Iterator[slice]:
 
 def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def liger_arithmetic() -> Arithmetic:
+    return Arithmetic(_liger_logprobs, _liger_logits_gradient)
+
+
+def _liger_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """[K] log-probabilities of the targets, twice: the gradient needs no logsumexp."""
+    loss, _ = _cross_entropy(_scaled(logits, temperature), targets)
+    return -loss, -loss
+
+
+def _liger_logits_gradient(
+    logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
+) -> Tensor:
+    """[K] gradient of the log-probabilities → [K, V] of the logits, in their type."""
+    del logsumexp
+    _, of_loss = _cross_entropy(_scaled(logits, temperature).requires_grad_(), targets)
+    return of_loss.detach().mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    return logits.float() / temperature.unsqueeze(-1)  # [K, V]
+
+
+def _cross_entropy(scaled: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[K] losses, and [K, V] their gradient in place of `scaled`, where that requires one."""
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    loss, _, _, _, in_place = cross_entropy_forward(scaled, targets, *_PLAIN)
+    return loss, in_place

@@ -1,20 +1,44 @@
 """A micro-batch as the model takes it: padded rows, or sequences end to end without padding.
 
-Legend: B sequences, T positions after the causal shift, N positions of the longest row of the
-model call. Attention is causal, so padding on the right needs no mask.
+Packed sequences see nothing of each other: their causal attention is registered with transformers
+under a name of our own. On a GPU in a 16-bit type it is torch's flash attention for sequences of
+different lengths. Anywhere else one sequence after the other goes through the attention that
+transformers uses by default. Calls that do not say where sequences meet get that for whole rows,
+so padded and packed calls can alternate.
+
+Legend: B sequences (rows), T positions after the causal shift, N positions of the longest row of
+the model call, A heads, D their width; a key or value may have fewer heads. Attention is causal, so
+padding on the right needs no mask.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.errors import FastPathRefused
+
+NAME = "packed_sequences"
+DEFAULT = "sdpa"
+"""What transformers chooses by default, and what a packed model is compared with."""
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_CHANGES_SCORES = ("attn_logit_softcapping", "attention_chunk_size", "alibi")
+"""Of a model's configuration: not computed here."""
+_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block_indices", "cu_seqlens")
+"""That layers of some models hand to their attention: not computed here."""
+_FLASH_TYPES = (torch.float16, torch.bfloat16)
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_WIDTHS = range(8, 257, 8)
+Attention = Callable[..., tuple[Tensor, None]]
+"""As transformers' layers call it."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +95,193 @@ def packed(micro: MicroBatch) -> LaidOut:
         "use_cache": False,
     }
     return LaidOut(model_inputs, bounds[:-1].to(device))
+
+
+def obstacles(model: Any) -> list[str]:
+    """What stands in the way of packing, as far as the model says it.
+
+    Args: model: as transformers made it, without an adapter's wrapper.
+    """
+    config = model.config.get_text_config()
+    found = [
+        f"its attention has {name} = {value}"
+        for name in _CHANGES_SCORES
+        if (value := getattr(config, name, None))
+    ]
+    foreign = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if foreign:
+        found.append(f"it has layers of other kinds than attention: {', '.join(sorted(foreign))}")
+    if not getattr(config, "is_causal", True):
+        found.append("its attention is not causal")
+    if config._attn_implementation not in (DEFAULT, NAME):
+        found.append(f"transformers computes its attention as {config._attn_implementation!r}")
+    if not getattr(model, "_supports_flash_attn", False):
+        found.append("its attention is not one that flash kernels compute")
+    return found
+
+
+def use(model: Any) -> None:
+    """Let the model's layers call the attention of this file.
+
+    Raises:
+        FastPathRefused: they do not take it from transformers' registry.
+    """
+    from transformers import AttentionInterface
+
+    device = next(model.parameters()).device
+    default = AttentionInterface()[DEFAULT]
+    AttentionInterface.register(
+        NAME, partial(packed_attention, default=default, flash=Flash.on(device))
+    )
+    model.set_attn_implementation(NAME)
+    if model.config.get_text_config()._attn_implementation != NAME:
+        raise FastPathRefused("its layers have an attention of their own")
+
+
+def leave(model: Any) -> None:
+    """Back to what transformers chooses by default."""
+    model.set_attn_implementation(DEFAULT)
+
+
+@dataclass(frozen=True)
+class Flash:
+    """Torch's flash attention. `takes_fewer_heads`: of keys and values than of queries."""
+
+    takes_fewer_heads: bool
+
+    @classmethod
+    def on(cls, device: torch.device) -> Flash | None:
+        """None where the device has no such kernels."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+            return None
+        from torch.nn.attention.varlen import varlen_attn
+
+        return cls("enable_gqa" in inspect.signature(varlen_attn).parameters)  # not in torch 2.11
+
+    def computes(self, query: Tensor, value: Tensor) -> bool:
+        width = query.shape[-1]
+        return query.dtype in _FLASH_TYPES and width == value.shape[-1] and width in _FLASH_WIDTHS
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        longest: int,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """[1, A, N, D] → [1, N, A, D]"""
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # [N, A, D]
+        options: dict[str, Any] = {}
+        if q.shape[1] != k.shape[1]:
+            if self.takes_fewer_heads:
+                options["enable_gqa"] = True
+            else:
+                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        # positions to the left and to the right of each; -1: all
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        found = varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **options
+        )
+        assert isinstance(found, Tensor)  # without what it may return beside
+        return found.unsqueeze(0)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, A, N, D], as key and value
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    default: Attention,
+    flash: Flash | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sequence_lengths: SequenceLengths | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' layers call it: [B, N, A, D], and no weights.
+
+    Args:
+        default: transformers' own
+        sliding_window: tokens that each one sees, itself included
+        cu_seq_lens_q: [sequences + 1] int32, where those of the one row begin, and its end; None:
+            every row is one sequence
+        max_length_q: the longest of them
+        sequence_lengths: of all of them
+
+    Raises:
+        FastPathRefused: the layer asks for more than this.
+    """
+    _require_plain(module, attention_mask, dropout, others)
+    options = (scaling, sliding_window)
+    if cu_seq_lens_q is None:
+        return _causal(default, module, query, key, value, *options), None
+    if flash is not None and flash.computes(query, value):
+        assert max_length_q is not None
+        return flash(query, key, value, cu_seq_lens_q, max_length_q, *options), None
+    assert sequence_lengths is not None
+    return _in_turn(default, module, query, key, value, sequence_lengths, *options), None
+
+
+def _require_plain(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]
+) -> None:
+    found = [
+        f"{name} in its attention" for name in _UNKNOWN_ARGUMENTS if others.get(name) is not None
+    ]
+    if attention_mask is not None:
+        found.append("an attention mask of its own")
+    if dropout:
+        found.append(f"dropout of {dropout} in its attention")
+    if False in (others.get("is_causal"), getattr(module, "is_causal", True)):
+        found.append("attention that is not causal")
+    if found:
+        raise FastPathRefused(f"{type(module).__name__} asks for {', '.join(found)}")
+
+
+# Compiled layers call it as it is: the number and the lengths of sequences would be compiled in.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _in_turn(
+    default: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: SequenceLengths,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One sequence after the other: [1, A, N, D] → [1, N, A, D]."""
+    sizes = list(lengths.values)
+    queries, keys, values = (torch.split(t, sizes, dim=2) for t in (query, key, value))
+    parts = [
+        _causal(default, module, q, k, v, scaling, sliding_window)
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _causal(
+    default: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Every row is one sequence: [B, A, N, D] → [B, N, A, D]."""
+    mask, length = None, query.shape[2]
+    if sliding_window is not None and length > sliding_window:
+        whole = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = whole.tril().triu(1 - sliding_window)
+    return default(module, query, key, value, mask, scaling=scaling, is_causal=True)[0]

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
-from grpo_trainer.optim.gathered_gradients import GatheredGradients
-from grpo_trainer.optim.loss_scale import LossScale
-from grpo_trainer.optim.updates.adamw import AdamW32
-from grpo_trainer.optim.updates.base import MasterUpdate, Pace, State
-from grpo_trainer.optim.updates.masters import Float32Masters
+from grpo_trainer.optim.adamw import AdamW32, Pace, State
+from grpo_trainer.optim.gradients import GatheredGradients, LossScale
+from grpo_trainer.optim.masters import Float32Masters, MasterUpdate
 
 MASTER = "master"
 

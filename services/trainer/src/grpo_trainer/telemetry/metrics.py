@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import LossSums
+from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.data.group_filter import Intake
 from grpo_trainer.data.stats import BatchFacts
 from grpo_trainer.verify.alignment import Alignment
-from grpo_trainer.verify.token_table import Distance
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]

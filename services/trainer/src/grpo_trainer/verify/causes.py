@@ -1,7 +1,7 @@
 """Why logged log-probabilities and the trainer's disagree: hypotheses, tried on the batch itself.
 
 Each names what would make the two agree and how far they lie apart if it holds. The right one
-leaves rounding noise.
+leaves rounding noise. The report lists the numbers, what was tried and the likeliest cause.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer.algo.token_table import MIN_TOKENS, TokenTable
 from grpo_trainer.data.collate import MicroBatch, Origin
-from grpo_trainer.verify.token_table import MIN_TOKENS, TokenTable
 
 SAMPLE_TOKENS = 256
 SAMPLE_SEQUENCES = 16
@@ -27,6 +27,10 @@ one before; the last is 0.2 %."""
 _SEARCH_WIDTH = 7
 _OTHER_TEMPERATURE = 1.1
 """Ratio from which on two temperatures count as different."""
+MISMATCH = "LogProb Alignment: MISMATCH!"
+UNCHANGED = "No weight was changed by this step."
+_EXPLAINS = 2.0
+"""Factor by which the best assumption must reduce the difference to be called the cause."""
 
 
 class Cause(StrEnum):
@@ -142,3 +146,52 @@ def _logits(policy: Any, table: TokenTable, sequences: Sequences) -> tuple[Tenso
         logits.append(answer[positions - 1].float())
         targets.append(ids[positions])
     return torch.cat(logits), torch.cat(targets)
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """`mean`: |server's - trainer's log-probability| of the same tokens, asked now; None where the
+    server did not answer."""
+
+    mean: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class MismatchReport:
+    """Args:
+    what: which tokens, and how far off they are
+    sent: mean |difference| as sent
+    tried: the same under other assumptions
+    server: None where it was not asked
+    tolerance: of the data type
+    """
+
+    what: str
+    sent: float
+    tried: Sequence[Hypothesis]
+    server: ServerAnswer | None
+    tolerance: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{MISMATCH} {self.what}",
+            "Mean |difference|:",
+            f"  as sent: {self.sent:.2g}",
+            *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in self._best()),
+        ]
+        if self.server is not None:
+            lines.append(f"  between server and trainer, asked now: {self.server.text}")
+        return "\n".join([*lines, f"{self._verdict()} {UNCHANGED}"])
+
+    def _best(self) -> list[Hypothesis]:
+        return sorted(self.tried, key=lambda hypothesis: hypothesis.mean)
+
+    def _verdict(self) -> str:
+        if self.server is not None and (self.server.mean or 0.0) > self.tolerance:
+            return f"Likely cause: {Cause.STALE_WEIGHTS}."
+        best = self._best()
+        if best and _EXPLAINS * best[0].mean < self.sent:
+            return f"Likely cause: {best[0].cause}."
+        causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
+        return f"None of these explains it. What to look at, in this order: {causes}."

@@ -8,11 +8,16 @@ ones, a server with other weights) is found on the batch that shows it, before i
 For completions of older or unknown weights a difference alone proves nothing: the policy moved.
 There the run ends only where one assumption explains the logprobs far better than what the group
 says: nearly all of the difference at once, or most of it twice in a row.
+
+Completions of one prompt are sampled independently, so that all of them begin with the same tokens
+is a matter of chance, and the policy knows how small a chance. A prompt among the trained tokens
+is such a beginning, whatever log-probabilities were sent with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +26,22 @@ from torch import Tensor
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.algo.token_table import Distance, TokenTable
+from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.policy import token_logprobs
-from grpo_trainer.verify.beginnings import unlikely_groups
 from grpo_trainer.verify.causes import (
+    MISMATCH,
+    UNCHANGED,
     Cause,
+    MismatchReport,
     Sequences,
+    ServerAnswer,
     other_temperature,
     sample,
     shifts,
     without_shared,
 )
-from grpo_trainer.verify.report import MISMATCH, UNCHANGED, MismatchReport, ServerAnswer
-from grpo_trainer.verify.token_table import Distance, TokenTable
 
 SUSPICIOUS = 0.05
 """Mean |difference| from which on completions of older weights are looked at."""
@@ -46,9 +53,15 @@ DECISIVE = 16.0
 PROOF_TOKENS = 16
 """Fresh tokens that clear their environment's other completions in the same batch."""
 SERVER_SAMPLE_SEQUENCES = 4
-
 ServedLogprobs = Callable[[list[int]], list[float]]
 """[T] token ids → [T-1], asked of the server at temperature 1."""
+CHANCE_NATS = 30.0
+"""exp(-30) is 1e-13."""
+DRIFT_NATS = 0.2
+"""What a token's log-probability may have lost since it was sampled. It is not held against the
+group: over a long beginning that is all but certain, it would add up."""
+MAX_SIBLINGS = 7
+"""More would only multiply the errors of the policy's log-probabilities."""
 
 
 class RolloutCheck:
@@ -182,3 +195,21 @@ class _Case:
 def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
     """A fact of each sequence, as one of each token: [N] bool."""
     return torch.tensor(list(flags))[table.sequence]
+
+
+def unlikely_groups(table: TokenTable, origins: Sequence[Origin]) -> set[int]:
+    """Groups (by their place in the batch) whose shared trained tokens have a chance below 1e-13.
+
+    The first completion may begin as it likes; each of its siblings repeats it by chance.
+
+    Args:
+        table: trained tokens of any of the batch's sequences
+    """
+    shared = torch.tensor([origin.shared_tokens for origin in origins])
+    begun = table.where(table.position < shared[table.sequence])
+    surprise = (begun.logp + DRIFT_NATS).clamp(max=0.0)
+    nats: defaultdict[int, float] = defaultdict(float)
+    for number, value in zip(begun.sequence.tolist(), surprise.tolist(), strict=True):
+        origin = origins[number]
+        nats[origin.group] += value / origin.siblings * min(origin.siblings - 1, MAX_SIBLINGS)
+    return {group for group, total in nats.items() if total < -CHANCE_NATS}

@@ -19,8 +19,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.handoff import ServerStatus
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
-from grpo_trainer.model.device import device_to_load_on
-from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.served import ProbeLengths, ServedProof

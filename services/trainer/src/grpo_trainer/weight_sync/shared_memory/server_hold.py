@@ -10,7 +10,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.process.closing import ClosesOnExit
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
-from grpo_trainer.model.device import require_device
+from grpo_trainer.model.loading import require_device
 from grpo_trainer.weight_sync.shared_memory.attachment import Attachment, WeightPlaces, attach
 from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_trainer.optim.updates.base import Pace
+from grpo_trainer.optim.adamw import Pace
 from tests.unit.trainer.update_variants import RATE, Model, decay_per_step
 
 if TYPE_CHECKING:
-    from grpo_trainer.optim.updates.fused_adamw import FusedAdamW
+    from grpo_trainer.optim.fused_adamw import FusedAdamW
 
 ULP = 2**-23
-MODULES = ("grpo_trainer.optim.updates.fused_kernel", "grpo_trainer.optim.updates.fused_adamw")
+MODULES = ("grpo_trainer.optim.fused_adamw",)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def build() -> Iterator[Callable[[], FusedAdamW]]:
         sys.modules.pop(name, None)
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
-        from grpo_trainer.optim.updates.fused_adamw import FusedAdamW
+        from grpo_trainer.optim.fused_adamw import FusedAdamW
     yield FusedAdamW
     for name in MODULES:
         del sys.modules[name]

@@ -14,20 +14,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.model import packed_attention
+from grpo_trainer.model import packing
 from grpo_trainer.model.forward import FastForward, plain_forward
-from grpo_trainer.model.packed_attention import Flash
-from grpo_trainer.model.packing import packed
+from grpo_trainer.model.packing import Flash, packed
 from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, require_equal
 
 
 def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
     policy = qwen()
-    packed_attention.use(policy)
+    packing.use(policy)
     policy.save_pretrained(tmp_path)
-    assert packed_attention.NAME not in (tmp_path / "config.json").read_text()
+    assert packing.NAME not in (tmp_path / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config._attn_implementation == packed_attention.DEFAULT
+    assert again.config._attn_implementation == packing.DEFAULT
 
 
 def varlen_attn(
@@ -73,5 +72,5 @@ def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_number
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(Flash, "on", lambda _: Flash(takes_fewer_heads))
     monkeypatch.setattr(Flash, "computes", lambda *_: True)
-    packed_attention.use(policy)
+    packing.use(policy)
     require_equal(outcome(policy, FastForward(layout=packed), micro), expected)

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.optim.updates.adamw import AdamW32
-from grpo_trainer.optim.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.optim.updates.base import MasterUpdate, UpdateRule
-from grpo_trainer.optim.updates.masters import Bfloat16Masters, Float32Masters
-from grpo_trainer.optim.updates.rounding import Nearest, Rounding, Stochastic
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
+from grpo_trainer.optim.masters import (
+    Bfloat16Masters,
+    Float32Masters,
+    MasterUpdate,
+    Nearest,
+    Rounding,
+    Stochastic,
+)
 
 log = structlog.get_logger()
 
@@ -65,7 +69,7 @@ def _fused(parameters: Sequence[Tensor]) -> MasterUpdate:
         {torch.bfloat16, torch.float32},
         "--fused-step rounds to bfloat16, and the weights are in {found}; leave it out",
     )
-    from grpo_trainer.optim.updates.fused_adamw import FusedAdamW
+    from grpo_trainer.optim.fused_adamw import FusedAdamW
 
     return FusedAdamW()
 

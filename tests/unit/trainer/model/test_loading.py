@@ -7,7 +7,7 @@ import torch
 
 from grpo_core.weights.transport import CudaMemory, CudaPlace
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights
-from grpo_trainer.model.device import device_to_load_on, require_device
+from grpo_trainer.model.loading import device_to_load_on, require_device
 from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
 
 

@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
+from grpo_trainer.optim.masters import Bfloat16Masters, Float32Masters, Nearest, Rounding
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.optim.updates.adamw import AdamW32
-from grpo_trainer.optim.updates.adamw_8bit import AdamW8bit
-from grpo_trainer.optim.updates.masters import Bfloat16Masters, Float32Masters
-from grpo_trainer.optim.updates.rounding import Nearest, Rounding
 from tests.unit.trainer.update_variants import (
     CPU,
     RATE,

@@ -1,15 +1,31 @@
-"""AdamW whose moments take a byte each, by bitsandbytes."""
+"""AdamW's update rules: moments in fp32, or quantised to a byte each by bitsandbytes.
+
+A rule (`UpdateRule`) works on fp32 weights; `masters` holds and rounds them, so the two combine
+freely. Everything happens one parameter at a time: a step needs a few times the largest parameter
+beside weights, moments and gradients, and a gradient is free as soon as it is used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.optim.updates.base import BETA1, BETA2, EPS, STEP, Pace, State
 
+State = dict[str, Tensor]
+"""What a rule remembers of one parameter, by kind; empty before its first step."""
+
+STEP = "step"
+"""The kind that counts a parameter's steps: a scalar, float32."""
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+"""Adam's constants (arXiv 1412.6980, section 2), as in torch and bitsandbytes."""
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 BLOCK = 256
 """Neighbouring moments that share a scale; what bitsandbytes' kernels are built for."""
 MIN_8BIT_ELEMENTS = 4096
@@ -17,6 +33,88 @@ MIN_8BIT_ELEMENTS = 4096
 _ADAM, _UNUSED = "adam", 0.0
 _NO_DECAY = 0.0
 """`masters` adds it."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What all parameters of a step share. `gradient_scale`: at most 1, clips the gradients' norm
+    and undoes the loss scale; those that were gathered are without it."""
+
+    lr: float
+    weight_decay: float
+    gradient_scale: float = 1.0
+
+
+class UpdateRule(Protocol):
+    """AdamW in one way of keeping its moments."""
+
+    def initial_state(self, weights: Tensor) -> State:
+        """Before a parameter's first step."""
+
+    def adopted(self, saved: State, weights: Tensor) -> State:
+        """A copy of a saved state, every tensor where the rule wants it."""
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        """One step, in place, without weight decay: that is added where masters are held.
+
+        Args:
+            weights: fp32, contiguous
+            gradient: of any floating type; it may be used up
+            state: changed as well
+        """
+
+
+class AdamW32:
+    """AdamW (arXiv 1711.05101, algorithm 2) with both moments in fp32, whatever the masters are in.
+
+    A second moment in bf16 would stop following its gradients: a step moves it by one part in a
+    thousand, and bf16 resolves four.
+
+    Args:
+        fused: one kernel reads and writes everything (torch's own); made for GPUs
+    """
+
+    def __init__(self, fused: bool = False) -> None:
+        self._fused = fused
+
+    def initial_state(self, weights: Tensor) -> State:
+        return {
+            STEP: torch.zeros((), device=self._place_of_step(weights)),
+            EXP_AVG: torch.zeros_like(weights, dtype=torch.float32),
+            EXP_AVG_SQ: torch.zeros_like(weights, dtype=torch.float32),
+        }
+
+    def adopted(self, saved: State, weights: Tensor) -> State:
+        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
+        return moved | {STEP: saved[STEP].to(self._place_of_step(weights), copy=True)}
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+        adamw(
+            [weights],
+            [_scaled(gradient, pace.gradient_scale)],
+            [state[EXP_AVG]],
+            [state[EXP_AVG_SQ]],
+            [],
+            [state[STEP]],
+            foreach=False,
+            fused=self._fused,
+            amsgrad=False,
+            beta1=BETA1,
+            beta2=BETA2,
+            lr=pace.lr,
+            weight_decay=0.0,  # `masters` adds it
+            eps=EPS,
+            maximize=False,
+        )
+
+    def _place_of_step(self, weights: Tensor) -> torch.device:
+        """The fused kernel reads the count itself; else Python does and must not wait for a GPU."""
+        return weights.device if self._fused else torch.device("cpu")
+
+
+def _scaled(gradient: Tensor, scale: float) -> Tensor:
+    wide = gradient.float()
+    return wide if scale == 1.0 else wide.mul_(scale)
 
 
 class AdamW8bit:
