@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.model.policy import token_logprobs
+from grpo_trainer.model.logprobs import token_logprobs
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_archived_trainer
 

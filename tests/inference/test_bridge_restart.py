@@ -20,7 +20,7 @@ import torch
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
-from grpo_trainer.verify.alignment import probe_tokens
+from grpo_trainer.model.logprobs import probe_tokens
 from tests.fixtures.inference import (
     FLOAT32_NOISE,
     START_DEADLINE_S,

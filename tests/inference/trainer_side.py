@@ -14,8 +14,9 @@ from torch import Tensor
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import Alignment, AlignmentProbe, probe_tokens
+from grpo_trainer.verify.alignment import Alignment, AlignmentProbe
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm

@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.clients.inference import Completion
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.verify.alignment import logprobs_of
+from grpo_trainer.model.logprobs import logprobs_of
 
 BLOCK = 16
 UNTRAINED = PolicyVersion(0, 0)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 import torch
@@ -33,7 +32,9 @@ from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import Lineage
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.telemetry.alerts import RangeWatch
@@ -44,9 +45,8 @@ from grpo_trainer.verify.alignment import (
     Alignment,
     AlignmentProbe,
     Bound,
-    mention_little_power,
+    log_if_inconclusive,
     require_written,
-    tolerance_of,
 )
 from grpo_trainer.verify.rollout import RolloutCheck
 from grpo_trainer.weight_sync.base import Published, WeightSync
@@ -65,7 +65,7 @@ class Run:
     settings: TrainerSettings
     api: TrainerClient
     sync: WeightSync
-    policy: Any
+    policy: CausalLM
     forward: ForwardPass
     optimizer: MasterOptimizer
     probe: AlignmentProbe | None
@@ -290,11 +290,11 @@ def verify(run: Run, step: int, published: Published) -> Alignment | None:
         return None
     require_written(run.optimizer, step)
     alignment = run.probe.require(run.sync.served_logprobs, f"After step {step}")
-    mention_little_power(alignment)
+    log_if_inconclusive(alignment)
     return alignment
 
 
-def _bound(settings: TrainerSettings, policy: Any, saved: SavedState | None) -> Bound:
+def _bound(settings: TrainerSettings, policy: CausalLM, saved: SavedState | None) -> Bound:
     """The noise is learnt while nothing was trained yet; a run that goes on knows it."""
     is_checked = settings.mode.hands_off or settings.verify_every_steps > 0
     noise = None if saved is None else saved.record.noise
@@ -302,7 +302,7 @@ def _bound(settings: TrainerSettings, policy: Any, saved: SavedState | None) -> 
 
 
 def _probe(
-    settings: TrainerSettings, policy: Any, sync: WeightSync, bound: Bound
+    settings: TrainerSettings, policy: CausalLM, sync: WeightSync, bound: Bound
 ) -> AlignmentProbe | None:
     """Where there are publications that nobody else proves. What is served now is asked for first:
     both sides read one memory."""
@@ -313,7 +313,7 @@ def _probe(
     return probe
 
 
-def build_optimizer(policy: Any, settings: TrainerSettings) -> MasterOptimizer:
+def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimizer:
     """Raises `UnusableOptimizer` where the options do not go with the policy's weights."""
     parameters = list(trained_parameters(policy).values())
     return MasterOptimizer(

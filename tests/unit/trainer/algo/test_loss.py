@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.algo.advantage import group_advantages
 from grpo_trainer.algo.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
-from grpo_trainer.model.policy import token_logprobs
+from grpo_trainer.model.logprobs import token_logprobs
 
 EPS = 0.2
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)

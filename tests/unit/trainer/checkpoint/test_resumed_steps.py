@@ -15,8 +15,8 @@ from grpo_trainer.checkpoint.state import Position, capture, require_fit, restor
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.train import build_optimizer
-from grpo_trainer.verify.alignment import logprobs_of
 from grpo_trainer.weight_sync.build import _weights
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory

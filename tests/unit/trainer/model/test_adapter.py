@@ -18,8 +18,8 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.model.loading import Adapter
+from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import logprobs_of
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
 

@@ -16,10 +16,10 @@ import torch
 from grpo_trainer.config.forward_options import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model import forward, packing
+from grpo_trainer.model.causal_lm import base_model
 from grpo_trainer.model.compile import compile_layers
 from grpo_trainer.model.forward import FastForward, FusedHead, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import packed
-from grpo_trainer.model.policy import model_of
 from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, require_equal
 
 TRACED = "aot_eager"
@@ -51,8 +51,8 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
         policy.get_parameter(name).register_post_accumulate_grad_hook(
             lambda _, name=name: fired.append(name)
         )
-    packing.use(model_of(policy))
-    compile_layers(model_of(policy), TRACED)
+    packing.use(base_model(policy))
+    compile_layers(base_model(policy), TRACED)
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
     assert sorted(fired) == sorted(trained)

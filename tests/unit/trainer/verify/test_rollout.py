@@ -20,7 +20,7 @@ from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.model.policy import token_logprobs
+from grpo_trainer.model.logprobs import token_logprobs
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.rollout import RolloutCheck, unlikely_groups
 from tests.unit.trainer.forward_rig import qwen

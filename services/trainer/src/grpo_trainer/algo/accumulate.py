@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
+from grpo_trainer.model.causal_lm import CausalLM, device_of
 from grpo_trainer.model.forward import ForwardPass, plain_forward
-from grpo_trainer.model.policy import device_of
 from grpo_trainer.optim.gradients import LossScale
 
 
@@ -34,7 +33,7 @@ class GradientStats:
 
 
 def accumulate_gradients(
-    policy: Any,
+    policy: CausalLM,
     batch: Batch,
     clip_eps: float,
     step: int,
@@ -57,7 +56,7 @@ def accumulate_gradients(
 
 
 def _accumulated(
-    policy: Any, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
+    policy: CausalLM, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
 ) -> GradientStats:
     total, sums = 0.0, NO_SUMS
     seen: list[Tensor] = []
@@ -80,7 +79,7 @@ def _accumulated(
 
 
 @torch.no_grad()
-def _no_gradient(forward: ForwardPass, policy: Any, micro: MicroBatch) -> Tensor:
+def _no_gradient(forward: ForwardPass, policy: CausalLM, micro: MicroBatch) -> Tensor:
     return forward(policy, micro)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,12 @@ from torch import nn
 from grpo_core.weights.files import LORA_RANKS
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.model.causal_lm import CausalLM
 
 _DROPOUT = ".lora_dropout."
 
 
-def with_adapter(model: Any, lora: LoraOptions) -> Any:
+def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
     """Freeze `model` and put an adapter on it that changes nothing yet (B = 0).
 
     The adapter is in float32 whatever the model is in: its updates are small beside its weights.
@@ -36,7 +36,8 @@ def with_adapter(model: Any, lora: LoraOptions) -> Any:
         layers_to_transform=None if lora.layers is None else list(lora.layers),
         bias="none",
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    adapted: CausalLM = get_peft_model(model, config, autocast_adapter_dtype=True)
+    return adapted
 
 
 def served_rank(r: int) -> int:
@@ -64,7 +65,7 @@ def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
             module.eval()
 
 
-def adapter_dropouts(policy: nn.Module) -> list[nn.Module]:
+def adapter_dropouts(policy: CausalLM) -> list[nn.Module]:
     """Of the adapter, where they drop anything. A model's own dropout stays off: the server's
     log-probabilities are without it."""
     return [
@@ -74,12 +75,12 @@ def adapter_dropouts(policy: nn.Module) -> list[nn.Module]:
     ]
 
 
-def trained_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(policy: CausalLM) -> dict[str, nn.Parameter]:
     """By name, in the order of the optimizer's masters."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def adapter_tensors(policy: Any) -> dict[str, torch.Tensor]:
+def adapter_tensors(policy: CausalLM) -> dict[str, torch.Tensor]:
     """As they stand in `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
 
@@ -89,7 +90,7 @@ def adapter_tensors(policy: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _require_places(model: Any, lora: LoraOptions) -> None:
+def _require_places(model: CausalLM, lora: LoraOptions) -> None:
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     layers = int(model.config.num_hidden_layers)
     problems = [

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
 
 import torch
 from torch import nn
 
 from grpo_trainer.errors import FastPathRefused, MissingPackage
+from grpo_trainer.model.causal_lm import CausalLM
 
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """By the type of the device: the variable that names one, and what is looked for without it. On a
@@ -32,7 +32,7 @@ def require_compiler(device: torch.device) -> None:
         )
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
+def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
     """Have the model's layers compiled when they are first called.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_core.wire import PROMPT_LOGPROB
@@ -22,11 +22,11 @@ from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packing
+from grpo_trainer.model.causal_lm import CausalLM, base_model, device_of
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
+from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
 from grpo_trainer.model.packing import Layout, packed, padded
-from grpo_trainer.model.policy import device_of, model_of, token_logprobs
-from grpo_trainer.verify.alignment import probe_tokens, tolerance_of
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ _PROBE_TEMPERATURES = (1.0, 0.7, 1.4)
 class ForwardPass(Protocol):
     """One way of computing."""
 
-    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+    def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
         """[B, T] float32: of each target that is trained on the log-probability, at the temperature
         that sampled it; of the others some finite number.
 
@@ -46,7 +46,7 @@ class ForwardPass(Protocol):
         """
 
 
-def plain_forward(policy: Any, micro: MicroBatch) -> Tensor:
+def plain_forward(policy: CausalLM, micro: MicroBatch) -> Tensor:
     """Padded rows, all logits at once. Of every target."""
     return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
 
@@ -56,7 +56,7 @@ class Head(Protocol):
 
     def __call__(
         self,
-        policy: Any,
+        policy: CausalLM,
         model_inputs: dict[str, Any],
         places: Tensor,
         targets: Tensor,
@@ -67,7 +67,7 @@ class Head(Protocol):
 
 
 def plain_head(
-    policy: Any,
+    policy: CausalLM,
     model_inputs: dict[str, Any],
     places: Tensor,
     targets: Tensor,
@@ -87,15 +87,16 @@ class FusedHead:
 
     def __call__(
         self,
-        policy: Any,
+        policy: CausalLM,
         model_inputs: dict[str, Any],
         places: Tensor,
         targets: Tensor,
         temperature: Tensor,
     ) -> Tensor:
-        model = model_of(policy)
+        model = base_model(policy)
         hidden = model.get_decoder()(**model_inputs).last_hidden_state.flatten(0, 1)[places]
         head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)  # `fused_head.obstacles` refuses others
         return linear_logprobs(hidden, head, targets, temperature, self.arithmetic)
 
 
@@ -106,7 +107,7 @@ class FastForward:
     layout: Layout = padded
     head: Head = plain_head
 
-    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+    def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
         laid_out = self.layout(micro)
         logp = self.head(
@@ -119,7 +120,7 @@ class FastForward:
         return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
 
 
-def build_forward_pass(policy: Any, options: ForwardOptions) -> ForwardPass:
+def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass:
     """The way that the options ask for, as far as the model allows it; the log names it.
 
     The policy is left as it is but for the attention and the layers that were asked for.
@@ -139,7 +140,7 @@ def build_forward_pass(policy: Any, options: ForwardOptions) -> ForwardPass:
         "fused-head", options.fused_head, device, lambda: _fuse(policy, probe, probed)
     )
     if options.compile:
-        compile_layers(model_of(policy))
+        compile_layers(base_model(policy))
     forward: ForwardPass = plain_forward
     if is_packed or is_fused:
         head = FusedHead(arithmetic) if is_fused else plain_head
@@ -171,8 +172,8 @@ def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[
     return True
 
 
-def _pack(policy: Any, probe: _Probe) -> None:
-    model = model_of(policy)
+def _pack(policy: CausalLM, probe: _Probe) -> None:
+    model = base_model(policy)
     _require_none(model, packing.obstacles(model))
     packing.use(model)
     try:
@@ -193,8 +194,8 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
     return Arithmetic.compiled() if options.compile else EAGER
 
 
-def _fuse(policy: Any, probe: _Probe, arithmetic: Arithmetic) -> None:
-    model = model_of(policy)
+def _fuse(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -> None:
+    model = base_model(policy)
     _require_none(model, fused_head.obstacles(model))
     probe.require_equal(FastForward(head=FusedHead(arithmetic)))
 
@@ -208,7 +209,7 @@ def _require_compiled(probe: _Probe, forward: ForwardPass) -> None:
         raise FastPathRefused(f"--compile: {refusal}; leave it out") from refusal
 
 
-def _require_none(model: Any, obstacles: list[str]) -> None:
+def _require_none(model: CausalLM, obstacles: list[str]) -> None:
     if obstacles:
         raise FastPathRefused(f"{type(model).__name__} does not allow it: {'; '.join(obstacles)}")
 
@@ -216,7 +217,7 @@ def _require_none(model: Any, obstacles: list[str]) -> None:
 class _Probe:
     """Three short sequences, and what the plain way says of them."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: CausalLM) -> None:
         self._policy = policy
         self._micro = _probe_batch(policy.config.vocab_size).to(device_of(policy))
         self._expected = self._logprobs(plain_forward)
@@ -227,7 +228,7 @@ class _Probe:
         tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
-                f"{type(model_of(self._policy)).__name__} then answers otherwise: its "
+                f"{type(base_model(self._policy)).__name__} then answers otherwise: its "
                 f"log-probabilities differ by {off:.2g} on average (tolerance {tolerance:g})"
             )
 

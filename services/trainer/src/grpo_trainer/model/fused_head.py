@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from grpo_trainer.model.causal_lm import CausalLM
+
 CHUNK_LOGITS = 2**27
 """Logits that exist at a time: half a GB in float32, and more than enough rows to keep a matrix
 product busy."""
@@ -37,7 +39,7 @@ _PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
 """No weights, z-loss, smoothing, reduction or cap."""
 
 
-def obstacles(model: Any) -> list[str]:
+def obstacles(model: CausalLM) -> list[str]:
     """What stands in the way of computing the head here, as far as the model says it.
 
     Args: model: as transformers made it, without an adapter's wrapper.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 import torch
@@ -18,6 +18,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
+from grpo_trainer.model.causal_lm import CausalLM
 
 log = structlog.get_logger()
 
@@ -78,21 +79,21 @@ class TrainedWeights(Protocol):
 
     kind: WeightKind
 
-    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
         """The policy as it is before any training, on `device`; what is not trained is in `dtype`.
 
         Raises:
             PolicyMismatch: the options do not fit the model.
         """
 
-    def write(self, policy: Any, target: Path) -> None:
+    def write(self, policy: CausalLM, target: Path) -> None:
         """All that a server needs, complete and durable or not at all.
 
         Raises:
             CheckpointNotSaved: the disk is full, or the like.
         """
 
-    def are_in(self, policy: Any, directory: Path) -> bool:
+    def are_in(self, policy: CausalLM, directory: Path) -> bool:
         """Does `directory`, as `write` makes them, hold exactly the policy's weights? False where
         it cannot be read."""
 
@@ -105,13 +106,13 @@ class WholeModel:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
 
-    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
         return _load_model(self._model_name, dtype, device)
 
-    def write(self, policy: Any, target: Path) -> None:
+    def write(self, policy: CausalLM, target: Path) -> None:
         save_model(policy, self._model_name, target)
 
-    def are_in(self, policy: Any, directory: Path) -> bool:
+    def are_in(self, policy: CausalLM, directory: Path) -> bool:
         ours = {name: p.detach() for name, p in policy.named_parameters()}
         return _are_the_same(ours, sorted(directory.glob(MODEL_WEIGHTS_GLOB)))
 
@@ -125,21 +126,21 @@ class Adapter:
         self._model_name = model_name
         self._lora = lora
 
-    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> Any:
+    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
         return with_adapter(_load_model(self._model_name, dtype, device), self._lora)
 
-    def write(self, policy: Any, target: Path) -> None:
+    def write(self, policy: CausalLM, target: Path) -> None:
         with whole_directory(target) as directory:
             write_adapter(policy, directory)
 
-    def are_in(self, policy: Any, directory: Path) -> bool:
+    def are_in(self, policy: CausalLM, directory: Path) -> bool:
         return _are_the_same(adapter_tensors(policy), [directory / ADAPTER_WEIGHTS])
 
 
-def _load_model(model_name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_model(model_name: str, dtype: torch.dtype, device: torch.device) -> CausalLM:
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
+    policy: CausalLM = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
     log.info(
         "loaded the model",
         model=model_name,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
+from grpo_trainer.model.causal_lm import CausalLM
 
 NAME = "packed_sequences"
 DEFAULT = "sdpa"
@@ -97,7 +98,7 @@ def packed(micro: MicroBatch) -> LaidOut:
     return LaidOut(model_inputs, bounds[:-1].to(device))
 
 
-def obstacles(model: Any) -> list[str]:
+def obstacles(model: CausalLM) -> list[str]:
     """What stands in the way of packing, as far as the model says it.
 
     Args: model: as transformers made it, without an adapter's wrapper.
@@ -120,7 +121,7 @@ def obstacles(model: Any) -> list[str]:
     return found
 
 
-def use(model: Any) -> None:
+def use(model: CausalLM) -> None:
     """Let the model's layers call the attention of this file.
 
     Raises:
@@ -138,7 +139,7 @@ def use(model: Any) -> None:
         raise FastPathRefused("its layers have an attention of their own")
 
 
-def leave(model: Any) -> None:
+def leave(model: CausalLM) -> None:
     """Back to what transformers chooses by default."""
     model.set_attn_implementation(DEFAULT)
 

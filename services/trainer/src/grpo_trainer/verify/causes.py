@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_trainer.algo.token_table import MIN_TOKENS, TokenTable
 from grpo_trainer.data.collate import MicroBatch, Origin
+from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.verify.alignment import MISMATCH
 
 SAMPLE_TOKENS = 256
 SAMPLE_SEQUENCES = 16
@@ -27,7 +28,6 @@ one before; the last is 0.2 %."""
 _SEARCH_WIDTH = 7
 _OTHER_TEMPERATURE = 1.1
 """Ratio from which on two temperatures count as different."""
-MISMATCH = "LogProb Alignment: MISMATCH!"
 UNCHANGED = "No weight was changed by this step."
 _EXPLAINS = 2.0
 """Factor by which the best assumption must reduce the difference to be called the cause."""
@@ -114,7 +114,9 @@ def without_shared(table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
 
 
 @torch.no_grad()
-def other_temperature(policy: Any, table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
+def other_temperature(
+    policy: CausalLM, table: TokenTable, sequences: Sequences
+) -> list[Hypothesis]:
     """The temperature that explains the logprobs best, where it is another than said."""
     if len(table) < MIN_TOKENS:
         return []
@@ -135,7 +137,7 @@ def other_temperature(policy: Any, table: TokenTable, sequences: Sequences) -> l
     return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
 
 
-def _logits(policy: Any, table: TokenTable, sequences: Sequences) -> tuple[Tensor, Tensor]:
+def _logits(policy: CausalLM, table: TokenTable, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Those that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
     device = next(policy.parameters()).device
     logits, targets = [], []

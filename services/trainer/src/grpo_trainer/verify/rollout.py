@@ -17,9 +17,8 @@ is such a beginning, whatever log-probabilities were sent with it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +28,10 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.token_table import Distance, TokenTable
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.model.policy import token_logprobs
+from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
-    MISMATCH,
     UNCHANGED,
     Cause,
     MismatchReport,
@@ -53,8 +53,6 @@ DECISIVE = 16.0
 PROOF_TOKENS = 16
 """Fresh tokens that clear their environment's other completions in the same batch."""
 SERVER_SAMPLE_SEQUENCES = 4
-ServedLogprobs = Callable[[list[int]], list[float]]
-"""[T] token ids → [T-1], asked of the server at temperature 1."""
 CHANCE_NATS = 30.0
 """exp(-30) is 1e-13."""
 DRIFT_NATS = 0.2
@@ -71,7 +69,7 @@ class RolloutCheck:
     tolerance: bound on the mean |difference| of fresh completions, for the served data type
     """
 
-    def __init__(self, policy: Any, served_logprobs: ServedLogprobs, tolerance: float) -> None:
+    def __init__(self, policy: CausalLM, served_logprobs: ServedLogprobs, tolerance: float) -> None:
         self._policy = policy
         self._served_logprobs = served_logprobs
         self._tolerance = tolerance
@@ -171,13 +169,11 @@ class RolloutCheck:
         mean = float(torch.cat(differences).mean())
         return ServerAnswer(mean, f"{mean:.2g}")
 
-    @torch.no_grad()
     def _from_server(self, tokens: Tensor) -> Tensor:
         """|server's - trainer's| now, at temperature 1: [T] → [T-1]."""
-        device = next(self._policy.parameters()).device
-        ids, one = tokens.to(device).unsqueeze(0), torch.ones(1, device=device)
-        ours = token_logprobs(self._policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()
-        return (ours - torch.tensor(self._served_logprobs(tokens.tolist()))).abs()
+        ids: list[int] = tokens.tolist()
+        ours = logprobs_of(self._policy, ids)
+        return (ours - torch.tensor(self._served_logprobs(ids))).abs()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
-from grpo_trainer.verify.served import ProbeLengths, ServedProof
+from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.files.compatibility import (
     dtype_to_load,
@@ -89,7 +89,7 @@ class HandedOff:
         self._device = device
         self._cadence = cadence
         self._policy: Any = None
-        self._proof: ServedProof | None = None
+        self._check: PublicationCheck | None = None
         self._epoch = 0
         self._begun_as: PolicyVersion | None = None
 
@@ -108,7 +108,7 @@ class HandedOff:
         self._agreed_status(info)
         self._policy = self._weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
-        self._proof = ServedProof(self._policy, self, lengths)
+        self._check = PublicationCheck(self._policy, self, lengths)
         return self._policy
 
     def start(
@@ -121,7 +121,7 @@ class HandedOff:
         """Open an epoch beyond every one that is known of, and publish, unless the server serves
         these very weights already."""
         if bound is not None:
-            self._proof_of_policy.bound = bound
+            self._publication_check.bound = bound
         status = self._watch.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
@@ -199,7 +199,7 @@ class HandedOff:
         started = time.monotonic()
         files = self._files.write(version, lambda to: self._weights.write(self._policy, to))
         if not self._handoff.restarts:
-            self._proof_of_policy.prime()
+            self._publication_check.prime()
         in_use = self._handoff.serve(files)
         alignment = self._proven(version, f"After step {version.step}")
         self._files.remove_older(in_use)
@@ -212,13 +212,13 @@ class HandedOff:
         return alignment
 
     def _proven(self, version: PolicyVersion, label: str) -> Alignment:
-        return self._proof_of_policy.require(version, label)
+        return self._publication_check.require(version, label)
 
     @property
-    def _proof_of_policy(self) -> ServedProof:
-        if self._proof is None:
+    def _publication_check(self) -> PublicationCheck:
+        if self._check is None:
             raise WeightSyncError("no policy: load_policy() comes first")
-        return self._proof
+        return self._check
 
     def _has(self, status: ServerStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""

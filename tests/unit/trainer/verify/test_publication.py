@@ -14,16 +14,10 @@ import torch
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import (
-    AlignmentProbe,
-    Bound,
-    logprobs_of,
-    probe_tokens,
-    require_alignment,
-    sampled_tokens,
-)
-from grpo_trainer.verify.served import ProbeLengths, ServedProof
+from grpo_trainer.verify.alignment import AlignmentProbe, Bound, require_alignment
+from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
@@ -39,13 +33,13 @@ class Run:
     base: Any
     optimizer: MasterOptimizer
     server: ServedModel
-    proof: ServedProof
+    proof: PublicationCheck
     previous: Any = None
 
     @classmethod
     def of(cls, policy: Any, lr: float = 0.05) -> Run:
         base, server = copy.deepcopy(policy), ServedModel(copy.deepcopy(policy))
-        proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+        proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
         run = cls(policy, base, optimizer_of(policy, lr), server, proof)
         for step in (0, 1):
             run.update(step)
@@ -134,7 +128,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     policy = WholeModel(model).load(torch.float32).eval()
     previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
-    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     probe = AlignmentProbe(policy)
     assert proof.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
     probe.require(server.served_logprobs, "Before the first step")
@@ -164,7 +158,7 @@ def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
     policy = WholeModel(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
     with pytest.raises(ServedWeightsDiffer, match="another model than --model-name"):
-        ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
+        PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
             PolicyVersion(1, 0), "At the start"
         )
     with pytest.raises(ServedWeightsDiffer, match="Before the first step"):
@@ -174,7 +168,7 @@ def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
 def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
     policy = WholeModel(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
-    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     proof.bound = Bound(floor=1e-3)
     with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.001"):
         proof.require(PolicyVersion(1, 0), "At the start")
@@ -189,7 +183,7 @@ def test_small_updates_that_are_absent_add_up(model: str) -> None:
     policy = WholeModel(model).load(torch.bfloat16).eval()
     optimizer = optimizer_of(policy, lr=3e-4)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
-    proof = ServedProof(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     proof.require(PolicyVersion(1, 0), "At the start")
     probe, last, off = AlignmentProbe(policy), 40, 0.0
     with suppress(ServedWeightsDiffer):

@@ -1,5 +1,4 @@
-"""Proof that the server answers with the weights that were handed to it: a publication counts only
-with it.
+"""Checks a publication: does the server answer with the weights that were handed to it?
 
 Three things must hold. The served log-probabilities of fixed tokens are the trainer's. So are
 those of a few tokens that the server samples behind a fixed prompt: that request goes through the
@@ -13,7 +12,7 @@ server could be serving, so that the error names the likely cause.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,18 +20,21 @@ from torch import Tensor
 from grpo_core.clients.inference import Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.verify.alignment import (
-    FAR_BETTER,
+from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.logprobs import (
     PROBE_LENGTH,
-    Alignment,
-    Bound,
-    could_be_told,
     logprobs_of,
-    mean_distance,
-    mention_little_power,
     probe_tokens,
     sampled_tokens,
     tolerance_of,
+)
+from grpo_trainer.verify.alignment import (
+    FAR_BETTER,
+    MISMATCH,
+    Alignment,
+    Bound,
+    log_if_inconclusive,
+    mean_distance,
 )
 
 SAMPLED_TOKENS = 16
@@ -68,7 +70,7 @@ class ProbeLengths:
         return cls(max(MIN_PROMPT, min(PROBE_LENGTH, longest - 1)), prompt, sampled)
 
 
-class ServedProof:
+class PublicationCheck:
     """Made while the policy is still what the server was started with, so that it knows how that
     would answer.
 
@@ -79,18 +81,18 @@ class ServedProof:
     `bound`: on the mean |difference|; it learns the noise from the first publication
     """
 
-    def __init__(self, policy: Any, server: Server, lengths: ProbeLengths) -> None:
+    def __init__(self, policy: CausalLM, server: Server, lengths: ProbeLengths) -> None:
         self._policy = policy
         self._server = server
         self.bound = Bound(tolerance_of(policy), learns=True)
         self._tokens = sampled_tokens(policy, lengths.fixed)
         self._prompt = probe_tokens(policy.config.vocab_size, lengths.prompt)
         self._sampled = lengths.sampled
-        self._base = self._before = self._ours()
+        self._base = self._previous = logprobs_of(policy, self._tokens)  # [T-1]
 
     def prime(self) -> None:
         """Right before a publication: have the prompt in the server's cache under the old weights.
-        If those keys and values outlive the weights, the proof shall meet them."""
+        If those keys and values outlive the weights, the check shall meet them."""
         self._server.sample(self._prompt, max_tokens=1)
 
     def require(self, version: PolicyVersion, label: str) -> Alignment:
@@ -101,28 +103,22 @@ class ServedProof:
         Raises:
             ServedWeightsDiffer: they are not; names the likely cause.
         """
-        ours = self._ours()
+        ours = logprobs_of(self._policy, self._tokens)
         served = torch.tensor(self._server.served_logprobs(self._tokens))
         completion = self._server.sample(self._prompt, max_tokens=self._sampled)
         sampled_off = self._sampled_difference(completion)
-        alignment = Alignment(
-            mean=mean_distance(served, ours),
-            max=float((ours - served).abs().max()),
-            moved=mean_distance(ours, self._before),
-            previous=mean_distance(served, self._before),
-            sampled_mean=float(sampled_off.mean()),
-        )
+        alignment = Alignment.of(served, ours, self._previous, float(sampled_off.mean()))
         named = {completion.first_version, completion.last_version}
         problems = self._problems(alignment, served, named, version)
         if problems:
             raise ServedWeightsDiffer(
-                f"LogProb Alignment: MISMATCH! {label}, version {tuple(version)} is announced, and "
+                f"{MISMATCH} {label}, version {tuple(version)} is announced, and "
                 + "; ".join(problems)
             )
-        if could_be_told(alignment):
-            self._before = ours
+        if alignment.is_conclusive:
+            self._previous = ours
         self.bound.learn(max(alignment.mean, alignment.sampled_mean or 0.0))
-        mention_little_power(alignment)
+        log_if_inconclusive(alignment)
         return alignment
 
     def _problems(
@@ -155,15 +151,15 @@ class ServedProof:
         return problems
 
     def _cause(self, served: Tensor, alignment: Alignment) -> str:
-        base, before, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
-        if FAR_BETTER * base < mean and base <= before:
+        base, previous, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
+        if FAR_BETTER * base < mean and base <= previous:
             return "it serves the model that it was started with, without what was trained"
-        if FAR_BETTER * before < mean:
+        if FAR_BETTER * previous < mean:
             return "it still serves the weights of the publication before"
         return (
             "it serves weights of another run, or is started with another model than --model-name "
             f"(mean difference to the model it should have been started with: {base:.2g}, to the "
-            f"publication before: {before:.2g})"
+            f"publication before: {previous:.2g})"
         )
 
     def _sampled_difference(self, completion: Completion) -> Tensor:
@@ -171,6 +167,3 @@ class ServedProof:
         ours = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
         theirs = torch.tensor(completion.logprobs)
         return (ours[len(self._prompt) - 1 :] - theirs).abs()
-
-    def _ours(self) -> Tensor:
-        return logprobs_of(self._policy, self._tokens)  # [T-1]

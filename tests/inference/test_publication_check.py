@@ -15,7 +15,7 @@ import torch
 from grpo_core.clients.inference import BridgeClient, Completion
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.verify.served import ProbeLengths, ServedProof
+from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.fixtures.adapters import load, make_adapter
 from tests.fixtures.handed_off import HandedOffServer, serve_by_hand
 from tests.fixtures.inference import FILE_NOISE
@@ -24,7 +24,7 @@ from tests.negative_controls.grpo_negative_controls import control_plugin
 
 @dataclass
 class Asked:
-    """The server as `ServedProof` asks it."""
+    """The server as `PublicationCheck` asks it."""
 
     bridge: BridgeClient
 
@@ -42,7 +42,7 @@ class Trainer:
     """Holds a policy whose weights a test may replace."""
 
     policy: Any
-    proof: ServedProof
+    proof: PublicationCheck
 
     @torch.no_grad()
     def hold(self, other: Any) -> None:
@@ -58,7 +58,7 @@ def trainer_of(handed: HandedOffServer, begins_with: Path) -> Iterator[Trainer]:
     with BridgeClient(handed.server.url) as bridge:
         info = bridge.info()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
-        yield Trainer(policy, ServedProof(policy, Asked(bridge), lengths))
+        yield Trainer(policy, PublicationCheck(policy, Asked(bridge), lengths))
 
 
 def test_the_served_weights_pass_and_every_others_are_named(lora: HandedOffServer) -> None:
