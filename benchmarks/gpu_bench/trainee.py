@@ -11,8 +11,8 @@ from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.train import build_optimizer
 
 CLIP_EPS = 0.2
 LR = 1e-6

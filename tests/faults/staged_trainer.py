@@ -18,10 +18,11 @@ import torch
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
-from grpo_trainer import train
 from grpo_trainer.checkpoint import store
+from grpo_trainer.data.batch_source import BatchSource
 from grpo_trainer.data.group_filter import digest
 from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.verify import alignment
 from tests.faults.stages import (
     HALF_SAVED,
     HALF_WRITTEN,
@@ -59,7 +60,7 @@ def hold_at(stages: Stages) -> None:
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
-        (train, "require_written", VERIFYING),
+        (alignment, "require_written", VERIFYING),
         (store, "_write_record", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):
@@ -88,9 +89,9 @@ def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., N
 
 
 def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taking(run: Any, position: Any) -> Any:
-        taken = take(run, position)
-        groups = taken.intake.groups
+    def taking(source: Any, position: Any) -> Any:
+        taken = take(source, position)
+        groups = taken.filtered.groups
         entry = {
             "step": position.step + 1,
             "epoch": position.epoch,
@@ -100,7 +101,7 @@ def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
                 v for usable in groups for pair in usable.facts.policy_version for v in pair
             ],
         }
-        with (run.settings.save_path / JOURNAL).open("a") as journal:
+        with (source.settings.save_path / JOURNAL).open("a") as journal:
             journal.write(f"{json.dumps(entry)}\n")
         return taken
 
@@ -109,5 +110,5 @@ def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     hold_at(Stages(Path(os.environ[VARIABLE])))
-    train.take_batch = _noting(train.take_batch)
+    BatchSource.take = _noting(BatchSource.take)  # type: ignore[method-assign]
     grpo.main()

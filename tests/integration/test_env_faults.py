@@ -15,8 +15,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import Registration
 from grpo_local.process.ports import free_port
-from grpo_trainer import train
-from grpo_trainer.data.batch_source import EnvironmentWatch
+from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api
@@ -76,11 +75,16 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
     """And one to which none has come waits for its whole deadline."""
     with TrainerClient(str(http.base_url)) as trainer:
         uuid = trainer.register(Registration.model_validate(REGISTRATION))
-        run: Any = SimpleNamespace(
+        settings: Any = SimpleNamespace(batch_deadline_s=0.01)
+        unused: Any = None
+        source = BatchSource(
+            settings=settings,
             api=trainer,
-            sync=SimpleNamespace(tend=lambda: None),
-            settings=SimpleNamespace(batch_deadline_s=0.01),
+            recover_server=lambda: None,
+            group_filter=unused,
             environments=EnvironmentWatch(0.01),
+            quarantine=unused,
+            saver=unused,
         )
         with pytest.raises(ServiceUnavailable, match="no batch within"):
             trainer.next_batch(0.01)
@@ -88,11 +92,11 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
         disconnect(http, first)
         assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
         with pytest.raises(ServiceUnavailable, match="no batch within"):
-            train.next_batch(run, 0, batches_left=1)  # it sees the second one
+            source.next_batch(0, batches_left=1)  # it sees the second one
         disconnect(http, second)
-        run.settings.batch_deadline_s = DEADLINE_S
+        settings.batch_deadline_s = DEADLINE_S
         with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
-            train.next_batch(run, 0, batches_left=1)
+            source.next_batch(0, batches_left=1)
 
 
 def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(

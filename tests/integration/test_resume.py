@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_source import EnvironmentWatch
+from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.verify.alignment import Bound
 from tests.fixtures.run_api import start_run_api
@@ -168,20 +167,22 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             store = StateStore(config.save_path)
             saver = Saver(config, side.model, side.optimizer, trainer, store, Bound(1.0))
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-            no_server = SimpleNamespace(tend=lambda: None)
-            run: Any = SimpleNamespace(
+            unused: Any = None
+            source = BatchSource(
                 settings=config,
                 api=trainer,
-                saver=saver,
-                sync=no_server,
+                recover_server=lambda: None,
+                group_filter=unused,
                 environments=EnvironmentWatch(DEADLINE_S),
+                quarantine=unused,
+                saver=saver,
             )
-            assert train.next_batch(run, 0, batches_left=9).id == 1
+            assert source.next_batch(0, batches_left=9).id == 1
             # nothing was trained that could be saved
             with pytest.raises(LeasesFull, match="save the trainer's state"):
-                train.next_batch(run, 1, batches_left=8)
+                source.next_batch(1, batches_left=8)
             saver.step_taken(Position(step=1, batch_id=1, epoch=1))
-            assert train.next_batch(run, 1, batches_left=8).id == 2
+            assert source.next_batch(1, batches_left=8).id == 2
             assert found(config).record.position == Position(step=1, batch_id=1, epoch=1)
     finally:
         api.process.kill()

@@ -16,14 +16,14 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.train import build_optimizer
+from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.weight_sync.build import _weights
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
 
 
 class Trainer:
-    """As `train.begin` makes one, from the same seed."""
+    """As `start.start_run` makes one, from the same seed."""
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)

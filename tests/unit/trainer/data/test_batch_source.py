@@ -22,21 +22,21 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
 
     watch = EnvironmentWatch(60.0, clock=lambda: now[0])
     with capture_logs() as logs:
-        watch.begin()
+        watch.wait_started()
         for _ in range(2):  # of a start before: those of this one are on their way
-            watch.look(GONE)
+            watch.check(GONE)
             sleep(1000.0)
-        watch.end()  # one has sent a batch
-        watch.begin()
+        watch.wait_ended()  # one has sent a batch
+        watch.wait_started()
         for count, then_s in (
             *((NOBODY_YET, 1000.0), (GONE, 59.0), (GONE, 0.5)),
             *((BACK, 1000.0), (GONE, 59.0), (GONE, 0.0)),
         ):
-            watch.look(count)
+            watch.check(count)
             sleep(then_s)
-        watch.not_counting(lambda: sleep(1000.0))
-        watch.look(GONE)
+        watch.excluding(lambda: sleep(1000.0))
+        watch.check(GONE)
         sleep(1.0)
         with pytest.raises(NoEnvironmentLeft, match=r"2 registered in this run.* within 60 s"):
-            watch.look(GONE)
+            watch.check(GONE)
     assert [entry["event"] for entry in logs] == ["environments.left"] * 2

@@ -18,7 +18,7 @@ from grpo_trainer.data.group_checks import (
 from grpo_trainer.data.group_filter import (
     REPEAT_EVERY_STEPS,
     WINDOW_BATCHES,
-    Doorkeeper,
+    GroupFilter,
     RecentBatches,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
@@ -121,10 +121,12 @@ def test_the_nearest_temperature_counts() -> None:
 
 
 def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment() -> None:
-    door = Doorkeeper(LIMITS)
+    group_filter = GroupFilter(LIMITS)
     with capture_logs() as logs:
-        first = door.admit([good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0)
-        second = door.admit([good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1)
+        first = group_filter.filter(
+            [good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0
+        )
+        second = group_filter.filter([good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1)
     assert (len(first.groups), first.unusable_groups) == (3, 2)
     assert (len(second.groups), second.unusable_groups) == (2, 2)
     told = [(entry["reason"], entry["env_id"]) for entry in logs]
@@ -133,11 +135,14 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
 
 
 def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_reason() -> None:
-    without, door = good(2).model_copy(update={"inference_logprobs": None}), Doorkeeper(LIMITS)
+    without, group_filter = (
+        good(2).model_copy(update={"inference_logprobs": None}),
+        GroupFilter(LIMITS),
+    )
     batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
-    assert [len(door.admit(batch, step=0).groups) for batch in batches] == [0, 0, 10, 0, 0]
+    assert [len(group_filter.filter(batch, step=0).groups) for batch in batches] == [0, 0, 10, 0, 0]
     with pytest.raises(UnusableGroup, match="No group of 3 batches in a row") as refused:
-        door.admit([without, bad(1), bad(3)], step=1)
+        group_filter.filter([without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
     assert "no_inference_logprobs 1, truncated_sampling 2" in str(refused.value)
 
@@ -147,35 +152,35 @@ def ten(step: int, unusable: int) -> list[ScoredGroup]:
 
 
 def test_more_than_half_of_five_batches_ends_the_run_and_half_does_not() -> None:
-    door, fresh = Doorkeeper(LIMITS), Doorkeeper(LIMITS)
+    group_filter, fresh = GroupFilter(LIMITS), GroupFilter(LIMITS)
     for step in range(20):
-        door.admit(ten(step, unusable=5), step)
+        group_filter.filter(ten(step, unusable=5), step)
     with pytest.raises(UnusableGroup, match="of the 50 groups of the last 5 batches"):
-        door.admit(ten(20, unusable=6), 20)
+        group_filter.filter(ten(20, unusable=6), 20)
     for step in range(WINDOW_BATCHES - 1):
-        fresh.admit(ten(step, unusable=6), step)
+        fresh.filter(ten(step, unusable=6), step)
     with pytest.raises(UnusableGroup, match="of the 50 groups of the last 5 batches"):
-        fresh.admit(ten(9, unusable=6), WINDOW_BATCHES)
+        fresh.filter(ten(9, unusable=6), WINDOW_BATCHES)
 
 
 def test_a_batch_that_comes_again_ends_the_run_in_whatever_order() -> None:
-    door = Doorkeeper(LIMITS)
-    door.admit([good(1), good(2)], step=0)
-    door.admit([good(3), good(4)], step=1)
+    group_filter = GroupFilter(LIMITS)
+    group_filter.filter([good(1), good(2)], step=0)
+    group_filter.filter([good(3), good(4)], step=1)
     with pytest.raises(DuplicatedBatch, match=r"step 2: all 2 groups .* of step 0"):
-        door.admit([good(2, env_id=9), good(1)], step=2)
+        group_filter.filter([good(2, env_id=9), good(1)], step=2)
 
 
 def test_single_repeats_are_counted_and_told_now_and_then() -> None:
-    door = Doorkeeper(LIMITS)
-    door.admit([good(1), good(2)], step=0)
-    door.admit([good(3), good(4)], step=1)
+    group_filter = GroupFilter(LIMITS)
+    group_filter.filter([good(1), good(2)], step=0)
+    group_filter.filter([good(3), good(4)], step=1)
     with capture_logs() as logs:
-        assert door.admit([good(1), good(3)], step=2).repeated_groups == 2
-        assert door.admit([good(5), good(5), good(6)], step=3).repeated_groups == 1
-        assert door.admit([good(7), good(8)], step=4).repeated_groups == 0
+        assert group_filter.filter([good(1), good(3)], step=2).repeated_groups == 2
+        assert group_filter.filter([good(5), good(5), good(6)], step=3).repeated_groups == 1
+        assert group_filter.filter([good(7), good(8)], step=4).repeated_groups == 0
         later = 2 + REPEAT_EVERY_STEPS
-        assert door.admit([good(1), good(9)], step=later).repeated_groups == 1
+        assert group_filter.filter([good(1), good(9)], step=later).repeated_groups == 1
     assert [(entry["groups"], entry["step"]) for entry in logs] == [(2, 2), (1, later)]
 
 

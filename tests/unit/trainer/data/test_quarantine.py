@@ -19,13 +19,15 @@ from grpo_trainer import train
 from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_source import EnvironmentWatch
+from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.data.group_filter import Doorkeeper
+from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.start import Learner, Run
+from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.tiny_model import Recipe, build_model
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
@@ -81,32 +83,30 @@ class Bench:
         leased = (
             LeasedBatch(i, g, [None] * 2) for i, g in enumerate(groups, 1) if i not in missing
         )
-        run: Any = SimpleNamespace(
-            settings=TrainerSettings(
-                model_name="m",
-                weight_bridge_mode="lora_only",
-                redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
-                training_steps=len(batches),
-                seq_len=LIMITS.seq_len,
-            ),
-            api=SimpleNamespace(next_batch=lambda *_: next(leased)),
-            sync=SimpleNamespace(tend=lambda: None, apply=self.apply),
-            policy=self.policy,
-            forward=self.forward,
-            optimizer=self.optimizer,
-            probe=None,
-            door=Doorkeeper(LIMITS),
-            rollouts=SimpleNamespace(require_match=self.require_match),
-            environments=EnvironmentWatch(60.0),
-            ranges=SimpleNamespace(look=lambda _: None),
-            stopwatch=SimpleNamespace(add=lambda *_: None),
-            saver=SimpleNamespace(
-                seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
-            ),
-            quarantine=Quarantine(self.save_path, "run"),
-            write_record=self.records.append,
-            started=0.0,
+        settings = TrainerSettings(
+            model_name="m",
+            weight_bridge_mode="lora_only",
+            redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
+            training_steps=len(batches),
+            seq_len=LIMITS.seq_len,
         )
+        api: Any = SimpleNamespace(next_batch=lambda *_: next(leased))
+        sync: Any = SimpleNamespace(apply=self.apply)
+        rollouts: Any = SimpleNamespace(require_match=self.require_match)
+        saver: Any = SimpleNamespace(
+            seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
+        )
+        source = BatchSource(
+            settings=settings,
+            api=api,
+            recover_server=lambda: None,
+            group_filter=GroupFilter(LIMITS),
+            environments=EnvironmentWatch(60.0),
+            quarantine=Quarantine(self.save_path, "run"),
+            saver=saver,
+        )
+        learner = Learner(self.policy, self.forward, self.optimizer, sync, rollouts, None)
+        run = Run(settings, source, learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
             position = train.run_step(run, position)

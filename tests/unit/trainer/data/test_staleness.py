@@ -11,16 +11,15 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion, ScoredGroup
-from grpo_trainer import train
 from grpo_trainer.checkpoint.state import Position
-from grpo_trainer.data.batch_source import EnvironmentWatch
+from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.data.collate import CollationLimits, collate
-from grpo_trainer.data.group_filter import Doorkeeper
-from grpo_trainer.data.staleness import Lineage
+from grpo_trainer.data.group_filter import GroupFilter
+from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import StaleData
 from tests.unit.trainer.groups import LIMITS, good, sampled_by
 
-RESUMED = Lineage(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
+RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
 OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
 
 
@@ -39,8 +38,8 @@ def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> 
     assert RESUMED.age(PolicyVersion(*version), step) == age
 
 
-def door(max_staleness: int | None) -> Doorkeeper:
-    return Doorkeeper(LIMITS, RESUMED, max_staleness)
+def group_filter(max_staleness: int | None) -> GroupFilter:
+    return GroupFilter(LIMITS, RESUMED, max_staleness)
 
 
 @pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1)])
@@ -51,24 +50,24 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
         sampled_by(3, (2, 8), (1, 6)),
         good(4),  # of unknown age
     ]
-    intake = door(max_staleness).admit(groups, step=9)
-    assert (len(intake.groups), intake.stale_groups) == (4 - stale, stale)
+    filtered = group_filter(max_staleness).filter(groups, step=9)
+    assert (len(filtered.groups), filtered.stale_groups) == (4 - stale, stale)
 
 
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
     named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
     groups = [good(1), good(2), *named, good(5)]
     under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names comes first
-    intake = door(2).admit(groups, 9, under)
-    assert [one.version_bound for one in intake.groups] == [YOUNG, None, None]
-    assert intake.stale_groups == 2
+    filtered = group_filter(2).filter(groups, 9, under)
+    assert [one.version_bound for one in filtered.groups] == [YOUNG, None, None]
+    assert filtered.stale_groups == 2
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` goes by versions: the weights of both groups were served when they came."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
-    intake = door(None).admit(groups, 9, [PolicyVersion(2, 9)] * 2)
-    batch = collate(intake.groups, CollationLimits(seq_len=100, micro_batch_size=2))
+    filtered = group_filter(None).filter(groups, 9, [PolicyVersion(2, 9)] * 2)
+    batch = collate(filtered.groups, CollationLimits(seq_len=100, micro_batch_size=2))
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
     assert batch.facts.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.facts.version_bounds == [PolicyVersion(2, 9)] * 2
@@ -78,8 +77,10 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
 AT = Position(step=9, batch_id=4, epoch=2)
 
 
-def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0) -> Any:
-    """The part of `train.Run` that taking a batch needs; ids follow that of `AT`.
+def source_of(
+    batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0
+) -> BatchSource:
+    """A `BatchSource` of these batches; ids follow that of `AT`.
 
     Args:
         under: version that was served when run-api received each group of every batch
@@ -93,36 +94,38 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
     def batch_passed_over(at: Position) -> None:
         passed_over.append((at.step, at.batch_id))
 
-    return SimpleNamespace(
-        api=SimpleNamespace(next_batch=next_batch),
-        sync=SimpleNamespace(tend=lambda: None),
-        saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
-        settings=SimpleNamespace(
-            batch_deadline_s=batch_deadline_s,
-            max_staleness=2,
-            training_steps=AT.step + 3,
-        ),
-        door=door(max_staleness=2),
+    settings: Any = SimpleNamespace(
+        batch_deadline_s=batch_deadline_s, max_staleness=2, training_steps=AT.step + 3
+    )
+    api: Any = SimpleNamespace(next_batch=next_batch)
+    saver: Any = SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over)
+    quarantine: Any = SimpleNamespace(holds=lambda _: False)
+    return BatchSource(
+        settings=settings,
+        api=api,
+        recover_server=lambda: None,
+        group_filter=group_filter(max_staleness=2),
         environments=EnvironmentWatch(60.0),
-        quarantine=SimpleNamespace(holds=lambda _: False),
+        quarantine=quarantine,
+        saver=saver,
     )
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     old = [good(1), sampled_by(11, (2, 6), (2, 6))]
     bad = [good(2), good(3).model_copy(update={"inference_logprobs": None})]
-    run = run_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
+    source = source_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
     with capture_logs() as logs:
-        taken = train.take_batch(run, AT)
+        taken = source.take(AT)
     assert taken.batch_id == 7
-    intake = taken.intake
-    assert (len(intake.groups), intake.stale_groups, intake.unusable_groups) == (2, 3, 1)
-    assert run.saver.passed_over == [(9, 5), (9, 6)]
+    filtered = taken.filtered
+    assert (len(filtered.groups), filtered.stale_groups, filtered.unusable_groups) == (2, 3, 1)
+    assert source.saver.passed_over == [(9, 5), (9, 6)]
     named = [e["batch_id"] for e in logs if e["event"] == "batch.passed_over"]
     assert named == [5, 6]
 
 
 def test_a_run_that_gets_only_stale_groups_ends() -> None:
-    run = run_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
+    source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
     with pytest.raises(StaleData, match="1 groups came in 0 s, and all are more than"):
-        train.take_batch(run, AT)
+        source.take(AT)

@@ -14,12 +14,11 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from grpo_core.settings import load_settings
-from grpo_trainer import train
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
-from grpo_trainer.optim.build import build_update
+from grpo_trainer.optim.build import build_optimizer, build_update
 from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
@@ -206,10 +205,10 @@ def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
 
 
 def test_the_policys_optimizer_is_the_one_that_was_asked_for() -> None:
-    optimizer = train.build_optimizer(qwen(torch.bfloat16), settings(*MASTERS, *EIGHT_BITS))
+    optimizer = build_optimizer(qwen(torch.bfloat16), settings(*MASTERS, *EIGHT_BITS))
     assert {master.dtype for master in optimizer.masters} == {torch.bfloat16}
     with pytest.raises(UnusableOptimizer, match="weights are in float32"):
-        train.build_optimizer(qwen(), settings(*MASTERS))
+        build_optimizer(qwen(), settings(*MASTERS))
 
 
 def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
@@ -230,14 +229,14 @@ def test_gradients_too_small_for_float16_reach_the_optimizer(adapts: bool) -> No
     for policy in (half, exact):
         torch.manual_seed(1)  # of the adapter
         trained = with_adapter(policy, LORA) if adapts else policy
-        norms.append(take_tiny_step(trained, train.build_optimizer(trained, settings())))
+        norms.append(take_tiny_step(trained, build_optimizer(trained, settings())))
     assert norms[0] == pytest.approx(norms[1], rel=0.002)
 
 
 def scaled_by(scale: float) -> tuple[Any, MasterOptimizer, LossScale]:
     """Of a policy in float16: one step before the scale grows."""
     policy = qwen(torch.float16)
-    optimizer = train.build_optimizer(policy, settings())
+    optimizer = build_optimizer(policy, settings())
     assert optimizer.loss_scale is not None
     optimizer.loss_scale.record = ScaleRecord(value=scale, good_steps=GROWTH_STEPS - 1)
     return policy, optimizer, optimizer.loss_scale

@@ -13,7 +13,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import NO_SUMS
 from grpo_trainer.algo.token_table import Distance, TokenTable
-from grpo_trainer.data.group_filter import Intake
+from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchFacts
 from grpo_trainer.telemetry.metrics import StepOutcome, StepTimes, StepWatch, step_record
 from grpo_trainer.verify.alignment import Alignment
@@ -49,7 +49,7 @@ OUTCOME = StepOutcome(
     step=7,
     steps=10,
     lr=1e-4,
-    intake=Intake([], unusable_groups=3, repeated_groups=1, stale_groups=2),
+    filtered=FilteredBatch([], unusable_groups=3, repeated_groups=1, stale_groups=2),
     quarantined_batches=0,
     facts=FACTS,
     gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_trainer import train
+from grpo_trainer.checkpoint.resume import continued_settings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
 from grpo_trainer.telemetry.sinks import append_record, keep_records, open_sinks, set_records_aside
@@ -86,9 +86,9 @@ def test_every_start_of_a_run_is_in_one_group_of_wandb() -> None:
     saved: Any = SimpleNamespace(record=SimpleNamespace(wandb_group="first"))
     drawn = settings().model_copy(update={"wandb_group": "drawn"})
     drawn.model_fields_set.discard("wandb_group")
-    assert train._in_group_of(saved, drawn).wandb_group == "first"
-    assert train._in_group_of(saved, settings()).wandb_group == "grp"  # as the user says
-    assert train._in_group_of(None, drawn) is drawn
+    assert continued_settings(drawn, saved).wandb_group == "first"
+    assert continued_settings(settings(), saved).wandb_group == "grp"  # as the user says
+    assert continued_settings(drawn, None) is drawn
 
 
 def test_the_real_package_takes_every_record_offline(

@@ -63,6 +63,13 @@ def take_up(
     return at
 
 
+def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> TrainerSettings:
+    """The W&B runs of all starts are in one group, unless the user names another."""
+    if saved is None or not saved.record.wandb_group or "wandb_group" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"wandb_group": saved.record.wandb_group})
+
+
 def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> Position:
     """Register as the one who goes on after `saved`, and acknowledge what is in it: the trainer
     before may have been killed in between.

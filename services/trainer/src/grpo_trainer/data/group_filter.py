@@ -16,24 +16,24 @@ import structlog
 
 from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.staleness import BEGINNING, Lineage, Making, stale_groups
+from grpo_trainer.data.staleness import NO_HISTORY, GroupProvenance, VersionHistory
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup
 
 log = structlog.get_logger()
 
 WINDOW_BATCHES = 5
 """Over so many batches, no more than half of the groups may be unusable."""
-MOST_IN_VAIN = 3
+MAX_UNUSABLE_BATCHES = 3
 """So many batches in a row without a usable group are no accident."""
 REPEAT_EVERY_STEPS = 50
-"""Groups that come again are mentioned at most that often; the metric counts them all."""
+"""Groups that come again are logged at most that often; the metric counts them all."""
 REMEMBERED_BATCHES = 300
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Intake:
-    """A batch as it is trained on, and what was noticed at the door.
+class FilteredBatch:
+    """A batch as it is trained on, and the counts of what was noticed.
 
     `groups`: none where all of them are stale or unusable.
     """
@@ -50,32 +50,35 @@ class _Tally:
     groups: int
 
 
-class Doorkeeper:
-    """Remembers recent batches and what was said about bad groups.
+class GroupFilter:
+    """Remembers recent batches, and which warnings it logged.
 
     Args:
         limits: what the policy can be trained on
-        lineage: says how old groups are
+        history: tells how old groups are
         max_staleness: in steps; older groups are dropped, None: none
     """
 
     def __init__(
-        self, limits: GroupLimits, lineage: Lineage = BEGINNING, max_staleness: int | None = None
+        self,
+        limits: GroupLimits,
+        history: VersionHistory = NO_HISTORY,
+        max_staleness: int | None = None,
     ) -> None:
         self._limits = limits
-        self._lineage = lineage
+        self._history = history
         self._max_staleness = max_staleness
         self._batches = RecentBatches()
         self._tallies: deque[_Tally] = deque(maxlen=WINDOW_BATCHES)
-        self._said: set[tuple[str, int | None]] = set()
-        self._quiet_until = 0
+        self._logged: set[tuple[str, int | None]] = set()
+        self._next_repeat_warning = 0
 
-    def admit(
+    def filter(
         self,
         groups: Sequence[ScoredGroup],
         step: int,
         received_under: Sequence[PolicyVersion | None] = (),
-    ) -> Intake:
+    ) -> FilteredBatch:
         """Args:
             groups: one batch, not empty.
             received_under: for each of them the version that was served when run-api received it;
@@ -87,67 +90,60 @@ class Doorkeeper:
                 last 5 batches, cannot be trained on.
         """
         repeated = self._batches.count_repeats(groups, step)
-        if repeated and step >= self._quiet_until:
+        if repeated and step >= self._next_repeat_warning:
             log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
-            self._quiet_until = step + REPEAT_EVERY_STEPS
-        served = received_under or [None] * len(groups)
-        makings = [Making.of(*one) for one in zip(groups, served, strict=True)]
-        stale = stale_groups(makings, self._lineage, step, self._max_staleness)
-        young = [place for place in range(len(groups)) if place not in stale]
-        usable, problems = self._sort([(groups[place], makings[place]) for place in young])
+            self._next_repeat_warning = step + REPEAT_EVERY_STEPS
+        young: list[tuple[ScoredGroup, GroupProvenance]] = []
+        for group, version in zip(groups, received_under or [None] * len(groups), strict=True):
+            provenance = self._history.provenance(group, version)
+            if not self._history.is_stale(provenance, step, self._max_staleness):
+                young.append((group, provenance))
+        usable, problems = self._split(young)
         self._tallies.append(_Tally(len(problems), len(young)))
         if problems:
-            self._refuse_systematic(problems)
-        named = [self._named(one) for one in usable]
-        return Intake(named, len(problems), repeated, len(stale))
+            self._raise_if_systematic(problems)
+        return FilteredBatch(usable, len(problems), repeated, len(groups) - len(young))
 
-    def _named(self, usable: UsableGroup) -> UsableGroup:
-        """With the trainer's own names of versions."""
-        bound = usable.version_bound
-        return replace(
-            usable,
-            facts=self._lineage.renamed(usable.facts),
-            version_bound=None if bound is None else self._lineage.own(bound),
-        )
-
-    def _sort(
-        self, made: Sequence[tuple[ScoredGroup, Making]]
+    def _split(
+        self, groups: Sequence[tuple[ScoredGroup, GroupProvenance]]
     ) -> tuple[list[UsableGroup], list[UnusableGroup]]:
         usable, problems = [], []
-        for index, (group, making) in enumerate(made):
+        for index, (group, provenance) in enumerate(groups):
             try:
                 checked = usable_group(index, group, self._limits)
-                usable.append(replace(checked, version_bound=making.bound))
+                usable.append(
+                    replace(checked, facts=provenance.facts, version_bound=provenance.bound)
+                )
             except UnusableGroup as problem:
                 problems.append(problem)
-                if self._is_news(problem.reason, group.env_id):
+                if self._is_first(problem.reason, group.env_id):
                     log.warning(
                         "dropping a group that cannot be trained on",
                         reason=str(problem.reason),
                         env_id=group.env_id,
                         example=str(problem),
                     )
-            if group.advantages and self._is_news("advantages", group.env_id):
+            if group.advantages and self._is_first("advantages", group.env_id):
                 log.warning(
                     "advantages sent with groups are not used: they follow from the scores",
                     env_id=group.env_id,
                 )
         return usable, problems
 
-    def _is_news(self, what: str, env_id: int | None) -> bool:
-        is_news = (what, env_id) not in self._said
-        self._said.add((what, env_id))
-        return is_news
+    def _is_first(self, reason: str, env_id: int | None) -> bool:
+        is_first = (reason, env_id) not in self._logged
+        self._logged.add((reason, env_id))
+        return is_first
 
-    def _refuse_systematic(self, problems: list[UnusableGroup]) -> None:
+    def _raise_if_systematic(self, problems: list[UnusableGroup]) -> None:
         first = problems[0]
         reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
-        newest = list(self._tallies)[-MOST_IN_VAIN:]
-        if len(newest) == MOST_IN_VAIN and all(0 < t.groups == t.unusable for t in newest):
+        newest = list(self._tallies)[-MAX_UNUSABLE_BATCHES:]
+        if len(newest) == MAX_UNUSABLE_BATCHES and all(0 < t.groups == t.unusable for t in newest):
             raise UnusableGroup(
                 first.reason,
-                f"{first}\n\nNo group of {MOST_IN_VAIN} batches in a row can be trained on (in "
-                f"this batch: {reasons}).",
+                f"{first}\n\nNo group of {MAX_UNUSABLE_BATCHES} batches in a row can be trained "
+                f"on (in this batch: {reasons}).",
             )
         unusable = sum(tally.unusable for tally in self._tallies)
         groups = sum(tally.groups for tally in self._tallies)
@@ -183,7 +179,7 @@ class RecentBatches:
         digests = [digest(group) for group in groups]
         batch = frozenset(digests)
         for seen in self._seen:
-            if batch <= seen.groups and self._is_more_than_a_lost_answer(batch):
+            if batch <= seen.groups and self._is_duplicate(batch):
                 raise DuplicatedBatch(
                     f"step {step}: all {len(groups)} groups of this batch were in the batch of "
                     f"step {seen.step}, with the same tokens, logprobs and scores. Look in "
@@ -194,7 +190,7 @@ class RecentBatches:
         self._seen.append(_Seen(step, batch))
         return sum(d in known for d in batch) + len(digests) - len(batch)
 
-    def _is_more_than_a_lost_answer(self, batch: frozenset[bytes]) -> bool:
+    def _is_duplicate(self, batch: frozenset[bytes]) -> bool:
         if len(batch) > 1:
             return True
         self._lone_repeats += 1
@@ -208,12 +204,12 @@ def digest(group: ScoredGroup) -> bytes:
     logprobs = group.inference_logprobs or []
     seconds = RolloutFacts.of(group).generation_seconds
     for tokens in group.tokens:
-        state.update(_framed(array("q", tokens)))
+        state.update(_length_prefixed(array("q", tokens)))
     for values in (*logprobs, group.scores, [] if seconds is None else [seconds]):
-        state.update(_framed(array("d", values)))
+        state.update(_length_prefixed(array("d", values)))
     return state.digest()
 
 
-def _framed(values: array[int] | array[float]) -> bytes:
+def _length_prefixed(values: array[int] | array[float]) -> bytes:
     """With their number ahead, so that no two sequences of lists make the same bytes."""
     return len(values).to_bytes(8, "little") + values.tobytes()

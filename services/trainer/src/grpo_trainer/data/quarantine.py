@@ -1,4 +1,4 @@
-"""Batches that a run cannot be trained on: kept, named, counted and passed over."""
+"""Batches on which no step can be taken: kept on disk, and passed over by every later start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
 log = structlog.get_logger()
 
 QUARANTINE = "quarantine"
-MOST_IN_A_ROW = 3
+MAX_IN_A_ROW = 3
 """So many batches in a row on which no step could be taken: the policy may be to blame."""
 
 
@@ -37,7 +37,7 @@ class Quarantine:
     def holds(self, batch_id: int) -> bool:
         return self._file(batch_id).exists()
 
-    def keep(
+    def add(
         self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError
     ) -> None:
         """Args: groups: as received; error: why.
@@ -58,9 +58,9 @@ class Quarantine:
             reason=f"{type(error).__name__}: {error}",
         )
         self.since_step += 1
-        if isinstance(error, NonFiniteStep) and self.since_step == MOST_IN_A_ROW:
+        if isinstance(error, NonFiniteStep) and self.since_step == MAX_IN_A_ROW:
             raise PolicyDiverged(
-                f"step {step}: no step could be taken on {MOST_IN_A_ROW} batches in a row "
+                f"step {step}: no step could be taken on {MAX_IN_A_ROW} batches in a row "
                 f"({error}). Look at those in {self._directory}, which the next start passes over; "
                 "where they are sound the policy is not: lower the learning rate, or go on from an "
                 "older state (--resume DIRECTORY)"

@@ -1,4 +1,4 @@
-"""The object that stands for the options of the optimizer step."""
+"""Builds the optimizer, and the update of masters, that the options ask for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
 from grpo_trainer.optim.masters import (
     Bfloat16Masters,
@@ -20,8 +22,24 @@ from grpo_trainer.optim.masters import (
     Rounding,
     Stochastic,
 )
+from grpo_trainer.optim.optimizer import MasterOptimizer
 
 log = structlog.get_logger()
+
+
+def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimizer:
+    """Raises `UnusableOptimizer` if the options do not go with the policy's weights."""
+    parameters = list(trained_parameters(policy).values())
+    return MasterOptimizer(
+        parameters,
+        lr=settings.lr,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        update=build_update(settings, parameters),
+        # An adapter is in float32, and its gradients come through a model that is not.
+        scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
+    )
 
 
 def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> MasterUpdate:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import LossSums
 from grpo_trainer.algo.token_table import Distance
-from grpo_trainer.data.group_filter import Intake
+from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchFacts
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
@@ -70,7 +70,7 @@ class StepOutcome:
     step: int
     steps: int
     lr: float
-    intake: Intake
+    filtered: FilteredBatch
     quarantined_batches: int
     facts: BatchFacts
     gradients: GradientStats
@@ -87,7 +87,7 @@ def step_record(outcome: StepOutcome) -> Record:
         "step": outcome.step + 1,
         "steps": outcome.steps,
         "time_s": outcome.times.time_s,
-        **_data(outcome.facts, outcome.intake),
+        **_data(outcome.facts, outcome.filtered),
         "data/quarantined_batches": outcome.quarantined_batches,
         **_training(outcome),
         **_policy(outcome.gradients.sums),
@@ -97,7 +97,7 @@ def step_record(outcome: StepOutcome) -> Record:
     return {name: value for name, value in defined_or_not.items() if value is not None}
 
 
-def _data(facts: BatchFacts, intake: Intake) -> dict[str, float | None]:
+def _data(facts: BatchFacts, filtered: FilteredBatch) -> dict[str, float | None]:
     return {
         "reward/mean": facts.reward_mean,
         "reward/std_in_group": facts.reward_std_in_group,
@@ -105,9 +105,9 @@ def _data(facts: BatchFacts, intake: Intake) -> dict[str, float | None]:
         "rollout/generation_time": facts.generation_s,
         "rollout/completion_tokens_mean": facts.completion_tokens_mean,
         "data/truncated_fraction": facts.truncated_fraction,
-        "data/unusable_groups": intake.unusable_groups,
-        "data/repeated_groups": intake.repeated_groups,
-        "data/stale_groups": intake.stale_groups,
+        "data/unusable_groups": filtered.unusable_groups,
+        "data/repeated_groups": filtered.repeated_groups,
+        "data/stale_groups": filtered.stale_groups,
     }
 
 

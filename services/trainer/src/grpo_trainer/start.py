@@ -1,0 +1,106 @@
+"""Starts a run: loads or restores what every step works with, and serves the first weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from grpo_core.clients.run_api import TrainerClient
+from grpo_trainer.checkpoint.resume import take_up
+from grpo_trainer.checkpoint.saver import Saver
+from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.config.trainer import AUTO, TrainerSettings
+from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.data.group_checks import GroupLimits
+from grpo_trainer.data.group_filter import GroupFilter
+from grpo_trainer.data.quarantine import Quarantine
+from grpo_trainer.data.staleness import VersionHistory
+from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.model.logprobs import tolerance_of
+from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.telemetry.recorder import Recorder, settle_metrics_file
+from grpo_trainer.telemetry.sinks import Write
+from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
+from grpo_trainer.verify.rollout import RolloutCheck
+from grpo_trainer.weight_sync.base import WeightSync
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The policy, what updates it, and what checks it against the server.
+
+    `shared_memory`: None in modes that check every publication, and where no check is wanted
+    """
+
+    policy: CausalLM
+    forward: ForwardPass
+    optimizer: MasterOptimizer
+    sync: WeightSync
+    rollouts: RolloutCheck
+    shared_memory: SharedMemoryCheck | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every step of a run works with."""
+
+    settings: TrainerSettings
+    batches: BatchSource
+    learner: Learner
+    recorder: Recorder
+    saver: Saver
+
+
+def start_run(
+    settings: TrainerSettings,
+    api: TrainerClient,
+    sync: WeightSync,
+    store: StateStore,
+    saved: SavedState | None,
+    write_record: Write,
+) -> tuple[Run, Position]:
+    """Load the policy, go on from the state where there is one, and serve what is trained from."""
+    # Dropout would make the trainer's log-probabilities differ from the server's at random.
+    policy = sync.load_policy(restoring=saved is not None).eval()
+    forward = build_forward_pass(policy, settings.forward_options)
+    optimizer = build_optimizer(policy, settings)
+    if saved is None:
+        api.register(settings.registration(first_step=0))
+        position = Position(step=0, batch_id=0, epoch=0)
+    else:
+        position = take_up(saved, policy, optimizer, api, settings)
+    settle_metrics_file(settings.metrics_file, None if saved is None else saved.record.step)
+    bound = Bound(
+        tolerance_of(policy),
+        noise=None if saved is None else saved.record.noise,
+        learns=saved is None and (settings.mode.hands_off or settings.verify_every_steps > 0),
+    )
+    version = sync.start(optimizer, position.step, position.epoch, bound)
+    position = replace(position, epoch=version.epoch)
+    check = None
+    if settings.verify_every_steps and not settings.mode.hands_off:
+        probe = AlignmentProbe(policy, bound)
+        probe.require(sync.served_logprobs, "Before the first step")
+        check = SharedMemoryCheck(
+            probe, optimizer, sync.served_logprobs, settings.verify_every_steps
+        )
+    saver = Saver(settings, policy, optimizer, api, store, bound)
+    # A state that the user named may lie elsewhere, and may be gone on from in another run.
+    own = saved if settings.resume == AUTO else None
+    saver.begin(position, own is not None, own.record.checkpoints if own else ())
+    limits = GroupLimits(policy.config.vocab_size, settings.seq_len)
+    history = VersionHistory(version, sync.begun_as)
+    batches = BatchSource(
+        settings=settings,
+        api=api,
+        recover_server=sync.tend,
+        group_filter=GroupFilter(limits, history, settings.max_staleness),
+        environments=EnvironmentWatch(settings.environment_return_deadline_s),
+        quarantine=Quarantine(settings.save_path, api.run_uuid),
+        saver=saver,
+    )
+    rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
+    learner = Learner(policy, forward, optimizer, sync, rollouts, check)
+    return Run(settings, batches, learner, Recorder(settings, write_record), saver), position

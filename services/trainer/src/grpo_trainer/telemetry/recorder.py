@@ -1,0 +1,60 @@
+"""Writes the record of each step: to the log, to every sink, and as alerts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.telemetry.alerts import RangeWatch
+from grpo_trainer.telemetry.metrics import StepOutcome, step_record
+from grpo_trainer.telemetry.sinks import Write, keep_records, set_records_aside
+from grpo_trainer.telemetry.timing import Stopwatch, server_status
+
+log = structlog.get_logger()
+
+
+class Recorder:
+    """Made when the first step of this process begins.
+
+    Args: write: to every sink
+
+    `started`: time.monotonic() then.
+    """
+
+    def __init__(self, settings: TrainerSettings, write: Write) -> None:
+        self._settings = settings
+        self._write = write
+        self._ranges = RangeWatch()
+        self._stopwatch = Stopwatch()
+        self.started = time.monotonic()
+
+    def record(self, outcome: StepOutcome) -> None:
+        record = step_record(outcome)
+        log.info("step", **record)
+        self._write(record)
+        self._ranges.look(record)
+        self._stopwatch.add(record, outcome.published.is_served)
+
+    def report_times(self) -> None:
+        """To standard output, and to benchmark.json."""
+        settings = self._settings
+        summary = self._stopwatch.summary(settings.weight_bridge_mode, server_status(settings))
+        summary.write(settings.save_path)
+        sys.stdout.write(f"\n{summary}")
+
+
+def settle_metrics_file(path: Path | None, resumed_step: int | None) -> None:
+    """Leave in the metrics file the records of this run up to the step that it resumes from.
+
+    Args: resumed_step: None if the run begins; records of another run are then set aside.
+    """
+    if path is None:
+        return
+    if resumed_step is None:
+        set_records_aside(path)
+    else:
+        keep_records(path, resumed_step)
