@@ -24,7 +24,8 @@ from benchmarks.gpu_bench.load import background_load
 from benchmarks.gpu_bench.rates import Stopwatch, synchronize
 from benchmarks.gpu_bench.servers import Server, ServerName
 from grpo_core.errors import GrpoError
-from grpo_trainer.optim.adamw import Pace, State
+from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
+from grpo_trainer.optim.masters import Masters
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
@@ -41,30 +42,28 @@ class NotPublished(GrpoError):
     """The served weights are not what was written, so that a time would say nothing."""
 
 
-class Nudge:
-    """An update rule (`grpo_trainer.optim.adamw.MasterUpdate`) that costs little and keeps
-    nothing: up in one step, down in the next."""
-
-    dtype = torch.float32
+class Nudge(Masters):
+    """Costs little and keeps nothing: up in one step, down in the next."""
 
     def __init__(self) -> None:
+        super().__init__(AdamW32())
         self._by = -NUDGE
 
-    def begin(self, step: int) -> None:  # noqa: ARG002
+    def begin_step(self, step: int) -> None:  # noqa: ARG002
         self._by = -self._by
 
     def initial_state(self, master: Tensor) -> State:  # noqa: ARG002
         return {}
 
-    def adopted(self, saved: State, master: Tensor) -> State:  # noqa: ARG002
+    def restored(self, saved: State, master: Tensor) -> State:  # noqa: ARG002
         return saved
 
-    def take(
+    def step(
         self,
         master: Tensor,
         gradient: Tensor,  # noqa: ARG002
         state: State,  # noqa: ARG002
-        pace: Pace,  # noqa: ARG002
+        options: StepOptions,  # noqa: ARG002
         served: torch.dtype,
     ) -> Tensor | None:
         master.add_(self._by)

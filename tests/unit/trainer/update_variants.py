@@ -7,30 +7,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, Pace
-from grpo_trainer.optim.masters import (
-    Bfloat16Masters,
-    Float32Masters,
-    MasterUpdate,
-    Nearest,
-    Stochastic,
-)
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, StepOptions
+from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
 CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 
 
-def stochastic() -> Stochastic:
-    return Stochastic(seed=7, device=CPU)
+def stochastic() -> StochasticRounding:
+    return StochasticRounding(seed=7, device=CPU)
 
 
-VARIANTS: dict[str, Callable[[], MasterUpdate]] = {
-    "adamw": lambda: Float32Masters(AdamW32()),
-    "adamw, torch's fused": lambda: Float32Masters(AdamW32(fused=True)),
-    "adamw_8bit": lambda: Float32Masters(AdamW8bit(CPU)),
-    "adamw, bf16 stochastic": lambda: Bfloat16Masters(AdamW32(), stochastic()),
-    "adamw, bf16 nearest": lambda: Bfloat16Masters(AdamW32(), Nearest()),
-    "adamw_8bit, bf16 stochastic": lambda: Bfloat16Masters(AdamW8bit(CPU), stochastic()),
+VARIANTS: dict[str, Callable[[], Masters]] = {
+    "adamw": lambda: Masters(AdamW32()),
+    "adamw, torch's fused": lambda: Masters(AdamW32(fused=True)),
+    "adamw_8bit": lambda: Masters(AdamW8bit(CPU)),
+    "adamw, bf16 stochastic": lambda: Masters(AdamW32(), BF16, stochastic()),
+    "adamw, bf16 nearest": lambda: Masters(AdamW32(), BF16),
+    "adamw_8bit, bf16 stochastic": lambda: Masters(AdamW8bit(CPU), BF16, stochastic()),
 }
 
 
@@ -43,7 +38,7 @@ class Model:
 
     def __init__(
         self,
-        update: MasterUpdate | None = None,
+        update: Masters | None = None,
         dtype: torch.dtype = torch.bfloat16,
         lr: float = 0.01,
         seed: int = 0,
@@ -100,7 +95,7 @@ RATE = 1e-8
 """Learning rate times weight decay; half of what float32 resolves below 1."""
 
 
-def decay_per_step(build: Callable[[], MasterUpdate], size: int) -> float:
+def decay_per_step(build: Callable[[], Masters], size: int) -> float:
     """By how much of itself a weight between 1 and 2 shrinks in a step, on average, because of a
     weight decay of 0.01 at a learning rate of 1e-6: that of `RATE` is right.
 
@@ -111,15 +106,13 @@ def decay_per_step(build: Callable[[], MasterUpdate], size: int) -> float:
     return (drift[1] - drift[0]) / 8 / 1.5
 
 
-def _after_nine_steps(
-    update: MasterUpdate, size: int, weight_decay: float
-) -> tuple[Tensor, Tensor]:
+def _after_nine_steps(update: Masters, size: int, weight_decay: float) -> tuple[Tensor, Tensor]:
     """The master after the first and after the last of nine steps on random gradients."""
     drawn = torch.Generator().manual_seed(3)
     master = 1 + torch.rand(size, generator=drawn)
     state, first = update.initial_state(master), master
     for step in range(9):
         gradient = torch.randn(size, generator=drawn)
-        update.take(master, gradient, state, Pace(1e-6, weight_decay), torch.float32)
+        update.step(master, gradient, state, StepOptions(1e-6, weight_decay), torch.float32)
         first = master.clone() if step == 0 else first
     return first, master

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
-from grpo_trainer.optim.masters import Bfloat16Masters, Float32Masters, Nearest, Rounding
+from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.unit.trainer.update_variants import (
     CPU,
@@ -62,7 +62,7 @@ def test_adamw_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
 def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     from bitsandbytes.optim import AdamW8bit as Theirs
 
-    model = Model(Float32Masters(AdamW8bit(CPU)), weight_decay=0.0)
+    model = Model(Masters(AdamW8bit(CPU)), weight_decay=0.0)
     reference = Reference(model, Theirs, 0.0)
     for step in range(5):
         model.gather(step)
@@ -122,19 +122,19 @@ WEIGHTS = 1 << 16
 @pytest.mark.parametrize(
     ("rounding", "moves", "error"),
     [
-        (Nearest(), 0.0, 0.0),
+        (None, 0.0, 0.0),
         # 50 * WEIGHTS * LR * 2^8 = 839 single moves are expected, so a standard deviation is 3.5 %
         # of them; four.
         (stochastic(), 50.0, 0.14),
     ],
 )
 def test_bf16_masters_move_with_stochastic_rounding_and_lose_everything_with_the_nearest(
-    rounding: Rounding, moves: float, error: float
+    rounding: StochasticRounding | None, moves: float, error: float
 ) -> None:
     """Just below 1 bf16 resolves 2^-8, 3,900 learning rates of 1e-6: Adam moves by one of them in
     each of 50 steps."""
     parameter = nn.Parameter(torch.ones(WEIGHTS, dtype=torch.bfloat16))
-    update = Bfloat16Masters(AdamW32(), rounding)
+    update = Masters(AdamW32(), torch.bfloat16, rounding)
     optimizer = MasterOptimizer([parameter], LR, 0, 0.0, 1e9, update)
     for step in range(50):
         parameter.sum().backward()  # type: ignore[no-untyped-call]

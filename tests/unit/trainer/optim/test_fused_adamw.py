@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_trainer.optim.adamw import Pace
+from grpo_trainer.optim.adamw import StepOptions
 from tests.unit.trainer.update_variants import RATE, Model, decay_per_step
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def test_it_is_torchs_adamw_within_a_few_ulp_and_stages_the_rounded_master(
         gradient = torch.randn(size)
         weights.grad = gradient * scale
         adamw.step()
-        low = fused.take(
-            master, gradient, state, Pace(0.01, weight_decay, scale), served=torch.bfloat16
+        low = fused.step(
+            master, gradient, state, StepOptions(0.01, weight_decay, scale), served=torch.bfloat16
         )
         assert low is not None
         assert torch.equal(low, master.to(torch.bfloat16))
@@ -81,7 +81,7 @@ def test_weight_decay_below_the_resolution_of_float32_counts(
 def test_memory_beyond_the_end_stays_as_it_is(build: Callable[[], FusedAdamW]) -> None:
     fused, rows = build(), torch.ones(3, 1000)
     state = fused.initial_state(rows[1])
-    fused.take(rows[1], torch.ones_like(rows[1]), state, Pace(0.01, 0.0), torch.float32)
+    fused.step(rows[1], torch.ones_like(rows[1]), state, StepOptions(0.01, 0.0), torch.float32)
     assert rows[0].tolist() == rows[2].tolist() == [1.0] * 1000
     assert rows[1].unique().tolist() == pytest.approx([0.99])
 

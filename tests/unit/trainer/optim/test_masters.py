@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_trainer.optim import masters
-from grpo_trainer.optim.masters import Stochastic
+from grpo_trainer.optim.masters import StochasticRounding
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))
@@ -21,8 +21,8 @@ BETWEEN = 1.0 + 2**-8
 
 
 def rounded(wide: Tensor, seed: int = 0, step: int = 0) -> Tensor:
-    stochastic = Stochastic(seed, torch.device("cpu"))
-    stochastic.begin(step)
+    stochastic = StochasticRounding(seed, torch.device("cpu"))
+    stochastic.begin_step(step)
     target = torch.empty_like(wide, dtype=torch.bfloat16)
     stochastic.round_into(target, wide)
     return target
@@ -67,8 +67,8 @@ def is_independent(one: Tensor, other: Tensor) -> bool:
 def test_tensors_of_one_step_and_parts_of_a_tensor_have_numbers_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stochastic = Stochastic(0, torch.device("cpu"))
-    stochastic.begin(0)
+    stochastic = StochasticRounding(0, torch.device("cpu"))
+    stochastic.begin_step(0)
     wide = torch.full((2, 4096), BETWEEN)
     one, other = torch.empty(2, 2, 4096, dtype=torch.bfloat16)
     stochastic.round_into(one, wide)

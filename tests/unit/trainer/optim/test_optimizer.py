@@ -183,20 +183,20 @@ def test_options_that_exclude_each_other_are_all_told_at_once(
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ((), ("Float32Masters", "AdamW32")),
-        (EIGHT_BITS, ("Float32Masters", "AdamW8bit")),
-        ((*EIGHT_BITS, *MASTERS), ("Bfloat16Masters", "AdamW8bit", "Stochastic")),
-        ((*MASTERS, "--rounding", "nearest"), ("Bfloat16Masters", "AdamW32", "Nearest")),
+        ((), ("AdamW32", torch.float32, None)),
+        (EIGHT_BITS, ("AdamW8bit", torch.float32, None)),
+        ((*EIGHT_BITS, *MASTERS), ("AdamW8bit", torch.bfloat16, "StochasticRounding")),
+        ((*MASTERS, "--rounding", "nearest"), ("AdamW32", torch.bfloat16, None)),
     ],
 )
 def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
-    flags: tuple[str, ...], parts: tuple[str, ...]
+    flags: tuple[str, ...], parts: tuple[str, torch.dtype, str | None]
 ) -> None:
     with capture_logs() as logs:
-        update: Any = build_update(settings(*flags), WEIGHTS)
-    found = [update, *vars(update).values()]
-    assert tuple(type(part).__name__ for part in found) == parts
-    assert [event["log_level"] for event in logs] == ["warning"] * ("Nearest" in parts)
+        masters = build_update(settings(*flags), WEIGHTS)
+    rounding = None if masters.rounding is None else type(masters.rounding).__name__
+    assert (type(masters.rule).__name__, masters.dtype, rounding) == parts
+    assert [event["log_level"] for event in logs] == ["warning"] * ("nearest" in flags)
 
 
 def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:

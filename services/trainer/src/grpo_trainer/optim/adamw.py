@@ -30,13 +30,13 @@ BLOCK = 256
 """Neighbouring moments that share a scale; what bitsandbytes' kernels are built for."""
 MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters have fp32 moments: bitsandbytes' own limit."""
-_ADAM, _UNUSED = "adam", 0.0
 _NO_DECAY = 0.0
 """`masters` adds it."""
+_ADAM, _UNUSED = "adam", 0.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepOptions:
     """What all parameters of a step share. `gradient_scale`: at most 1, clips the gradients' norm
     and undoes the loss scale; those that were gathered are without it."""
 
@@ -51,10 +51,10 @@ class UpdateRule(Protocol):
     def initial_state(self, weights: Tensor) -> State:
         """Before a parameter's first step."""
 
-    def adopted(self, saved: State, weights: Tensor) -> State:
+    def restored(self, saved: State, weights: Tensor) -> State:
         """A copy of a saved state, every tensor where the rule wants it."""
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         """One step, in place, without weight decay: that is added where masters are held.
 
         Args:
@@ -84,14 +84,14 @@ class AdamW32:
             EXP_AVG_SQ: torch.zeros_like(weights, dtype=torch.float32),
         }
 
-    def adopted(self, saved: State, weights: Tensor) -> State:
+    def restored(self, saved: State, weights: Tensor) -> State:
         moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
         return moved | {STEP: saved[STEP].to(self._place_of_step(weights), copy=True)}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         adamw(
             [weights],
-            [_scaled(gradient, pace.gradient_scale)],
+            [_scaled(gradient, options.gradient_scale)],
             [state[EXP_AVG]],
             [state[EXP_AVG_SQ]],
             [],
@@ -101,8 +101,8 @@ class AdamW32:
             amsgrad=False,
             beta1=BETA1,
             beta2=BETA2,
-            lr=pace.lr,
-            weight_decay=0.0,  # `masters` adds it
+            lr=options.lr,
+            weight_decay=_NO_DECAY,
             eps=EPS,
             maximize=False,
         )
@@ -139,16 +139,18 @@ class AdamW8bit:
         build = self._quantised if weights.numel() >= MIN_8BIT_ELEMENTS else _unquantised
         return {STEP: torch.zeros(()), **build(weights)}
 
-    def adopted(self, saved: State, weights: Tensor) -> State:
+    def restored(self, saved: State, weights: Tensor) -> State:
         moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
         return moved | {STEP: saved[STEP].to("cpu", copy=True)}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         state[STEP] += 1
         update = self._update_32bit if state["state1"].is_floating_point() else self._update_8bit
-        update(weights, gradient.float().contiguous(), state, pace)
+        update(weights, gradient.float().contiguous(), state, options)
 
-    def _update_8bit(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def _update_8bit(
+        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+    ) -> None:
         self._functional.optimizer_update_8bit_blockwise(
             _ADAM,
             gradient,
@@ -161,16 +163,18 @@ class AdamW8bit:
             _UNUSED,
             EPS,
             int(state[STEP]),
-            pace.lr,
+            options.lr,
             state["qmap1"],
             state["qmap2"],
             state["absmax1"],
             state["absmax2"],
             _NO_DECAY,
-            gnorm_scale=pace.gradient_scale,
+            gnorm_scale=options.gradient_scale,
         )
 
-    def _update_32bit(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def _update_32bit(
+        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+    ) -> None:
         self._functional.optimizer_update_32bit(
             _ADAM,
             gradient,
@@ -179,11 +183,11 @@ class AdamW8bit:
             BETA1,
             EPS,
             int(state[STEP]),
-            pace.lr,
+            options.lr,
             state["state2"],
             BETA2,
             weight_decay=_NO_DECAY,
-            gnorm_scale=pace.gradient_scale,
+            gnorm_scale=options.gradient_scale,
         )
 
     def _quantised(self, weights: Tensor) -> State:
@@ -203,8 +207,8 @@ class AdamW8bit:
         """A first step of Adam moves every weight by the learning rate."""
         try:
             weights = torch.zeros(MIN_8BIT_ELEMENTS, device=device)
-            pace = Pace(lr=1.0, weight_decay=0.0)
-            self.update(weights, torch.ones_like(weights), self.initial_state(weights), pace)
+            options = StepOptions(lr=1.0, weight_decay=0.0)
+            self.update(weights, torch.ones_like(weights), self.initial_state(weights), options)
             furthest = float((weights + 1.0).abs().max())
         except (RuntimeError, AttributeError) as error:
             raise _no_kernel(device, str(error)) from error

@@ -14,14 +14,7 @@ from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
-from grpo_trainer.optim.masters import (
-    Bfloat16Masters,
-    Float32Masters,
-    MasterUpdate,
-    Nearest,
-    Rounding,
-    Stochastic,
-)
+from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
 log = structlog.get_logger()
@@ -42,7 +35,7 @@ def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimi
     )
 
 
-def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> MasterUpdate:
+def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Masters:
     """Args: parameters: all that is trained, on one device.
 
     Raises:
@@ -52,33 +45,33 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
         return _fused(parameters)
     rule = _RULES[settings.optimizer](parameters[0].device)
     if settings.master_dtype == "float32":
-        return Float32Masters(rule)
+        return Masters(rule)
     _require_dtypes(
         parameters,
         {torch.bfloat16},
         "--master-dtype bfloat16: the weights are in {found}, of which bfloat16 masters would lose "
         "a part; pass --master-dtype float32, or serve the model in bfloat16",
     )
-    return Bfloat16Masters(rule, _rounding(settings, parameters[0].device))
+    return Masters(rule, torch.bfloat16, _rounding(settings, parameters[0].device))
 
 
 def _adamw(device: torch.device) -> UpdateRule:
     return AdamW32(fused=device.type == "cuda")
 
 
-def _rounding(settings: TrainerSettings, device: torch.device) -> Rounding:
+def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRounding | None:
     if settings.rounding != "nearest":
-        return Stochastic(settings.seed, device)
+        return StochasticRounding(settings.seed, device)
     log.warning(
         "--rounding nearest loses updates smaller than what bfloat16 resolves: of 1,000 weights "
         "about 5 change in a step at a learning rate of 1e-6, 35 at 1e-5, 270 at 1e-4",
         lr=settings.lr,
         instead="--rounding stochastic, or --master-dtype float32",
     )
-    return Nearest()
+    return None
 
 
-def _fused(parameters: Sequence[Tensor]) -> MasterUpdate:
+def _fused(parameters: Sequence[Tensor]) -> Masters:
     device = parameters[0].device
     if device.type != "cuda":
         raise UnusableOptimizer(f"--fused-step needs a GPU, and the weights are on {device}")

@@ -20,32 +20,27 @@ from grpo_trainer.optim.adamw import (
     EXP_AVG_SQ,
     STEP,
     AdamW32,
-    Pace,
     State,
+    StepOptions,
 )
+from grpo_trainer.optim.masters import Masters
 
 BLOCK = 1024
 
 
-class FusedAdamW:
-    """Its state is that of `AdamW32`: a run may go on with either."""
-
-    dtype = torch.float32
+class FusedAdamW(Masters):
+    """Masters in fp32. Their state is that of `AdamW32`: a run may go on with either."""
 
     def __init__(self) -> None:
-        self._plain = AdamW32()
+        super().__init__(AdamW32())
 
-    def begin(self, step: int) -> None:
-        pass
-
-    def initial_state(self, master: Tensor) -> State:
-        return self._plain.initial_state(master)
-
-    def adopted(self, saved: State, master: Tensor) -> State:
-        return self._plain.adopted(saved, master)
-
-    def take(
-        self, master: Tensor, gradient: Tensor, state: State, pace: Pace, served: torch.dtype
+    def step(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        state: State,
+        options: StepOptions,
+        served: torch.dtype,
     ) -> Tensor | None:
         low = None if served == master.dtype else torch.empty_like(master, dtype=served)
         state[STEP] += 1
@@ -58,9 +53,9 @@ class FusedAdamW:
                 gradient.contiguous(),
                 master if low is None else low,
                 count,
-                pace.gradient_scale,
-                pace.lr * pace.weight_decay,
-                pace.lr / (1 - BETA1**steps),
+                options.gradient_scale,
+                options.lr * options.weight_decay,
+                options.lr / (1 - BETA1**steps),
                 (1 - BETA2**steps) ** 0.5,
                 BETA1=BETA1,
                 BETA2=BETA2,

@@ -1,4 +1,4 @@
-"""Masters in fp32, which any rule updates in place, and in bf16, which are widened for it.
+"""Masters of the policy's weights: in fp32, or in bf16 with stochastic rounding.
 
 bf16 is the upper half of fp32's bits. Between two neighbouring bf16 numbers the lower 16 bits count
 evenly from the one nearer to 0 to the other, so adding a uniform 16-bit number before they are cut
@@ -10,137 +10,91 @@ section 3).
 from __future__ import annotations
 
 import random
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.optim.adamw import Pace, State, UpdateRule
+from grpo_trainer.optim.adamw import State, StepOptions, UpdateRule
 
 LOWER_BITS = 16
 CHUNK_ELEMENTS = 1 << 24
 """Rounded at a time: what it takes beside the weights is three times 64 MiB."""
 
 
-class MasterUpdate(Protocol):
-    """Takes masters of one data type through a step."""
+class Masters:
+    """Takes masters of one data type through a step.
 
-    dtype: torch.dtype
+    In fp32 every update counts, however small. bf16 takes half the memory: the update is computed
+    in fp32 and its result rounded. Stochastically, an update smaller than what bf16 resolves
+    changes a part of the weights by more, and the mean is right; to the nearest, it is lost.
 
-    def begin(self, step: int) -> None:
+    Decoupled weight decay (arXiv 1711.05101, algorithm 2) is added to the rule's update, and both
+    at once to the weights. Libraries multiply by 1 - lr * weight decay first, which changes nothing
+    where that product is below 6e-8: fp32 rounds the factor to 1.
+
+    Args:
+        dtype: float32 or bfloat16
+        rounding: to bfloat16; None: to the nearest
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        dtype: torch.dtype = torch.float32,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
+        self.rule = rule
+        self.dtype = dtype
+        self.rounding = rounding
+
+    def begin_step(self, step: int) -> None:
         """The step with this index, counted from 0, comes next."""
+        if self.rounding is not None:
+            self.rounding.begin_step(step)
 
-    def initial_state(self, master: Tensor) -> State: ...
+    def initial_state(self, master: Tensor) -> State:
+        return self.rule.initial_state(master)
 
-    def adopted(self, saved: State, master: Tensor) -> State: ...
+    def restored(self, saved: State, master: Tensor) -> State:
+        return self.rule.restored(saved, master)
 
-    def take(
-        self, master: Tensor, gradient: Tensor, state: State, pace: Pace, served: torch.dtype
+    def step(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        state: State,
+        options: StepOptions,
+        served: torch.dtype,  # noqa: ARG002
     ) -> Tensor | None:
         """One step of one master, in place.
 
         Args:
             served: data type of the parameter that the master stands behind
         Returns:
-            The new master rounded to the nearest `served`, where that cost nothing more; else None.
+            The new master rounded to the nearest `served`, if that cost nothing more; else None.
         """
+        wide = master.float()  # fp32 masters themselves
+        self._update(wide, gradient, state, options)
+        if self.rounding is not None:
+            self.rounding.round_into(master, wide)
+        elif wide is not master:
+            master.copy_(wide)
+        return None
 
-
-class _MastersOfRule:
-    """What a parameter's state is, the rule alone decides.
-
-    Decoupled weight decay (arXiv 1711.05101, algorithm 2) is added to the rule's update, and both
-    at once to the weights. Libraries multiply by 1 - lr * weight decay first, which changes nothing
-    where that product is below 6e-8: fp32 rounds the factor to 1.
-    """
-
-    def __init__(self, rule: UpdateRule) -> None:
-        self._rule = rule
-
-    def initial_state(self, master: Tensor) -> State:
-        return self._rule.initial_state(master)
-
-    def adopted(self, saved: State, master: Tensor) -> State:
-        return self._rule.adopted(saved, master)
-
-    def _step(self, weights: Tensor, gradient: Tensor, state: State, pace: Pace) -> None:
+    def _update(
+        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+    ) -> None:
         """Args: weights: fp32, changed in place."""
-        decay = pace.lr * pace.weight_decay
+        decay = options.lr * options.weight_decay
         if decay == 0:
-            self._rule.update(weights, gradient, state, pace)
+            self.rule.update(weights, gradient, state, options)
             return
         change = torch.zeros_like(weights)
-        self._rule.update(change, gradient, state, pace)
+        self.rule.update(change, gradient, state, options)
         weights.add_(change.sub_(weights, alpha=decay))
 
 
-class Float32Masters(_MastersOfRule):
-    """Every update counts, however small."""
-
-    dtype = torch.float32
-
-    def begin(self, step: int) -> None:
-        pass
-
-    def take(
-        self,
-        master: Tensor,
-        gradient: Tensor,
-        state: State,
-        pace: Pace,
-        served: torch.dtype,  # noqa: ARG002
-    ) -> None:
-        self._step(master, gradient, state, pace)
-
-
-class Bfloat16Masters(_MastersOfRule):
-    """Half the memory. The update is computed in fp32 and its result rounded: stochastically, an
-    update smaller than what bf16 resolves changes a part of the weights by more, and the mean is
-    right; to the nearest, it is lost."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self, rule: UpdateRule, rounding: Rounding) -> None:
-        super().__init__(rule)
-        self._rounding = rounding
-
-    def begin(self, step: int) -> None:
-        self._rounding.begin(step)
-
-    def take(
-        self,
-        master: Tensor,
-        gradient: Tensor,
-        state: State,
-        pace: Pace,
-        served: torch.dtype,  # noqa: ARG002
-    ) -> None:
-        wide = master.float()
-        self._step(wide, gradient, state, pace)
-        self._rounding.round_into(master, wide)
-
-
-class Rounding(Protocol):
-    """Puts fp32 numbers into bf16 ones."""
-
-    def begin(self, step: int) -> None:
-        """The step with this index, counted from 0, comes next."""
-
-    def round_into(self, target: Tensor, wide: Tensor) -> None:
-        """Args: target: bf16; wide: fp32 of the same shape; both contiguous."""
-
-
-class Nearest:
-    """The nearer neighbour; of two equally near ones that with an even last bit."""
-
-    def begin(self, step: int) -> None:
-        pass
-
-    def round_into(self, target: Tensor, wide: Tensor) -> None:
-        target.copy_(wide)
-
-
-class Stochastic:
+class StochasticRounding:
     """Either neighbour. The random numbers of a step follow from `seed` and its index alone, so a
     run that goes on from a saved state draws what it would have drawn, and no state has to hold
     them.
@@ -153,11 +107,12 @@ class Stochastic:
         self._seed = seed
         self._generator = torch.Generator(device)
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         # Through a hash: neighbouring seeds and steps are to have nothing in common.
         self._generator.manual_seed(random.Random(f"{self._seed}/{step}").getrandbits(63))
 
     def round_into(self, target: Tensor, wide: Tensor) -> None:
+        """Args: target: bf16; wide: fp32 of the same shape; both contiguous."""
         for low, high in zip(_chunks(target), _chunks(wide), strict=True):
             low.copy_(self._rounded(high))
 

@@ -2,7 +2,7 @@
 
 A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update rounds away.
 The step is therefore taken on masters, fp32 copies or bf16 ones that are rounded stochastically
-(`updates`), and only its result goes into the served weights. The step itself touches no served
+(`masters`), and only its result goes into the served weights. The step itself touches no served
 weight, so serving goes on meanwhile; `write_into_parameters` is the short moment that needs a
 pause.
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
-from grpo_trainer.optim.adamw import AdamW32, Pace, State
+from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
 from grpo_trainer.optim.gradients import GatheredGradients, LossScale
-from grpo_trainer.optim.masters import Float32Masters, MasterUpdate
+from grpo_trainer.optim.masters import Masters
 
 MASTER = "master"
 
@@ -44,11 +44,11 @@ class MasterOptimizer:
         warmup_steps: int,
         weight_decay: float,
         max_grad_norm: float,
-        update: MasterUpdate | None = None,
+        update: Masters | None = None,
         scales_loss: bool = False,
     ) -> None:
         self._parameters = list(parameters)
-        self._update = update or Float32Masters(AdamW32())
+        self._update = update or Masters(AdamW32())
         self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
         self.gradients = GatheredGradients(self._parameters)
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
@@ -75,13 +75,14 @@ class MasterOptimizer:
         norm, clip_factor = self._norm_and_clip_factor()
         if not math.isfinite(norm):
             raise NonFiniteGradient(
-                f"step {step}: gradient norm is {norm}; the weights of the step before are "
+                f"step {step}: gradient norm is {norm}; the weights of the previous step are "
                 "intact. Lower the learning rate, or look for extreme ratios in the last metrics"
             )
-        pace = Pace(self.learning_rate(step), self._weight_decay, clip_factor / self._scale)
-        self._update.begin(step)
+        lr, scale = self.learning_rate(step), clip_factor / self._scale
+        options = StepOptions(lr, self._weight_decay, scale)
+        self._update.begin_step(step)
         for index in range(len(self.masters)):
-            self._step_one(index, pace)
+            self._step_one(index, options)
         if self.loss_scale is not None:
             self.loss_scale.step_taken()
         return norm
@@ -117,7 +118,7 @@ class MasterOptimizer:
         for index, (name, master) in enumerate(zip(names, self.masters, strict=True)):
             saved = own[name]
             master.copy_(saved.pop(MASTER))
-            self._states[index] = self._update.adopted(saved, master) if saved else {}
+            self._states[index] = self._update.restored(saved, master) if saved else {}
             self._staged[index] = None
 
     @torch.no_grad()
@@ -151,13 +152,13 @@ class MasterOptimizer:
         both: list[float] = torch.stack((norm, clip_factor)).tolist()
         return both[0], both[1]
 
-    def _step_one(self, index: int, pace: Pace) -> None:
+    def _step_one(self, index: int, options: StepOptions) -> None:
         gradient, master = self.gradients.pop(index), self.masters[index]
         if gradient is None:
             return
         served = self._parameters[index].dtype
         state = self._states[index] or self._update.initial_state(master)
-        staged = self._update.take(master, gradient, state, pace, served)
+        staged = self._update.step(master, gradient, state, options, served)
         del gradient  # its memory is what the staging copy goes into
         self._states[index] = state
         # of one type: the master itself, and no copy
