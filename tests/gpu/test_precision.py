@@ -92,10 +92,10 @@ def test_what_sequences_see_of_each_other_would_show() -> None:
     assert float((found - expected).abs().mean()) > 2 * BFLOAT16_NOISE
 
 
-def _without_bounds(laid_out: Any) -> Any:
-    total = laid_out.model_inputs["input_ids"].shape[1]
+def _without_bounds(inputs: Any) -> Any:
+    total = inputs.arguments["input_ids"].shape[1]
     bounds = torch.tensor([0, total], dtype=torch.int32, device=DEVICE)
-    laid_out.model_inputs.update(
+    inputs.arguments.update(
         sequence_lengths=SequenceLengths((total,)),
         cu_seq_lens_q=bounds,
         cu_seq_lens_k=bounds,
@@ -103,7 +103,7 @@ def _without_bounds(laid_out: Any) -> Any:
         max_length_k=total,
         position_ids=torch.arange(total, device=DEVICE).unsqueeze(0),
     )
-    return laid_out
+    return inputs
 
 
 def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:

@@ -18,12 +18,13 @@ from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model import forward, packing
 from grpo_trainer.model.causal_lm import base_model
 from grpo_trainer.model.compile import compile_layers
-from grpo_trainer.model.forward import FastForward, FusedHead, build_forward_pass, plain_forward
+from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
+from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import packed
 from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, require_equal
 
 TRACED = "aot_eager"
-FAST = FastForward(packed, FusedHead())
+FAST = FastForward(packed, EAGER)
 EVERYTHING = ForwardOptions(Choice.ON, Choice.ON, compile=True)
 
 # torch.compile uses what torch calls deprecated, and hides warnings of its own tracing from a log,
@@ -51,7 +52,7 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
         policy.get_parameter(name).register_post_accumulate_grad_hook(
             lambda _, name=name: fired.append(name)
         )
-    packing.use(base_model(policy))
+    packing.enable(base_model(policy))
     compile_layers(base_model(policy), TRACED)
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before

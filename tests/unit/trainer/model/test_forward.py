@@ -20,11 +20,11 @@ from grpo_trainer.model import fused_head, packing
 from grpo_trainer.model.forward import (
     FastForward,
     ForwardPass,
-    FusedHead,
     build_forward_pass,
-    is_taken,
+    is_enabled,
     plain_forward,
 )
+from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import packed, padded
 from tests.unit.trainer.forward_rig import (
     SMALL,
@@ -135,8 +135,8 @@ def test_a_micro_batch_without_trained_tokens_has_zero_gradients() -> None:
 def test_options_choose_the_way_on_a_cpu() -> None:
     assert built(qwen(), AUTO, AUTO) is plain_forward
     assert built(qwen(), ON) == FastForward(layout=packed)
-    assert built(qwen(), OFF, ON) == FastForward(padded, FusedHead())
-    assert built(qwen(), ON, ON) == FastForward(packed, FusedHead())
+    assert built(qwen(), OFF, ON) == FastForward(padded, EAGER)
+    assert built(qwen(), ON, ON) == FastForward(packed, EAGER)
 
 
 def refuse() -> None:
@@ -145,13 +145,13 @@ def refuse() -> None:
 
 def test_a_refusal_is_logged_unless_the_way_was_asked_for_by_name() -> None:
     with capture_logs() as events:
-        assert not is_taken("packing", AUTO, GPU, refuse)
+        assert not is_enabled("packing", AUTO, GPU, refuse)
     (event,) = events
     assert (event["option"], event["why"]) == ("--packing", "the model is of clay")
     with pytest.raises(FastPathRefused, match=r"--fused-head on, but .* use --fused-head off"):
-        is_taken("fused-head", ON, GPU, refuse)
-    assert not is_taken("packing", OFF, GPU, refuse)
-    assert not is_taken("packing", AUTO, CPU, refuse)
+        is_enabled("fused-head", ON, GPU, refuse)
+    assert not is_enabled("packing", OFF, GPU, refuse)
+    assert not is_enabled("packing", AUTO, CPU, refuse)
 
 
 def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:

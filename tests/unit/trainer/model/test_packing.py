@@ -22,7 +22,7 @@ from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, requir
 
 def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
     policy = qwen()
-    packing.use(policy)
+    packing.enable(policy)
     policy.save_pretrained(tmp_path)
     assert packing.NAME not in (tmp_path / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -72,5 +72,5 @@ def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_number
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(Flash, "on", lambda _: Flash(takes_fewer_heads))
     monkeypatch.setattr(Flash, "computes", lambda *_: True)
-    packing.use(policy)
+    packing.enable(policy)
     require_equal(outcome(policy, FastForward(layout=packed), micro), expected)

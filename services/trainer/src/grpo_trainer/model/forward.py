@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 import torch
@@ -51,72 +51,34 @@ def plain_forward(policy: CausalLM, micro: MicroBatch) -> Tensor:
     return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
 
 
-class Head(Protocol):
-    """From what the model is called with to log-probabilities."""
-
-    def __call__(
-        self,
-        policy: CausalLM,
-        model_inputs: dict[str, Any],
-        places: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-    ) -> Tensor:
-        """[K] float32. Args: places: [K] among all positions of the call; targets: [K];
-        temperature: [K]"""
-
-
-def plain_head(
-    policy: CausalLM,
-    model_inputs: dict[str, Any],
-    places: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-) -> Tensor:
-    """Through all logits of the call."""
-    logits = policy(**model_inputs).logits.flatten(0, 1)[places]  # [K, V]
-    scaled = logits.float() / temperature.unsqueeze(-1)
-    return -functional.cross_entropy(scaled, targets, reduction="none")
-
-
-@dataclass(frozen=True)
-class FusedHead:
-    """Through the logits of some of the wanted positions at a time."""
-
-    arithmetic: Arithmetic = EAGER
-
-    def __call__(
-        self,
-        policy: CausalLM,
-        model_inputs: dict[str, Any],
-        places: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-    ) -> Tensor:
-        model = base_model(policy)
-        hidden = model.get_decoder()(**model_inputs).last_hidden_state.flatten(0, 1)[places]
-        head = model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)  # `fused_head.obstacles` refuses others
-        return linear_logprobs(hidden, head, targets, temperature, self.arithmetic)
-
-
 @dataclass(frozen=True)
 class FastForward:
-    """A layout and a head, for the positions that are trained on."""
+    """Only the positions that are trained on.
+
+    Args:
+        layout: of the sequences in the model call
+        head: computes the logits of some positions at a time; None: all logits of the call exist
+    """
 
     layout: Layout = padded
-    head: Head = plain_head
+    head: Arithmetic | None = None
 
     def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
-        laid_out = self.layout(micro)
-        logp = self.head(
-            policy,
-            laid_out.model_inputs,
-            laid_out.places(row, column),
-            micro.targets[row, column],
-            micro.temperature[row],
-        )
+        targets, temperature = micro.targets[row, column], micro.temperature[row]
+        inputs = self.layout(micro)
+        positions = inputs.starts[row] + column  # [K]
+        if self.head is None:
+            logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
+            scaled = logits.float() / temperature.unsqueeze(-1)
+            logp = -functional.cross_entropy(scaled, targets, reduction="none")
+        else:
+            model = base_model(policy)
+            hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
+            chosen = hidden.flatten(0, 1)[positions]  # [K, H]
+            output = model.get_output_embeddings()
+            assert isinstance(output, nn.Linear)  # `fused_head.obstacles` refuses others
+            logp = linear_logprobs(chosen, output, targets, temperature, self.head)
         return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
 
 
@@ -135,27 +97,30 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
     arithmetic = _arithmetic(options, device)
     probed = EAGER if options.compile else arithmetic  # what is compiled is asked at the end
     probe = _Probe(policy)
-    is_packed = is_taken("packing", options.packing, device, lambda: _pack(policy, probe))
-    is_fused = is_taken(
-        "fused-head", options.fused_head, device, lambda: _fuse(policy, probe, probed)
+    is_packed = is_enabled(
+        "packing", options.packing, device, lambda: _enable_packing(policy, probe)
+    )
+    is_fused = is_enabled(
+        "fused-head", options.fused_head, device, lambda: _probe_fused_head(policy, probe, probed)
     )
     if options.compile:
         compile_layers(base_model(policy))
     forward: ForwardPass = plain_forward
     if is_packed or is_fused:
-        head = FusedHead(arithmetic) if is_fused else plain_head
-        forward = FastForward(packed if is_packed else padded, head)
+        forward = FastForward(packed if is_packed else padded, arithmetic if is_fused else None)
     if options.compile:
         _require_compiled(probe, forward)
     log.info("forward pass", packed=is_packed, fused_head=is_fused, compiled=options.compile)
     return forward
 
 
-def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[], None]) -> bool:
+def is_enabled(
+    option: str, choice: Choice, device: torch.device, enable: Callable[[], None]
+) -> bool:
     """Whether a faster way was chosen and could be taken.
 
     Args:
-        take: raises `FastPathRefused` where the model does not allow it
+        enable: raises `FastPathRefused` where the model does not allow it
 
     Raises:
         FastPathRefused: it was asked for by name.
@@ -163,7 +128,7 @@ def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[
     if choice is Choice.OFF or (choice is Choice.AUTO and device.type != "cuda"):
         return False
     try:
-        take()
+        enable()
     except FastPathRefused as refusal:
         if choice is Choice.ON:
             raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
@@ -172,15 +137,15 @@ def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[
     return True
 
 
-def _pack(policy: CausalLM, probe: _Probe) -> None:
+def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
     model = base_model(policy)
     _require_none(model, packing.obstacles(model))
-    packing.use(model)
+    packing.enable(model)
     try:
         probe.require_equal(FastForward(layout=packed))
         probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
     except FastPathRefused:
-        packing.leave(model)
+        packing.disable(model)
         raise
 
 
@@ -194,10 +159,10 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
     return Arithmetic.compiled() if options.compile else EAGER
 
 
-def _fuse(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -> None:
+def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -> None:
     model = base_model(policy)
     _require_none(model, fused_head.obstacles(model))
-    probe.require_equal(FastForward(head=FusedHead(arithmetic)))
+    probe.require_equal(FastForward(head=arithmetic))
 
 
 def _require_compiled(probe: _Probe, forward: ForwardPass) -> None:

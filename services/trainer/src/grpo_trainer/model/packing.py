@@ -38,20 +38,17 @@ _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block_ind
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_WIDTHS = range(8, 257, 8)
+
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers' layers call it."""
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class ModelInputs:
     """`starts`: where each sequence begins among all positions of the call, row after row."""
 
-    model_inputs: dict[str, Any]  # keyword arguments of the model
+    arguments: dict[str, Any]  # by keyword
     starts: Tensor  # [B] int64
-
-    def places(self, row: Tensor, column: Tensor) -> Tensor:
-        """Of positions of the micro-batch among those of the call: [K], [K] → [K]."""
-        return self.starts[row] + column
 
 
 class SequenceLengths:
@@ -64,17 +61,17 @@ class SequenceLengths:
         self.values = values
 
 
-Layout = Callable[[MicroBatch], LaidOut]
+Layout = Callable[[MicroBatch], ModelInputs]
 
 
-def padded(micro: MicroBatch) -> LaidOut:
+def padded(micro: MicroBatch) -> ModelInputs:
     """[B, T] as it is."""
     rows, width = micro.inputs.shape
     starts = torch.arange(0, rows * width, width, device=micro.inputs.device)
-    return LaidOut({"input_ids": micro.inputs, "use_cache": False}, starts)
+    return ModelInputs({"input_ids": micro.inputs, "use_cache": False}, starts)
 
 
-def packed(micro: MicroBatch) -> LaidOut:
+def packed(micro: MicroBatch) -> ModelInputs:
     """[1, N], N the sum of the lengths. Positions count from 0 in every sequence; where sequences
     meet is told under the names that transformers gives to flash attention, and as lengths."""
     device = micro.inputs.device
@@ -85,7 +82,7 @@ def packed(micro: MicroBatch) -> LaidOut:
     position_ids = column.to(device)
     sequence_bounds = bounds.int().to(device)
     longest = max(micro.lengths)
-    model_inputs = {
+    arguments = {
         "input_ids": micro.inputs[row.to(device), position_ids].unsqueeze(0),
         "position_ids": position_ids.unsqueeze(0),
         "cu_seq_lens_q": sequence_bounds,
@@ -95,7 +92,7 @@ def packed(micro: MicroBatch) -> LaidOut:
         "sequence_lengths": SequenceLengths(micro.lengths),
         "use_cache": False,
     }
-    return LaidOut(model_inputs, bounds[:-1].to(device))
+    return ModelInputs(arguments, bounds[:-1].to(device))
 
 
 def obstacles(model: CausalLM) -> list[str]:
@@ -121,7 +118,7 @@ def obstacles(model: CausalLM) -> list[str]:
     return found
 
 
-def use(model: CausalLM) -> None:
+def enable(model: CausalLM) -> None:
     """Let the model's layers call the attention of this file.
 
     Raises:
@@ -139,7 +136,7 @@ def use(model: CausalLM) -> None:
         raise FastPathRefused("its layers have an attention of their own")
 
 
-def leave(model: CausalLM) -> None:
+def disable(model: CausalLM) -> None:
     """Back to what transformers chooses by default."""
     model.set_attn_implementation(DEFAULT)
 
