@@ -53,7 +53,7 @@ OUTCOME = StepOutcome(
     quarantined_batches=0,
     facts=FACTS,
     gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),
-    fresh=Distance(tokens=2, mean=0.01, max=0.02, surely=0.0),
+    fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
     alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
     times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),

@@ -22,7 +22,7 @@ from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import token_logprobs
 from grpo_trainer.verify.causes import Cause
-from grpo_trainer.verify.rollout import RolloutCheck, unlikely_groups
+from grpo_trainer.verify.rollout import RolloutCheck, groups_with_unlikely_prefix
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import collated
 
@@ -256,5 +256,5 @@ def test_unlikely_shared_beginnings_by_hand() -> None:
         ([-0.15] * 300, 400, 8, False),  # all but certain, and a little less so by now
     ):
         origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
-        found = unlikely_groups(table_of([logp] * siblings), origins)
+        found = groups_with_unlikely_prefix(table_of([logp] * siblings), origins)
         assert found == ({0} if is_unlikely else set())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -48,26 +48,15 @@ class TokenTable:
                 )
             )
             first += len(micro.inputs)
-        return cls(
-            logp=torch.cat([part.logp for part in parts]),
-            behaviour_logp=torch.cat([part.behaviour_logp for part in parts]),
-            temperature=torch.cat([part.temperature for part in parts]),
-            sequence=torch.cat([part.sequence for part in parts]),
-            position=torch.cat([part.position for part in parts]),
-        )
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*map(torch.cat, columns))
 
     def __len__(self) -> int:
         return len(self.logp)
 
     def where(self, chosen: Tensor) -> TokenTable:
         """Args: chosen: [N] bool."""
-        return TokenTable(
-            logp=self.logp[chosen],
-            behaviour_logp=self.behaviour_logp[chosen],
-            temperature=self.temperature[chosen],
-            sequence=self.sequence[chosen],
-            position=self.position[chosen],
-        )
+        return TokenTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     @property
     def diff(self) -> Tensor:
@@ -78,7 +67,7 @@ class TokenTable:
         """Mean |difference|; needs a token at least."""
         return float(self.diff.abs().double().mean())
 
-    def numbers(self) -> list[int]:
+    def sequences(self) -> list[int]:
         """Of the sequences that have tokens here, in order."""
         return sorted(set(self.sequence.tolist()))
 
@@ -94,7 +83,7 @@ class TokenTable:
 class Distance:
     """How far logged log-probabilities lie from the trainer's.
 
-    `surely`: the mean less three standard errors, 0 for fewer than 8 tokens. Where completions
+    `lower_bound`: the mean less three standard errors, 0 for fewer than 8 tokens. Where completions
     were sampled below temperature 1, that mean is in units of the logits, whose noise is what the
     tolerance is about.
     """
@@ -102,7 +91,7 @@ class Distance:
     tokens: int
     mean: float
     max: float
-    surely: float
+    lower_bound: float
 
     @classmethod
     def of(cls, table: TokenTable) -> Distance:
@@ -111,5 +100,7 @@ class Distance:
         diff = table.diff.abs().double()  # a sum of what float32 holds may be more than it holds
         noise = diff * table.temperature.clamp(max=1.0)
         error = noise.std(correction=0) / len(table) ** 0.5
-        surely = float(noise.mean() - STANDARD_ERRORS * error) if len(table) >= MIN_TOKENS else 0.0
-        return cls(len(table), float(diff.mean()), float(diff.max()), max(0.0, surely))
+        lower_bound = (
+            float(noise.mean() - STANDARD_ERRORS * error) if len(table) >= MIN_TOKENS else 0.0
+        )
+        return cls(len(table), float(diff.mean()), float(diff.max()), max(0.0, lower_bound))

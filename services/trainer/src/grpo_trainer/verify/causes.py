@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_trainer.algo.token_table import MIN_TOKENS, TokenTable
 from grpo_trainer.data.collate import MicroBatch, Origin
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.causal_lm import CausalLM, device_of
 from grpo_trainer.verify.alignment import MISMATCH
 
 SAMPLE_TOKENS = 256
@@ -67,7 +67,7 @@ class Hypothesis:
     mean: float
 
 
-class Sequences:
+class SequenceLookup:
     """Finds a batch's sequences by their number; what it answers has no padding that matters."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], origins: Sequence[Origin]) -> None:
@@ -82,13 +82,15 @@ class Sequences:
         return torch.cat([micro.inputs[row, : length - 1], last])
 
 
-def sample(table: TokenTable) -> TokenTable:
+def subsample(table: TokenTable) -> TokenTable:
     """A part that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
-    few = table.where(torch.isin(table.sequence, torch.tensor(table.numbers()[:SAMPLE_SEQUENCES])))
+    few = table.where(
+        torch.isin(table.sequence, torch.tensor(table.sequences()[:SAMPLE_SEQUENCES]))
+    )
     return few.where(torch.arange(len(few)) < SAMPLE_TOKENS)
 
 
-def shifts(table: TokenTable) -> list[Hypothesis]:
+def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
     """Logprobs that belong to the neighbour's token. Args: table: N tokens."""
     follows = (table.sequence[1:] == table.sequence[:-1]) & (
         table.position[1:] == table.position[:-1] + 1
@@ -103,7 +105,7 @@ def shifts(table: TokenTable) -> list[Hypothesis]:
     ]
 
 
-def without_shared(table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
+def without_shared_prefix(table: TokenTable, sequences: SequenceLookup) -> list[Hypothesis]:
     """Only tokens behind the beginning that all completions of a group share."""
     shared = torch.tensor([origin.shared_tokens for origin in sequences.origins])
     own = table.where(table.position >= shared[table.sequence])
@@ -115,7 +117,7 @@ def without_shared(table: TokenTable, sequences: Sequences) -> list[Hypothesis]:
 
 @torch.no_grad()
 def other_temperature(
-    policy: CausalLM, table: TokenTable, sequences: Sequences
+    policy: CausalLM, table: TokenTable, sequences: SequenceLookup
 ) -> list[Hypothesis]:
     """The temperature that explains the logprobs best, where it is another than said."""
     if len(table) < MIN_TOKENS:
@@ -137,11 +139,13 @@ def other_temperature(
     return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
 
 
-def _logits(policy: CausalLM, table: TokenTable, sequences: Sequences) -> tuple[Tensor, Tensor]:
+def _logits(
+    policy: CausalLM, table: TokenTable, sequences: SequenceLookup
+) -> tuple[Tensor, Tensor]:
     """Those that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     logits, targets = [], []
-    for number in table.numbers():
+    for number in table.sequences():
         positions = table.position[table.sequence == number].to(device)
         ids = sequences.tokens(number, int(positions.max()) + 1).to(device)
         answer = policy(input_ids=ids[:-1].unsqueeze(0), use_cache=False).logits[0]  # [T, V]
@@ -159,41 +163,36 @@ class ServerAnswer:
     text: str
 
 
-@dataclass(frozen=True)
-class MismatchReport:
-    """Args:
-    what: which tokens, and how far off they are
-    sent: mean |difference| as sent
-    tried: the same under other assumptions
-    server: None where it was not asked
-    tolerance: of the data type
+def mismatch_report(
+    summary: str,
+    sent: float,
+    tried: Sequence[Hypothesis],
+    tolerance: float,
+    server: ServerAnswer | None = None,
+) -> str:
+    """What a rollout mismatch tells its reader: the numbers, what was tried, the likeliest cause.
+
+    Args:
+        summary: which tokens, and how far off they are
+        sent: mean |difference| as sent
+        tried: the same under other assumptions
+        tolerance: of the data type
+        server: None if it was not asked
     """
-
-    what: str
-    sent: float
-    tried: Sequence[Hypothesis]
-    server: ServerAnswer | None
-    tolerance: float
-
-    def __str__(self) -> str:
-        lines = [
-            f"{MISMATCH} {self.what}",
-            "Mean |difference|:",
-            f"  as sent: {self.sent:.2g}",
-            *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in self._best()),
-        ]
-        if self.server is not None:
-            lines.append(f"  between server and trainer, asked now: {self.server.text}")
-        return "\n".join([*lines, f"{self._verdict()} {UNCHANGED}"])
-
-    def _best(self) -> list[Hypothesis]:
-        return sorted(self.tried, key=lambda hypothesis: hypothesis.mean)
-
-    def _verdict(self) -> str:
-        if self.server is not None and (self.server.mean or 0.0) > self.tolerance:
-            return f"Likely cause: {Cause.STALE_WEIGHTS}."
-        best = self._best()
-        if best and _EXPLAINS * best[0].mean < self.sent:
-            return f"Likely cause: {best[0].cause}."
+    best = sorted(tried, key=lambda hypothesis: hypothesis.mean)
+    lines = [
+        f"{MISMATCH} {summary}",
+        "Mean |difference|:",
+        f"  as sent: {sent:.2g}",
+        *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in best),
+    ]
+    if server is not None:
+        lines.append(f"  between server and trainer, asked now: {server.text}")
+    if server is not None and (server.mean or 0.0) > tolerance:
+        verdict = f"Likely cause: {Cause.STALE_WEIGHTS}."
+    elif best and _EXPLAINS * best[0].mean < sent:
+        verdict = f"Likely cause: {best[0].cause}."
+    else:
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
-        return f"None of these explains it. What to look at, in this order: {causes}."
+        verdict = f"None of these explains it. What to look at, in this order: {causes}."
+    return "\n".join([*lines, f"{verdict} {UNCHANGED}"])

@@ -34,13 +34,13 @@ from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
     UNCHANGED,
     Cause,
-    MismatchReport,
-    Sequences,
+    SequenceLookup,
     ServerAnswer,
+    mismatch_report,
     other_temperature,
-    sample,
-    shifts,
-    without_shared,
+    shifted_logprobs,
+    subsample,
+    without_shared_prefix,
 )
 
 SUSPICIOUS = 0.05
@@ -86,69 +86,67 @@ class RolloutCheck:
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
-        sequences = Sequences(batch.micro_batches, batch.origins)
+        sequences = SequenceLookup(batch.micro_batches, batch.origins)
         fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
-            case = _Case(step, env_id, sequences)
+            case = _EnvironmentBatch(step, env_id, sequences)
             self._check_fresh(case, table.where(mine & fresh))
-            self._check_beginnings(case, table.where(mine))
+            self._check_shared_prefixes(case, table.where(mine))
             if int((mine & fresh).sum()) < PROOF_TOKENS:
-                self._check_unproven(case, table.where(mine & ~fresh))
+                self._check_older(case, table.where(mine & ~fresh))
         return Distance.of(table.where(fresh))
 
-    def _check_fresh(self, case: _Case, fresh: TokenTable) -> None:
+    def _check_fresh(self, case: _EnvironmentBatch, fresh: TokenTable) -> None:
         found = Distance.of(fresh)
-        if found.surely <= self._tolerance:
+        if found.lower_bound <= self._tolerance:
             return
-        part = sample(fresh)
+        part = subsample(fresh)
         raise RolloutMismatch(
-            str(
-                MismatchReport(
-                    what=f"{case}: {found.tokens} trained tokens were sampled by exactly the "
-                    f"weights that the trainer holds, but the log-probabilities logged with them "
-                    f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
-                    f"most (tolerance {self._tolerance:g}).",
-                    sent=part.mean_distance(),
-                    tried=[
-                        *shifts(part),
-                        *without_shared(part, case.sequences),
-                        *other_temperature(self._policy, part, case.sequences),
-                    ],
-                    server=self._ask_server(part, case.sequences),
-                    tolerance=self._tolerance,
-                )
+            mismatch_report(
+                f"{case}: {found.tokens} trained tokens were sampled by exactly the "
+                f"weights that the trainer holds, but the log-probabilities logged with them "
+                f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
+                f"most (tolerance {self._tolerance:g}).",
+                sent=part.mean_distance(),
+                tried=[
+                    *shifted_logprobs(part),
+                    *without_shared_prefix(part, case.sequences),
+                    *other_temperature(self._policy, part, case.sequences),
+                ],
+                tolerance=self._tolerance,
+                server=self._ask_server(part, case.sequences),
             )
         )
 
-    def _check_unproven(self, case: _Case, unproven: TokenTable) -> None:
-        found = Distance.of(unproven)
-        if found.surely <= max(SUSPICIOUS, self._tolerance):
+    def _check_older(self, case: _EnvironmentBatch, older: TokenTable) -> None:
+        found = Distance.of(older)
+        if found.lower_bound <= max(SUSPICIOUS, self._tolerance):
             self._suspected.discard(case.env_id)
             return
-        part = sample(unproven)
+        part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifts(part), *other_temperature(self._policy, part, case.sequences)]
-        better = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
-        confirmed = better >= DECISIVE or (better >= FAR_BETTER and case.env_id in self._suspected)
-        if better >= FAR_BETTER:
+        tried = [*shifted_logprobs(part), *other_temperature(self._policy, part, case.sequences)]
+        factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
+        confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
+        if factor >= FAR_BETTER:
             self._suspected.add(case.env_id)
         else:
             self._suspected.discard(case.env_id)
         if not confirmed:
             return
-        what = (
+        summary = (
             f"{case}: the log-probabilities logged with {found.tokens} trained tokens differ from "
             f"the trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older weights "
             "sampled them, or weights that nobody names, so some difference may be right, but one "
-            f"assumption makes it {better:.0f} times smaller."
+            f"assumption makes it {factor:.0f} times smaller."
         )
-        raise RolloutMismatch(str(MismatchReport(what, sent, tried, None, self._tolerance)))
+        raise RolloutMismatch(mismatch_report(summary, sent, tried, self._tolerance))
 
-    def _check_beginnings(self, case: _Case, table: TokenTable) -> None:
+    def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
         origins = case.sequences.origins
         groups = {origin.group for origin in origins if origin.env_id == case.env_id}
-        unlikely = unlikely_groups(table, origins)
+        unlikely = groups_with_unlikely_prefix(table, origins)
         if 2 * len(unlikely) > len(groups):
             raise RolloutMismatch(
                 f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups all completions "
@@ -158,10 +156,10 @@ class RolloutCheck:
                 f"stated.) {UNCHANGED}"
             )
 
-    def _ask_server(self, part: TokenTable, sequences: Sequences) -> ServerAnswer:
+    def _ask_server(self, part: TokenTable, sequences: SequenceLookup) -> ServerAnswer:
         differences = []
         try:
-            for number in part.numbers()[:SERVER_SAMPLE_SEQUENCES]:
+            for number in part.sequences()[:SERVER_SAMPLE_SEQUENCES]:
                 length = int(part.position[part.sequence == number].max()) + 1
                 differences.append(self._from_server(sequences.tokens(number, length)))
         except GrpoError as error:
@@ -177,12 +175,12 @@ class RolloutCheck:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _EnvironmentBatch:
     """One environment's part of one batch."""
 
     step: int
     env_id: int | None
-    sequences: Sequences
+    sequences: SequenceLookup
 
     def __str__(self) -> str:
         return f"Step {self.step}, environment {self.env_id}"
@@ -193,7 +191,7 @@ def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
     return torch.tensor(list(flags))[table.sequence]
 
 
-def unlikely_groups(table: TokenTable, origins: Sequence[Origin]) -> set[int]:
+def groups_with_unlikely_prefix(table: TokenTable, origins: Sequence[Origin]) -> set[int]:
     """Groups (by their place in the batch) whose shared trained tokens have a chance below 1e-13.
 
     The first completion may begin as it likes; each of its siblings repeats it by chance.
