@@ -105,7 +105,7 @@ def run_step(run: Run, position: Position) -> Position:
         lr=run.learner.optimizer.learning_rate(step),
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
-        facts=batch.facts,
+        facts=batch.stats,
         gradients=update.gradients,
         fresh=update.fresh,
         published=published,

@@ -102,7 +102,7 @@ def test_facts_by_hand() -> None:
         "reward_sample": {"sum": 3.0, "count": 4},
     }
     equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": {"sum": 5.0, "count": 6}})
-    facts = collated(group(group_overrides=overrides), equal, seq_len=4).facts
+    facts = collated(group(group_overrides=overrides), equal, seq_len=4).stats
     assert facts.tokens == 14
     assert facts.truncated_fraction == 0.5
     assert facts.first_versions == [(1, 4), (1, 3)]
@@ -120,5 +120,5 @@ def test_keys_with_a_foreign_meaning_are_ignored() -> None:
         "generation_seconds": "long",
         "reward_sample": {"sum": 1.0, "count": 0},
     }
-    facts = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0])).facts
+    facts = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0])).stats
     assert (facts.first_versions, facts.generation_s, facts.reward_mean) == ([], None, 0.75)

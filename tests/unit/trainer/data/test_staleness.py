@@ -69,9 +69,9 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     filtered = group_filter(None).filter(groups, 9, [PolicyVersion(2, 9)] * 2)
     batch = collate(filtered.groups, CollationLimits(seq_len=100, micro_batch_size=2))
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
-    assert batch.facts.first_versions == [PolicyVersion(2, 9)] * 2
-    assert batch.facts.version_bounds == [PolicyVersion(2, 9)] * 2
-    assert batch.facts.bound_fraction == 0.5
+    assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
+    assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2
+    assert batch.stats.bound_fraction == 0.5
 
 
 AT = Position(step=9, batch_id=4, epoch=2)

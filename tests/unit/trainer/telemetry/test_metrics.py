@@ -14,7 +14,7 @@ from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import NO_SUMS
 from grpo_trainer.algo.token_table import Distance, TokenTable
 from grpo_trainer.data.group_filter import FilteredBatch
-from grpo_trainer.data.stats import BatchFacts
+from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.telemetry.metrics import StepOutcome, StepTimes, StepWatch, step_record
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
@@ -26,7 +26,7 @@ SUMS = replace(
     **{"diff": 2.0, "diff_abs": 2.4, "diff_max": 1.1, "kl_k3": 0.4},
     **{"positive_tokens": 1, "positive_logp": -0.5, "negative_tokens": 2, "negative_logp": -3.0},
 )
-FACTS = BatchFacts(
+FACTS = BatchStats(
     tokens=100,
     reward_mean=0.25,
     reward_std_in_group=0.5,

@@ -59,23 +59,23 @@ def _accumulated(
     policy: CausalLM, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
 ) -> GradientStats:
     total, sums = 0.0, NO_SUMS
-    seen: list[Tensor] = []
+    logps: list[Tensor] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
     for i, micro in enumerate(batch.micro_batches):
-        there = micro.to(device)
+        on_device = micro.to(device)
         with dropout_on(dropouts):
-            trained_logp = forward(policy, there)
-        without_dropout = _no_gradient(forward, policy, there) if dropouts else trained_logp
-        loss = _loss(trained_logp, there, clip_eps)
+            trained_logp = forward(policy, on_device)
+        without_dropout = _no_gradient(forward, policy, on_device) if dropouts else trained_logp
+        loss = _loss(trained_logp, on_device, clip_eps)
         # All that is looked at comes to the host at once: every look waits for the device.
-        value, logp = _fetched(loss, without_dropout)
+        value, logp = _to_host(loss, without_dropout)
         if not math.isfinite(value):
             raise _non_finite(value, _sums(logp, micro, clip_eps), f"step {step}, micro-batch {i}")
         (scale * loss).backward()  # type: ignore[no-untyped-call]
         # A GPU is busy with that; the host adds up meanwhile.
         total, sums = total + value, sums + _sums(logp, micro, clip_eps)
-        seen.append(logp)
-    return GradientStats(total, sums, TokenTable.of(batch.micro_batches, seen))
+        logps.append(logp)
+    return GradientStats(total, sums, TokenTable.of(batch.micro_batches, logps))
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def _no_gradient(forward: ForwardPass, policy: CausalLM, micro: MicroBatch) -> T
     return forward(policy, micro)
 
 
-def _fetched(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
+def _to_host(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
     """Both to host memory in one transfer: scalar, [B, T]."""
     values = torch.cat([loss.detach().view(1), logp.detach().flatten()]).cpu()
     return float(values[0]), values[1:].view(logp.shape)

@@ -1,1 +1,1 @@
-"""From a batch of run-api to tensors: filter, collate, count."""
+"""From a batch of run-api to tensors: wait, filter, collate, count. No forward pass, no loss."""

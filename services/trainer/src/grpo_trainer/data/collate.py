@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion
 from grpo_trainer.algo.advantage import group_advantages
 from grpo_trainer.data.group_checks import UsableGroup
-from grpo_trainer.data.stats import BatchFacts, batch_facts
+from grpo_trainer.data.stats import BatchStats, batch_stats
 
 V = TypeVar("V")
 
@@ -66,7 +66,7 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     origins: list[Origin]
-    facts: BatchFacts
+    stats: BatchStats
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def collate(groups: Sequence[UsableGroup], limits: CollationLimits) -> Batch:
             for start in range(0, len(rows), size)
         ],
         origins=[origin for i, group in enumerate(groups) for origin in _origins(i, group)],
-        facts=batch_facts(groups, limits.seq_len),
+        stats=batch_stats(groups, limits.seq_len),
     )
 
 
@@ -117,7 +117,7 @@ def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
             targets=tokens[1:],
             trained=[mask != MASKED for mask in masks[1:]],
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
-            advantage=0.0 if usable.silenced[i] else advantages[i],
+            advantage=0.0 if usable.zero_advantage[i] else advantages[i],
             temperature=usable.temperatures[i],
         )
 

@@ -48,14 +48,14 @@ class GroupLimits:
 class UsableGroup:
     """A group that passed every check, with what the checks read from it.
 
-    `temperatures`: one per sequence. `silenced`: sequences whose advantage is set to zero.
+    `temperatures`: one per sequence. `zero_advantage`: sequences whose advantage is set to zero.
     `version_bound`: where `facts` name no version, the newest that may have sampled it, if known.
     """
 
     group: ScoredGroup
     inference_logprobs: list[list[float]]
     temperatures: list[float]
-    silenced: list[bool]
+    zero_advantage: list[bool]
     facts: RolloutFacts
     version_bound: PolicyVersion | None = None
 
@@ -83,7 +83,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
         group=group,
         inference_logprobs=group.inference_logprobs,
         temperatures=[_temperature(index, group, override) for override in overrides],
-        silenced=[bool(override.get("set_advantage_to_zero")) for override in overrides],
+        zero_advantage=[bool(override.get("set_advantage_to_zero")) for override in overrides],
         facts=RolloutFacts.of(group),
     )
 

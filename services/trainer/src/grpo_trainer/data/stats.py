@@ -11,7 +11,7 @@ from grpo_trainer.data.group_checks import UsableGroup
 
 
 @dataclass(frozen=True)
-class BatchFacts:
+class BatchStats:
     """Of the groups that are trained on."""
 
     tokens: int
@@ -35,7 +35,7 @@ class BatchFacts:
     """Mean seconds of the groups' generation requests, where an environment says."""
 
 
-def batch_facts(groups: Sequence[UsableGroup], seq_len: int) -> BatchFacts:
+def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
     """Args: seq_len: tokens to which sequences are cut."""
     lengths = [len(tokens) for usable in groups for tokens in usable.group.tokens]
     trained = [
@@ -44,7 +44,7 @@ def batch_facts(groups: Sequence[UsableGroup], seq_len: int) -> BatchFacts:
     seconds = [usable.facts.generation_seconds for usable in groups]
     known_seconds = [s for s in seconds if s is not None]
     scores = [usable.group.scores for usable in groups]
-    return BatchFacts(
+    return BatchStats(
         tokens=sum(min(length, seq_len) for length in lengths),
         reward_mean=_reward_mean(groups),
         reward_std_in_group=fmean(pstdev(s) for s in scores),

@@ -1,1 +1,3 @@
-"""The policy: how it is loaded, and how its log-probabilities are computed."""
+"""The policy: how it is loaded, and how its log-probabilities are computed. No update, no check
+against the server.
+"""

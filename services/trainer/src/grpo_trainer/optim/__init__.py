@@ -1,1 +1,1 @@
-"""From gradients to updated weights. Pure: no I/O, no client."""
+"""From gradients to updated masters: schedule, update rules, rounding. Pure: no I/O, no client."""

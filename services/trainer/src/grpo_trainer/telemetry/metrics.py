@@ -10,7 +10,7 @@ from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import LossSums
 from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.data.group_filter import FilteredBatch
-from grpo_trainer.data.stats import BatchFacts
+from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
 
@@ -72,7 +72,7 @@ class StepOutcome:
     lr: float
     filtered: FilteredBatch
     quarantined_batches: int
-    facts: BatchFacts
+    facts: BatchStats
     gradients: GradientStats
     fresh: Distance
     published: Published
@@ -97,7 +97,7 @@ def step_record(outcome: StepOutcome) -> Record:
     return {name: value for name, value in defined_or_not.items() if value is not None}
 
 
-def _data(facts: BatchFacts, filtered: FilteredBatch) -> dict[str, float | None]:
+def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]:
     return {
         "reward/mean": facts.reward_mean,
         "reward/std_in_group": facts.reward_std_in_group,
