@@ -1,6 +1,6 @@
 """Attention over sequences that lie end to end: how it is saved, and its calls of flash kernels.
 
-That its numbers are those of padded rows is in `test_forward_pass.py`.
+That its numbers are those of padded rows is in `test_forward.py`.
 """
 
 from __future__ import annotations
