@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from benchmarks.gpu_bench.shapes import ShapeName
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import Choice, ForwardOptions
 
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward

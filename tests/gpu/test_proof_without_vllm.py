@@ -22,8 +22,7 @@ import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_memory
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
 from tests.inference.engine_load import wait_for
 
@@ -136,8 +135,8 @@ import sys, time
 from pathlib import Path
 import torch
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import map_memory
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 connection = connect_weights(Path(sys.argv[1]))
 weights = MappedWeights(connection.grant.manifest, map_memory(connection))

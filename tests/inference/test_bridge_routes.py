@@ -13,8 +13,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.bridge_config import FILE_NAME, find_bridge_config
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_memory
 from tests.fixtures.inference import InferenceServer
 from tests.inference.engine_load import posted_in_background
 from tests.support.wait import wait_for

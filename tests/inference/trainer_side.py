@@ -17,9 +17,8 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, AlignmentProbe, probe_tokens
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_memory
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
 from tests.fixtures.inference import LEASE_S, START_DEADLINE_S, InferenceServer
 from tests.inference.engine_load import (
     posted_in_background,

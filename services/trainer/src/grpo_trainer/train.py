@@ -17,8 +17,8 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path
 from grpo_trainer.checkpoint.resume import find_state, rejoin, take_up
-from grpo_trainer.checkpoint.save_path import hold_save_path
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore

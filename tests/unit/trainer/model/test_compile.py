@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model import forward, packed_attention
 from grpo_trainer.model.compile import compile_layers

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
 
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.forward import (

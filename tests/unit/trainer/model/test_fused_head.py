@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs

@@ -12,10 +12,10 @@ import pytest
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import TornWeights
 from grpo_trainer.weight_sync.build import build_weight_sync
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import (
     SharedVllm,
     _opened_after,

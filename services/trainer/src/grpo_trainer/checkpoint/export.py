@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
-from grpo_trainer.checkpoint.save_path import remove_directory, whole_directory
-from grpo_trainer.config.modes import Mode
+from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
+from grpo_trainer.config.sync import Mode
 
 log = structlog.get_logger()
 

@@ -11,11 +11,10 @@ import structlog
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import UnknownBatch
 from grpo_trainer.checkpoint.state import Position, require_fit, restore
-from grpo_trainer.checkpoint.store import RECORD, SavedState, StateStore, read_state
+from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 
 log = structlog.get_logger()
 

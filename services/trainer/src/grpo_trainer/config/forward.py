@@ -1,13 +1,14 @@
-"""Options of the forward pass, and which of them go together."""
+"""Options of the forward pass: none of them changes the log-probabilities, beyond rounding."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from grpo_core.settings import CommandSettings
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
 
 
 class ForwardSettings(CommandSettings):
@@ -46,3 +47,26 @@ class ForwardSettings(CommandSettings):
         return ForwardOptions(
             Choice(self.packing), Choice(self.fused_head), self.compile, self.head_kernel
         )
+
+
+TORCH, LIGER = "torch", "liger"
+
+
+class Choice(StrEnum):
+    AUTO = "auto"
+    """Where it pays and the model allows it; where not, the log says why."""
+    ON = "on"
+    """Or an error that says why not."""
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """`packing`: sequences end to end, without padding. `fused_head`: log-probabilities without all
+    logits at once. `compile`: the layers by torch.compile. `head_kernel`: whose code the fused head
+    computes with."""
+
+    packing: Choice = Choice.AUTO
+    fused_head: Choice = Choice.AUTO
+    compile: bool = False
+    head_kernel: str = TORCH

@@ -14,9 +14,9 @@ from pydantic_settings import SettingsConfigDict
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
+from grpo_trainer.config.cli import joined_lists
 from grpo_trainer.config.forward import ForwardSettings
 from grpo_trainer.config.optimizer import OptimizerSettings
-from grpo_trainer.config.option_lists import joined_lists
 
 AUTO, NEVER = "auto", "never"
 AUTO_DEVICE = "auto"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from grpo_core.wire import PROMPT_LOGPROB
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_trainer.checkpoint.save_path import write_whole
+from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry.metrics import Record

@@ -5,8 +5,8 @@ from __future__ import annotations
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.handoff import Action
-from grpo_trainer.config.modes import Mode
-from grpo_trainer.config.sync import served_weights_directory
+from grpo_trainer.checkpoint.store import OpenedEpochs
+from grpo_trainer.config.sync import Mode, served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
 from grpo_trainer.weight_sync.base import WeightSync
@@ -16,7 +16,6 @@ from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.files.served_files import ServedFiles
 from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 ACTIONS = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from grpo_trainer.config.modes import Mode
-from grpo_trainer.config.sync import served_weights_directory
+from grpo_trainer.config.sync import Mode, served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import served_rank
 

@@ -20,7 +20,7 @@ import structlog
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.security.bearer_token import plain
-from grpo_trainer.config.modes import STARTS_SERVER_WITH
+from grpo_trainer.config.sync import STARTS_SERVER_WITH
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync.files.server_command import (

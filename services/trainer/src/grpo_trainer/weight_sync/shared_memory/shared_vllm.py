@@ -17,20 +17,20 @@ import structlog
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
-from grpo_trainer.weight_sync.shared_memory.server_hold import (
+from grpo_trainer.weight_sync.shared_memory.attachment import (
     RETURN_DEADLINE_S,
     RETURN_POLL_S,
     ServerHold,
+    WeightPlaces,
 )
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 from grpo_trainer.weight_sync.shared_memory.views import (
-    MappedWeights,
     build_policy,
     check_views,
     let_go_of_views,
