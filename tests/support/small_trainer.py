@@ -11,10 +11,10 @@ from torch import nn
 
 from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
 from grpo_trainer.checkpoint.store import SavedState, StateStore
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
-SETTINGS = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
+SETTINGS = CommandLine(model_name="m", weight_bridge_mode="shared_vllm").settings()
 
 
 class Side:

@@ -138,7 +138,7 @@ def begin(
     policy = sync.load_policy(restoring=saved is not None)
     # Dropout would make the trainer's log-probabilities differ from the server's at random.
     policy.eval()
-    forward = build_forward_pass(policy, settings.forward_options)
+    forward = build_forward_pass(policy, settings)
     optimizer = build_optimizer(policy, settings)
     at = Position(step=0, batch_id=0, epoch=0)
     if saved is None:
@@ -277,7 +277,7 @@ def report(run: Run, outcome: StepOutcome) -> None:
 def report_times(run: Run) -> None:
     """To standard output, and to benchmark.json."""
     settings = run.settings
-    summary = run.stopwatch.summary(settings.weight_bridge_mode, server_status(settings))
+    summary = run.stopwatch.summary(settings.sync.mode, server_status(settings))
     summary.write(settings.save_path)
     sys.stdout.write(f"\n{summary}")
 
@@ -297,7 +297,7 @@ def verify(run: Run, step: int, published: Published) -> Alignment | None:
 
 def _bound(settings: TrainerSettings, policy: Any, saved: SavedState | None) -> Bound:
     """The noise is learnt while nothing was trained yet; a run that goes on knows it."""
-    is_checked = settings.mode.hands_off or settings.verify_every_steps > 0
+    is_checked = settings.sync.hands_off or settings.verify_every_steps > 0
     noise = None if saved is None else saved.record.noise
     return Bound(tolerance_of(policy), noise, learns=saved is None and is_checked)
 
@@ -307,7 +307,7 @@ def _probe(
 ) -> AlignmentProbe | None:
     """Where there are publications that nobody else proves. What is served now is asked for first:
     both sides read one memory."""
-    if settings.mode.hands_off or settings.verify_every_steps == 0:
+    if settings.verify_every_steps == 0:
         return None
     probe = AlignmentProbe(policy, bound)
     probe.require(sync.served_logprobs, "Before the first step")

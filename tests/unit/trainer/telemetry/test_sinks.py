@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_trainer import train
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
 from grpo_trainer.telemetry.sinks import append_record, keep_records, open_sinks, set_records_aside
@@ -53,7 +54,7 @@ def settings(**changes: Any) -> TrainerSettings:
         **{"model_name": "m", "weight_bridge_mode": "shared_vllm", "lr": 0.25},
         **{"use_wandb": True, "wandb_project": "proj", "wandb_group": "grp"},
     }
-    return TrainerSettings(**(values | changes))
+    return CommandLine(**(values | changes)).settings()
 
 
 def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import TornWeights
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import (
@@ -71,9 +71,9 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         def write(version: PolicyVersion) -> None:
             assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
 
-        chosen = TrainerSettings(
+        chosen = CommandLine(
             model_name="model", weight_bridge_mode="shared_vllm", save_path=tmp_path
-        )
+        ).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
             sync._hold = SimpleNamespace(

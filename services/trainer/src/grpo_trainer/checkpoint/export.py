@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 
 from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
-from grpo_trainer.config.sync import Mode
 
 log = structlog.get_logger()
 
@@ -37,14 +36,8 @@ MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
 ADAPTER_NAMES = CheckpointNames("adapter_step_", FINAL_ADAPTER)
 
 
-def names_in_mode(mode: Mode) -> CheckpointNames:
-    return ADAPTER_NAMES if mode.trains_adapter else MODEL_NAMES
-
-
-def save_checkpoint(policy: Any, mode: Mode, model_name: str, target: Path) -> None:
-    """What `mode` trains. Raises as `save_model`."""
-    save = save_adapter if mode.trains_adapter else save_model
-    save(policy, model_name, target)
+def names_of(trains_adapter: bool) -> CheckpointNames:
+    return ADAPTER_NAMES if trains_adapter else MODEL_NAMES
 
 
 def save_model(policy: Any, model_name: str, target: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import structlog
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_trainer.checkpoint.export import names_in_mode, remove_checkpoint, save_checkpoint
+from grpo_trainer.checkpoint.export import (
+    FINAL_ADAPTER,
+    FINAL_MODEL,
+    names_of,
+    remove_checkpoint,
+    save_adapter,
+    save_model,
+)
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore
@@ -34,7 +41,7 @@ class Due:
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
     """Args: step: steps taken so far; saved_step: those in the newest state."""
     interval, is_last = settings.checkpoint_interval, step == settings.training_steps
-    names = names_in_mode(settings.mode)
+    names = names_of(settings.lora is not None)
     models = [names.after(step)] if interval and step % interval == 0 else []
     if is_last:
         models.append(names.final)
@@ -65,7 +72,7 @@ def disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer
     saved = steps // interval if interval else 0
     return DiskNeed(
         models=1 + min(saved, settings.keep_checkpoints + 1),
-        served=1 + SERVED_KEPT if settings.mode.hands_off else 0,
+        served=1 + SERVED_KEPT if settings.sync.hands_off else 0,
         model_bytes=sum(p.nbytes for p in trained),
         states=1 + STATES_KEPT,
         state_bytes=optimizer.state_bytes(),
@@ -145,8 +152,9 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self._settings
         target = settings.save_path / name
-        save_checkpoint(self._policy, settings.mode, settings.model_name, target)
-        if name == names_in_mode(settings.mode).final:
+        save = save_model if settings.lora is None else save_adapter
+        save(self._policy, settings.model_name, target)
+        if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
         while len(self._checkpoints) > settings.keep_checkpoints:

@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from grpo_trainer.config.sync import Mode
+from grpo_trainer.config.sync import LoraOptions, SharedVllmSettings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
@@ -49,22 +49,6 @@ class FileFacts(BaseModel):
     sha256: str
 
 
-class LoraRecord(BaseModel):
-    """How the adapter was made. `layers`: None for all."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    r: int
-    alpha: int
-    dropout: float
-    target_modules: tuple[str, ...]
-    layers: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, settings: TrainerSettings) -> Self | None:
-        return None if settings.lora is None else cls(**asdict(settings.lora))
-
-
 class StateRecord(BaseModel):
     """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
     the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
@@ -81,8 +65,8 @@ class StateRecord(BaseModel):
     epoch: int = Field(ge=0)
     run_uuid: str | None = None
     model_name: str
-    mode: str = Mode.SHARED_VLLM
-    lora: LoraRecord | None = None
+    mode: str = SharedVllmSettings.mode
+    lora: LoraOptions | None = None
     optimizer: str
     master_dtype: str = "float32"
     parameters: dict[str, tuple[int, ...]]
@@ -121,8 +105,8 @@ def capture(
         epoch=position.epoch,
         run_uuid=run_uuid,
         model_name=settings.model_name,
-        mode=settings.weight_bridge_mode,
-        lora=LoraRecord.of(settings),
+        mode=settings.sync.mode,
+        lora=settings.lora,
         optimizer=settings.optimizer,
         master_dtype=settings.master_dtype,
         parameters=shapes,
@@ -168,16 +152,15 @@ def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, whe
 
 
 def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
-    now = LoraRecord.of(settings)
+    now = settings.lora
     pairs: list[tuple[str, object, object]] = [
-        ("mode", record.mode, settings.weight_bridge_mode),
+        ("mode", record.mode, settings.sync.mode),
         ("optimizer", record.optimizer, settings.optimizer),
         ("master dtype", record.master_dtype, settings.master_dtype),
     ]
     if record.lora is not None and now is not None:
         pairs += [
-            (f"lora {name}", getattr(record.lora, name), getattr(now, name))
-            for name in LoraRecord.model_fields
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
         ]
     return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
 

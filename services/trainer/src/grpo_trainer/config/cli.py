@@ -1,12 +1,87 @@
-"""Lists on the command line: several words after one option, commas, ranges."""
+"""The command line of `grpo`: parsed flat, then sorted into the settings of one mode."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal, Self, TypeVar
 
-_PARTS = re.compile(r"[,\s]+")
-_RANGE = re.compile(r"(\d+)-(\d+)")
+from pydantic import BaseModel, Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_trainer.config.sync import (
+    MODES,
+    CheckpointRestartSettings,
+    LoraOnlySettings,
+    LoraRestartSettings,
+    LoraSettings,
+    SharedVllmSettings,
+)
+from grpo_trainer.config.trainer import RunOptions, TrainerSettings
+
+LISTS = ("--lora-target-modules", "--lora-layer-indices")
+M = TypeVar("M", bound=BaseModel)
+
+
+class CommandLine(
+    CommandSettings,
+    SharedVllmSettings,
+    LoraOnlySettings,
+    LoraRestartSettings,
+    CheckpointRestartSettings,
+    RunOptions,
+):
+    """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
+
+    model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
+
+    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none"] = Field(
+        description="How new weights reach the inference server. shared_vllm: both hold one copy; "
+        "lora_only: the running server loads adapters; lora_restart: it restarts with them; none: "
+        "it restarts on whole checkpoints"
+    )
+
+    @model_validator(mode="after")
+    def _options_fit_the_mode(self) -> Self:
+        if problems := [*self._problems()]:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        mode, kind = self.weight_bridge_mode, MODES[self.weight_bridge_mode]
+        of_modes = {name for other in MODES.values() for name in other.model_fields}
+        for name in type(self).model_fields:
+            if name in self.model_fields_set & of_modes - kind.model_fields.keys():
+                yield f"--{name.replace('_', '-')}: not used in {mode}; leave it out"
+        if self.redis_url is None and kind.hands_off:
+            yield f"--redis-url: mode {mode} needs the Redis of the server"
+        both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
+        if both and self.adapter_sync_interval != self.vllm_restart_interval:
+            yield "--adapter-sync-interval and --vllm-restart-interval: one, or the same"
+        if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
+            yield f"--master-dtype bfloat16: in {mode} an adapter is trained, in float32"
+        yield from self.optimizer_conflicts()
+        # Right before a publication the newest data is this old.
+        oldest = self.settings().sync.publish_every_steps - 1
+        if self.max_staleness is not None and self.max_staleness < oldest:
+            yield (
+                f"--max-staleness {self.max_staleness}: the server gets new weights every "
+                f"{oldest + 1} steps, so what it samples is up to {oldest} steps old; allow that "
+                "much, or publish more often"
+            )
+
+    def settings(self) -> TrainerSettings:
+        """Of the mode that was chosen."""
+        return self._part(TrainerSettings, sync=self._part(MODES[self.weight_bridge_mode]))
+
+    def _part(self, kind: type[M], **parts: Any) -> M:
+        held = {name: getattr(self, name) for name in kind.model_fields if name not in parts}
+        return kind.model_construct(self.model_fields_set & held.keys(), **held, **parts)
+
+
+def parse_settings(argv: Sequence[str]) -> TrainerSettings:
+    """Those of a command line, or the process ends with status 2 and a line per mistake."""
+    return load_settings(CommandLine, joined_lists(argv, LISTS)).settings()
 
 
 def joined_lists(argv: Sequence[str], options: Collection[str]) -> list[str]:
@@ -28,35 +103,3 @@ def joined_lists(argv: Sequence[str], options: Collection[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def names_in(text: str) -> tuple[str, ...]:
-    """`q_proj v_proj` or `q_proj,v_proj`. Raises ValueError where there is none."""
-    names = tuple(dict.fromkeys(part for part in _PARTS.split(text) if part))
-    if not names:
-        raise ValueError("expected at least one name")
-    return names
-
-
-def numbers_in(text: str) -> tuple[int, ...]:
-    """`20-31`, `0,1,2`, `0-3,28-31`, in order and each once.
-
-    Raises:
-        ValueError: something else, or nothing.
-    """
-    numbers: set[int] = set()
-    for part in filter(None, _PARTS.split(text)):
-        found = _RANGE.fullmatch(part)
-        first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
-        if first > last:
-            raise ValueError(f"{part}: a range goes from the lower to the higher number")
-        numbers.update(range(first, last + 1))
-    if not numbers:
-        raise ValueError("expected numbers and ranges, for example 0-3,28-31")
-    return tuple(sorted(numbers))
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{text!r}: expected numbers and ranges, for example 0-3,28-31")
-    return int(text)

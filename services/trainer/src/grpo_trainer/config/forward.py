@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo_core.settings import CommandSettings
+LIGER = "liger"
+Choice = Literal["auto", "on", "off"]
+"""auto: where it pays and the model allows it, and where not, the log says why; on: or an error."""
 
 
-class ForwardSettings(CommandSettings):
+class ForwardOptions(BaseModel):
     """How log-probabilities are computed."""
 
-    packing: Literal["auto", "on", "off"] = Field(
+    model_config = ConfigDict(frozen=True)
+
+    packing: Choice = Field(
         "auto",
         description="Compute the sequences of a micro-batch end to end, without padding, and with "
         "flash attention where GPU and data type have it; auto: on a GPU, if the model allows it",
     )
-    fused_head: Literal["auto", "on", "off"] = Field(
+    fused_head: Choice = Field(
         "auto",
         description="Compute log-probabilities without all logits in memory at once; auto: on a "
         "GPU, if the model allows it",
@@ -35,38 +37,9 @@ class ForwardSettings(CommandSettings):
 
     @model_validator(mode="after")
     def _a_kernel_has_a_head(self) -> Self:
-        if self.head_kernel == LIGER and Choice(self.fused_head) is Choice.OFF:
+        if self.head_kernel == LIGER and self.fused_head == "off":
             raise ValueError(
                 "--head-kernel liger: computes inside the fused head, which --fused-head off "
                 "leaves out; drop one of the two"
             )
         return self
-
-    @property
-    def forward_options(self) -> ForwardOptions:
-        return ForwardOptions(
-            Choice(self.packing), Choice(self.fused_head), self.compile, self.head_kernel
-        )
-
-
-TORCH, LIGER = "torch", "liger"
-
-
-class Choice(StrEnum):
-    AUTO = "auto"
-    """Where it pays and the model allows it; where not, the log says why."""
-    ON = "on"
-    """Or an error that says why not."""
-    OFF = "off"
-
-
-@dataclass(frozen=True)
-class ForwardOptions:
-    """`packing`: sequences end to end, without padding. `fused_head`: log-probabilities without all
-    logits at once. `compile`: the layers by torch.compile. `head_kernel`: whose code the fused head
-    computes with."""
-
-    packing: Choice = Choice.AUTO
-    fused_head: Choice = Choice.AUTO
-    compile: bool = False
-    head_kernel: str = TORCH

@@ -160,12 +160,12 @@ def is_taken(option: str, choice: Choice, device: torch.device, take: Callable[[
     Raises:
         FastPathRefused: it was asked for by name.
     """
-    if choice is Choice.OFF or (choice is Choice.AUTO and device.type != "cuda"):
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return False
     try:
         take()
     except FastPathRefused as refusal:
-        if choice is Choice.ON:
+        if choice == "on":
             raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
         log.info("a faster way is not taken", option=f"--{option}", why=str(refusal))
         return False

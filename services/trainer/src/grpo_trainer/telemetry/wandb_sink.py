@@ -49,7 +49,7 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
             {
                 "project": settings.wandb_project,
                 "group": settings.wandb_group,
-                "config": settings.model_dump(mode="json"),
+                "config": _flat(settings),
                 "pid": os.getpid(),
                 "init_timeout_s": _INIT_TIMEOUT_S,
                 "finish_timeout_s": _UPLOAD_TIMEOUT_S,
@@ -176,6 +176,12 @@ _ADVICE = (
     "its messages are above. Log in with `wandb login`, or set WANDB_MODE=offline and upload "
     "later with `wandb sync`, or leave --use-wandb out"
 )
+
+
+def _flat(settings: TrainerSettings) -> dict[str, Any]:
+    """The options as the command line names them."""
+    options = settings.model_dump(mode="json")
+    return {"weight_bridge_mode": settings.sync.mode, **options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:

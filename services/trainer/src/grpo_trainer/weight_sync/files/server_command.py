@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from grpo_trainer.config.sync import Mode, served_weights_directory
+from grpo_trainer.config.sync import served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import served_rank
 
@@ -16,7 +16,7 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
     """Options of `vllm-api-server`. Redis is named by REDIS_URL: a command line is for all to
     read, and its URL may hold a password."""
     flags = ["--model", settings.model_name, "--port", str(port), "--dtype", settings.dtype]
-    if settings.mode is Mode.SHARED_VLLM:
+    if not settings.sync.hands_off:
         return [*flags, "--share-weights"]
     flags += ["--run-id", settings.run_id]
     flags += ["--weights-dir", str(served_weights_directory(settings.save_path))]
@@ -25,17 +25,17 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
     return flags
 
 
-def sizing_flags(settings: TrainerSettings, has_gpu: bool) -> list[str]:
-    """Of a server that grpo starts."""
+def sizing_flags(settings: TrainerSettings, more: str, has_gpu: bool) -> list[str]:
+    """Of a server that grpo starts. Args: more: --vllm-flags."""
     flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model_name))]
     if has_gpu or "gpu_memory_utilization" in settings.model_fields_set:
         flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
-    return flags + shlex.split(settings.vllm_flags)
+    return flags + shlex.split(more)
 
 
 def command_to_start(settings: TrainerSettings, port: int) -> str:
     """To copy and paste."""
-    redis = 'REDIS_URL="<that of the trainer>" ' if settings.mode.hands_off else ""
+    redis = 'REDIS_URL="<that of the trainer>" ' if settings.sync.hands_off else ""
     return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
 
 

@@ -20,7 +20,7 @@ import structlog
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.security.bearer_token import plain
-from grpo_trainer.config.sync import STARTS_SERVER_WITH
+from grpo_trainer.config.sync import RestartSettings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync.files.server_command import (
@@ -33,6 +33,9 @@ log = structlog.get_logger()
 
 PACKAGE = "grpo_vllm"
 LOG = "vllm_server.log"
+STARTS_SERVER_WITH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
+"""Command lines of the archived trainer name them in every mode. If grpo starts no server, the log
+mentions them."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 END_GRACE_S = 60.0
@@ -54,8 +57,10 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
         NoSuchDevice: --vllm-gpu names a GPU that this process does not see.
     """
     host, port = _address(settings.inference_url)
-    if settings.mode.restarts and host in LOOPBACK and not _listens(host, port):
-        with ServerChild(settings, port) as child:
+    chosen = settings.sync
+    is_local = host in LOOPBACK
+    if isinstance(chosen, RestartSettings) and is_local and not _listens(host, port):
+        with ServerChild(settings, chosen.vllm_flags, port) as child:
             child.wait_until_serving(settings.server_return_deadline_s)
             yield
     else:
@@ -68,17 +73,17 @@ class ServerChild(ClosesOnExit):
     """`vllm-api-server` in a session of its own: a terminal's Ctrl-C reaches the trainer alone,
     which then ends it. Should the trainer be killed, the kernel sends it SIGTERM."""
 
-    def __init__(self, settings: TrainerSettings, port: int) -> None:
+    def __init__(self, settings: TrainerSettings, flags: str, port: int) -> None:
         if importlib.util.find_spec(PACKAGE) is None:
             raise MissingPackage(
-                f"mode {settings.mode} starts vllm-api-server, and {PACKAGE} is not installed "
+                f"mode {settings.sync.mode} starts vllm-api-server, and {PACKAGE} is not installed "
                 "here; install it (make install), or start the server where it is: "
                 + command_to_start(settings, port)
             )
         self.log_path = settings.save_path / LOG
         self._url = settings.inference_url
         command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
-        command += sizing_flags(settings, _has_gpu())
+        command += sizing_flags(settings, flags, _has_gpu())
         with self.log_path.open("ab") as output:
             self._child = subprocess.Popen(
                 command,
