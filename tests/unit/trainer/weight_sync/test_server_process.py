@@ -16,12 +16,13 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync.files import server_process
-from grpo_trainer.weight_sync.files.server_command import (
+from grpo_trainer.weight_sync.files.server_process import (
+    LOG,
     command_to_start,
+    inference_server,
     server_flags,
     sizing_flags,
 )
-from grpo_trainer.weight_sync.files.server_process import LOG, inference_server
 from tests.support.wait import wait_for
 from tests.unit.env.http_stub import stub_server
 
