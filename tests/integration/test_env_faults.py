@@ -78,7 +78,7 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
         uuid = trainer.register(Registration.model_validate(REGISTRATION))
         run: Any = SimpleNamespace(
             api=trainer,
-            sync=SimpleNamespace(tend=lambda: None),
+            sync=SimpleNamespace(recover_server=lambda: None),
             settings=SimpleNamespace(batch_deadline_s=0.01),
             environments=EnvironmentWatch(0.01),
         )

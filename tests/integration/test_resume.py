@@ -169,7 +169,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             store = StateStore(config.save_path)
             saver = Saver(config, side.model, side.optimizer, trainer, store, Bound(1.0))
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-            no_server = SimpleNamespace(tend=lambda: None)
+            no_server = SimpleNamespace(recover_server=lambda: None)
             run: Any = SimpleNamespace(
                 settings=config,
                 api=trainer,

@@ -18,7 +18,7 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path
-from grpo_trainer.checkpoint.resume import find_state, rejoin, take_up
+from grpo_trainer.checkpoint.resume import find_state, rejoin, restore
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
@@ -38,7 +38,7 @@ from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.optim.updates.build import build_update
 from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
-from grpo_trainer.telemetry.sinks import Write, keep_records, open_sinks, set_records_aside
+from grpo_trainer.telemetry.sinks import Write, open_sinks, rotate_records, trim_records
 from grpo_trainer.telemetry.timing import Stopwatch, server_status
 from grpo_trainer.verify.alignment import (
     Alignment,
@@ -144,7 +144,7 @@ def begin(
     if saved is None:
         api.register(settings.registration(first_step=0))
     else:
-        at = take_up(saved, policy, optimizer, api, settings)
+        at = restore(saved, policy, optimizer, api, settings)
     _leave_own_records(settings.metrics_file, saved)
     bound = _bound(settings, policy, saved)
     version = sync.start(optimizer, at.step, at.epoch, bound)
@@ -181,9 +181,9 @@ def _leave_own_records(path: Path | None, saved: SavedState | None) -> None:
     if path is None:
         return
     if saved is None:
-        set_records_aside(path)
+        rotate_records(path)
     else:
-        keep_records(path, saved.record.step)
+        trim_records(path, saved.record.step)
 
 
 def run_step(run: Run, position: Position) -> Position:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
@@ -68,7 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     saved = store.newest()
     assert saved is not None
     require_fit(saved.record, again.policy, chosen, "here")
-    restore(saved.load(), again.policy, again.optimizer)
+    load_state(saved.load(), again.policy, again.optimizer)
     again.optimizer.write_into_parameters()
     assert again.take(range(2, 4)) == expected
     if scales is not None:

@@ -90,7 +90,7 @@ class Bench:
                 seq_len=LIMITS.seq_len,
             ).settings(),
             api=SimpleNamespace(next_batch=lambda *_: next(leased)),
-            sync=SimpleNamespace(tend=lambda: None, apply=self.apply),
+            sync=SimpleNamespace(recover_server=lambda: None, apply=self.apply),
             policy=self.policy,
             forward=self.forward,
             optimizer=self.optimizer,

@@ -95,7 +95,7 @@ def run_of(batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: f
 
     return SimpleNamespace(
         api=SimpleNamespace(next_batch=next_batch),
-        sync=SimpleNamespace(tend=lambda: None),
+        sync=SimpleNamespace(recover_server=lambda: None),
         saver=SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over),
         settings=SimpleNamespace(
             batch_deadline_s=batch_deadline_s,

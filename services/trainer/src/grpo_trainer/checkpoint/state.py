@@ -120,7 +120,7 @@ def capture(
 
 
 @torch.no_grad()
-def restore(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
+def load_state(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
     """Into the masters, which the parameters follow with the next write, and the generators."""
     optimizer.load_tensors(list(_shapes(policy)), state.tensors)
     if optimizer.loss_scale is not None and state.record.loss_scale is not None:

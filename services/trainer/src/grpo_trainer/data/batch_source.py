@@ -115,7 +115,7 @@ def next_batch(run: Taker, last_batch: int, batches_left: int) -> LeasedBatch:
     """
     watch = run.environments
     watch.begin()
-    tend = partial(watch.not_counting, run.sync.tend)
+    tend = partial(watch.not_counting, run.sync.recover_server)
     deadline_s = run.settings.batch_deadline_s
     ask = partial(run.api.next_batch, deadline_s, tend, batches_left, watch.look)
     try:

@@ -98,7 +98,7 @@ RETURN_POLL_S = 0.5
 _RETURN_ATTEMPT_S = 5.0
 
 
-class ServerHold(ClosesOnExit):
+class ServerConnection(ClosesOnExit):
     """At most one attachment at a time.
 
     Args:
@@ -148,7 +148,7 @@ class ServerHold(ClosesOnExit):
         """
         return self._take(deadline_s=None)
 
-    def take_again(self, why: str) -> Attachment:
+    def reattach(self, why: str) -> Attachment:
         """Wait for a server that went away.
 
         Raises:
@@ -167,7 +167,7 @@ class ServerHold(ClosesOnExit):
                 attachment = self._take(_RETURN_ATTEMPT_S)
             except ServiceUnavailable as error:
                 if time.monotonic() - started >= self.return_deadline_s:
-                    raise self.gone_for_good(str(error)) from error
+                    raise self.did_not_return(str(error)) from error
                 time.sleep(RETURN_POLL_S)
             else:
                 log.info(
@@ -183,7 +183,7 @@ class ServerHold(ClosesOnExit):
             self._attachment.close()
             self._attachment = None
 
-    def gone_for_good(self, what: str) -> LostServer:
+    def did_not_return(self, what: str) -> LostServer:
         return LostServer(
             f"the inference server at {self._bridge.base_url} went away and did not come back "
             f"within {self.return_deadline_s:g} s ({what}); read its log, start it again, then "

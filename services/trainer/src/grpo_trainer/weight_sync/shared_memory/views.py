@@ -56,7 +56,7 @@ def move_views(policy: nn.Module, weights: MappedWeights) -> None:
     check_views(policy, weights)
 
 
-def let_go_of_views(policy: nn.Module) -> None:
+def release_views(policy: nn.Module) -> None:
     """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
     has ended would else stay taken for as long as they lie in it."""
     for parameter in policy.parameters():
