@@ -7,7 +7,6 @@ A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,6 @@ log = structlog.get_logger()
 
 FINAL_MODEL = "final_model"
 FINAL_ADAPTER = "final_adapter"
-
-
-@dataclass(frozen=True)
-class CheckpointNames:
-    """What a mode calls its directories below the save path. `stem`: before the step's number."""
-
-    stem: str
-    final: str
-
-    def after(self, step: int) -> str:
-        return f"{self.stem}{step}"
-
-
-MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
-ADAPTER_NAMES = CheckpointNames("adapter_step_", FINAL_ADAPTER)
-
-
-def names_of(trains_adapter: bool) -> CheckpointNames:
-    return ADAPTER_NAMES if trains_adapter else MODEL_NAMES
 
 
 def save_model(policy: Any, model_name: str, target: Path) -> None:

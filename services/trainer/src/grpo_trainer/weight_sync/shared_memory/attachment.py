@@ -16,7 +16,7 @@ from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.model.device import require_device
-from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_memory
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ def attach(
     info = bridge.info(deadline_s)
     connection = connect_weights(_socket(bridge.base_url, info, places))
     try:
-        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
+        weights = map_weights(connection)
         # Asked again at the door: the trainer before may have been cut off in the meantime.
         return Attachment(connection, weights, bridge.info(deadline_s))
     except BaseException:

@@ -86,9 +86,9 @@ class MappedWeights:
         return str(self.dtype).removeprefix("torch.")
 
 
-def map_memory(connection: WeightConnection) -> MappedMemory:
-    """Raises `UnreachableWeights` where the memory is on a GPU that this process cannot share."""
+def map_weights(connection: WeightConnection) -> MappedWeights:
+    """Raises `UnreachableWeights` if they are on a GPU that this process cannot share."""
     memory, manifest = connection.grant.memory, connection.grant.manifest
     if isinstance(memory, CudaMemory):
-        return OpenedCuda.open(memory, OwnPlace.find())
-    return MappedMemfd(connection.fd, manifest.total_bytes)
+        return MappedWeights(manifest, OpenedCuda.open(memory, OwnPlace.find()))
+    return MappedWeights(manifest, MappedMemfd(connection.fd, manifest.total_bytes))
