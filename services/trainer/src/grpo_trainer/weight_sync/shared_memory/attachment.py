@@ -11,7 +11,6 @@ import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.process.closing import ClosesOnExit
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
@@ -19,6 +18,10 @@ from grpo_trainer.model.device import require_device
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
+
+RETURN_DEADLINE_S = 300.0
+RETURN_POLL_S = 0.5
+_RETURN_ATTEMPT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class WeightPlaces:
 
 
 @dataclass(frozen=True)
-class Attachment(ClosesOnExit):
+class Attachment:
     """One trainer's hold on one server start. The session lasts as long as the connection."""
 
     connection: WeightConnection
@@ -50,55 +53,7 @@ class Attachment(ClosesOnExit):
         self.connection.close()
 
 
-def attach(
-    bridge: BridgeClient, places: WeightPlaces, deadline_s: float | None = None
-) -> Attachment:
-    """Connect to the server's weight socket and map what it hands out.
-
-    Args:
-        deadline_s: how long the server may be unreachable; None: the client's own deadline.
-
-    Raises:
-        ServiceUnavailable: no server, no weight socket, or another trainer is attached.
-        PolicyMismatch: the server shares nothing.
-        UnreachableWeights: they are on a GPU that this process cannot share.
-        BridgeConfigNotFound: nobody says where the socket is on this file system.
-    """
-    info = bridge.info(deadline_s)
-    connection = connect_weights(_socket(bridge.base_url, info, places))
-    try:
-        weights = map_weights(connection)
-        # Asked again at the door: the trainer before may have been cut off in the meantime.
-        return Attachment(connection, weights, bridge.info(deadline_s))
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:
-    """What the user names, else what the server names, else what a bridge configuration says:
-    the server may see the directory of the socket under another path than we do."""
-    if places.socket is not None:
-        return places.socket
-    if info.weights_socket is None:
-        raise PolicyMismatch(
-            f"the server at {server_url} shares no weights; start vllm-api-server with "
-            "--share-weights"
-        )
-    if places.config is None and Path(info.weights_socket).exists():
-        return Path(info.weights_socket)
-    config = find_bridge_config(places.config, os.environ, info.generation)
-    return Path(config.weights_socket)
-
-
-log = structlog.get_logger()
-
-RETURN_DEADLINE_S = 300.0
-RETURN_POLL_S = 0.5
-_RETURN_ATTEMPT_S = 5.0
-
-
-class ServerConnection(ClosesOnExit):
+class ServerConnection:
     """At most one attachment at a time.
 
     Args:
@@ -139,14 +94,31 @@ class ServerConnection(ClosesOnExit):
             raise WeightSyncError("not attached: load_policy() comes first")
         return self._attachment
 
-    def take(self) -> Attachment:
-        """Attach for the first time.
+    def attach(self, deadline_s: float | None = None) -> Attachment:
+        """Connect to the server's weight socket and map what it hands out.
+
+        Args:
+            deadline_s: how long the server may be unreachable; None: the client's own deadline.
 
         Raises:
-            ServiceUnavailable: no server, or no weight socket.
+            ServiceUnavailable: no server, no weight socket, or another trainer is attached.
             PolicyMismatch: the server shares nothing, or with another data type or device.
+            UnreachableWeights: they are on a GPU that this process cannot share.
+            BridgeConfigNotFound: nobody says where the socket is on this file system.
         """
-        return self._take(deadline_s=None)
+        info = self._bridge.info(deadline_s)
+        connection = connect_weights(_socket(self._bridge.base_url, info, self._places))
+        try:
+            weights = map_weights(connection)
+            # Asked again once attached: the previous trainer may have been cut off in the meantime.
+            attachment = Attachment(connection, weights, self._bridge.info(deadline_s))
+        except BaseException:
+            connection.close()
+            raise
+        self._attachment = attachment
+        self._check_dtype(weights)
+        require_device(self._device, weights.device)
+        return attachment
 
     def reattach(self, why: str) -> Attachment:
         """Wait for a server that went away.
@@ -164,7 +136,7 @@ class ServerConnection(ClosesOnExit):
         started = time.monotonic()
         while True:
             try:
-                attachment = self._take(_RETURN_ATTEMPT_S)
+                attachment = self.attach(_RETURN_ATTEMPT_S)
             except ServiceUnavailable as error:
                 if time.monotonic() - started >= self.return_deadline_s:
                     raise self.did_not_return(str(error)) from error
@@ -190,15 +162,25 @@ class ServerConnection(ClosesOnExit):
             "the trainer"
         )
 
-    def _take(self, deadline_s: float | None) -> Attachment:
-        self._attachment = attach(self._bridge, self._places, deadline_s)
-        self._check_dtype(self._attachment.weights)
-        require_device(self._device, self._attachment.weights.device)
-        return self._attachment
-
     def _check_dtype(self, weights: MappedWeights) -> None:
         if self._dtype not in ("auto", weights.dtype_name):
             raise PolicyMismatch(
                 f"--dtype {self._dtype}, but the server holds {weights.dtype_name}; start both "
                 "with the same, or the trainer with --dtype auto"
             )
+
+
+def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:
+    """What the user names, else what the server names, else what a bridge configuration says:
+    the server may see the directory of the socket under another path than we do."""
+    if places.socket is not None:
+        return places.socket
+    if info.weights_socket is None:
+        raise PolicyMismatch(
+            f"the server at {server_url} shares no weights; start vllm-api-server with "
+            "--share-weights"
+        )
+    if places.config is None and Path(info.weights_socket).exists():
+        return Path(info.weights_socket)
+    config = find_bridge_config(places.config, os.environ, info.generation)
+    return Path(config.weights_socket)

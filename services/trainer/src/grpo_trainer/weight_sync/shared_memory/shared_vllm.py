@@ -93,7 +93,7 @@ class SharedVllm:
             TornWeights: a trainer before this one was cut off while it wrote, and its weights are
                 to be trained on.
         """
-        attachment = self._server.take()
+        attachment = self._server.attach()
         info = attachment.info
         if not restoring:
             self._refuse_torn(info)
