@@ -20,11 +20,11 @@ from grpo_trainer.checkpoint.export import (
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
-from grpo_trainer.weight_sync.files.served_files import KEPT as SERVED_KEPT
 
 log = structlog.get_logger()
 

@@ -12,6 +12,8 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SERVED_WEIGHTS = "served_weights"
+SERVED_KEPT = 2
+"""Directories of weights: what is served, and what the server goes back to if that fails."""
 _PARTS = re.compile(r"[,\s]+")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 

@@ -106,9 +106,6 @@ class OpenedCuda:
         within = region.offset - self._starts[index]
         return raw.set_(self._storages[index], within, (region.nbytes,), (1,))
 
-    def wait_until_written(self) -> None:
-        torch.cuda.synchronize(self.device)
-
 
 def unreachable(problems: list[str]) -> UnreachableWeights:
     return UnreachableWeights(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,60 +16,25 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
 
 
-class MappedMemory(Protocol):
-    """`device`: where the memory is."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def bytes_of(self, region: TensorRegion) -> Tensor:
-        """[nbytes] uint8, sharing memory."""
-
-    def wait_until_written(self) -> None:
-        """Until every write that this process has begun is there for others to read."""
-
-
-class MappedMemfd:
-    """Args:
-    fd: of the memory; may be closed afterwards
-    total_bytes: its size
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, fd: int, total_bytes: int) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        mapping = mmap.mmap(fd, total_bytes, mmap.MAP_SHARED, protection)
-        self._base = torch.frombuffer(mapping, dtype=torch.uint8)
-
-    def bytes_of(self, region: TensorRegion) -> Tensor:
-        return self._base[region.offset : region.end]
-
-    def wait_until_written(self) -> None:
-        """A processor's writes are there at once."""
-
-
 @dataclass(frozen=True)
 class MappedWeights:
-    """The server's weight memory, as tensors."""
+    """The server's weight memory, as tensors. `bytes_of`: [nbytes] uint8, sharing memory."""
 
     manifest: WeightManifest
-    memory: MappedMemory = field(repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.memory.device
+    device: torch.device
+    bytes_of: Callable[[TensorRegion], Tensor] = field(repr=False)
 
     def view(self, region: TensorRegion) -> Tensor:
-        raw = self.memory.bytes_of(region)
+        raw = self.bytes_of(region)
         return raw.view(getattr(torch, region.dtype)).view(region.shape)
 
     def address(self, region: TensorRegion) -> int:
-        return self.memory.bytes_of(region).data_ptr()
+        return self.bytes_of(region).data_ptr()
 
     def wait_until_written(self) -> None:
         """Until every write that this process has begun is there for the server to read."""
-        self.memory.wait_until_written()
+        if self.device.type == "cuda":  # a processor's writes are there at once
+            torch.cuda.synchronize(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,5 +55,9 @@ def map_weights(connection: WeightConnection) -> MappedWeights:
     """Raises `UnreachableWeights` if they are on a GPU that this process cannot share."""
     memory, manifest = connection.grant.memory, connection.grant.manifest
     if isinstance(memory, CudaMemory):
-        return MappedWeights(manifest, OpenedCuda.open(memory, OwnPlace.find()))
-    return MappedWeights(manifest, MappedMemfd(connection.fd, manifest.total_bytes))
+        opened = OpenedCuda.open(memory, OwnPlace.find())
+        return MappedWeights(manifest, opened.device, opened.bytes_of)
+    # The descriptor may be closed afterwards.
+    mapping = mmap.mmap(connection.fd, manifest.total_bytes, mmap.MAP_SHARED)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    return MappedWeights(manifest, whole.device, lambda r: whole[r.offset : r.end])
