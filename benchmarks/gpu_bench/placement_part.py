@@ -24,7 +24,7 @@ from benchmarks.gpu_bench.train_variants import (
     optimizer_name,
 )
 from benchmarks.gpu_bench.trainee import Trainee, trainee_of
-from grpo_trainer.config.forward_options import ForwardOptions
+from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 GOAL = 1.0

@@ -19,8 +19,8 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnExit
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_local.process.ports import free_port
-from grpo_local.process.processes import ManagedProcess, ProcessFailed
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from benchmarks.gpu_bench.shapes import ShapeName
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import ForwardOptions
 
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""
@@ -31,10 +31,10 @@ class Variant:
 def forward_variants(optimizer: Options) -> list[Variant]:
     """Each with one more of what makes the pass faster."""
     ways = {
-        "padded": ForwardOptions(Choice.OFF, Choice.OFF, compile=False),
-        "padded, fused head": ForwardOptions(Choice.OFF, Choice.ON, compile=False),
-        "packed, fused head": ForwardOptions(Choice.ON, Choice.ON, compile=False),
-        "packed, fused head, compiled": ForwardOptions(Choice.ON, Choice.ON, compile=True),
+        "padded": ForwardOptions(packing="off", fused_head="off", compile=False),
+        "padded, fused head": ForwardOptions(packing="off", fused_head="on", compile=False),
+        "packed, fused head": ForwardOptions(packing="on", fused_head="on", compile=False),
+        "packed, fused head, compiled": ForwardOptions(packing="on", fused_head="on", compile=True),
     }
     label = optimizer_name(optimizer)
     return [Variant(f"{name}; {label}", forward, optimizer) for name, forward in ways.items()]

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu_bench.train_variants import Options, Variant
 from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
@@ -53,4 +54,4 @@ def settings_with(options: Options) -> TrainerSettings:
         "lr": LR,
         **options,
     }
-    return TrainerSettings.model_validate(fields)
+    return CommandLine.model_validate(fields).settings()

@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from grpo_core.process.managed import ManagedProcess
 from grpo_local.process.ports import free_port
-from grpo_local.process.processes import ManagedProcess
 
 START_DEADLINE_S = 300.0
 POLICY = "policy"

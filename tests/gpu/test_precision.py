@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
-from grpo_trainer.config.trainer import parse_settings
+from grpo_trainer.config.cli import parse_settings
+from grpo_trainer.config.forward import LIGER, ForwardOptions
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import SequenceLengths
@@ -32,9 +32,9 @@ SIZE = 3_000_001
 STEPS = 5
 FAST: list[dict[str, Any]] = [
     dict(zip(("packing", "fused_head", "compile"), choice, strict=True))
-    for choice in itertools.product((Choice.ON, Choice.OFF), (Choice.ON, Choice.OFF), (True, False))
+    for choice in itertools.product(("on", "off"), ("on", "off"), (True, False))
 ]
-FAST.append({"packing": Choice.ON, "fused_head": Choice.ON, "head_kernel": LIGER})
+FAST.append({"packing": "on", "fused_head": "on", "head_kernel": LIGER})
 
 
 def policy(dtype: torch.dtype) -> Any:
@@ -79,7 +79,7 @@ def test_what_sequences_see_of_each_other_would_show() -> None:
     """The negative control: all of a packed row as one sequence."""
     model = policy(torch.bfloat16)
     expected, _ = outcome(model, plain_forward)
-    forward = build_forward_pass(model, ForwardOptions(packing=Choice.ON, fused_head=Choice.OFF))
+    forward = build_forward_pass(model, ForwardOptions(packing="on", fused_head="off"))
 
     def as_one(model: Any, micro: Any) -> Tensor:
         layout = forward.layout  # type: ignore[attr-defined]
@@ -187,6 +187,8 @@ def test_peak_memory_is_the_sum_of_its_parts() -> None:
 
 
 def test_the_fused_step_is_refused_where_there_is_no_gpu() -> None:
-    settings = parse_settings(["--model-name", "m", "--fused-step"])
+    settings = parse_settings(
+        ["--model-name", "m", "--weight-bridge-mode", "shared_vllm", "--fused-step"]
+    )
     with pytest.raises(UnusableOptimizer, match="needs a GPU"):
         build_update(settings, [torch.zeros(3)])

@@ -22,8 +22,7 @@ import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
 from tests.inference.engine_load import wait_for
 
@@ -69,7 +68,7 @@ def exporter(
 @contextmanager
 def attached(server: Exporter) -> Iterator[MappedWeights]:
     with connect_weights(server.socket) as connection:
-        yield MappedWeights(connection.grant.manifest, map_memory(connection))
+        yield map_weights(connection)
 
 
 def write(weights: MappedWeights, value: float) -> None:
@@ -119,7 +118,7 @@ def test_consumers_may_follow_each_other() -> None:
 
 def test_a_server_that_starts_again_has_another_generation_and_other_memory() -> None:
     with exporter(generation="first") as first, connect_weights(first.socket) as connection:
-        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
+        weights = map_weights(connection)
         write(weights, 1.0)
         first.process.kill()
         first.process.wait()
@@ -136,11 +135,11 @@ import sys, time
 from pathlib import Path
 import torch
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import map_weights
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 connection = connect_weights(Path(sys.argv[1]))
-weights = MappedWeights(connection.grant.manifest, map_memory(connection))
+weights = map_weights(connection)
 views = [weights.view(region) for region in weights.manifest.parameters.values()]
 print("attached", flush=True)
 deadline = time.monotonic() + {START_DEADLINE_S}

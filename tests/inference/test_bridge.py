@@ -97,12 +97,12 @@ def test_a_second_trainer_is_refused_while_one_is_attached(shared_server: Infere
 
 def cut_connection(trainer: AttachedTrainer) -> None:
     """As the trainer sees the end of the server."""
-    trainer.sync._hold.attachment.connection.connection.shutdown(2)
+    trainer.sync._server.attachment.connection.connection.shutdown(2)
 
 
 def outlive_lease(trainer: AttachedTrainer) -> None:
     version = PolicyVersion(trainer.bridge.info().policy_version[0] + 1, 0)
-    trainer.bridge.pause(trainer.sync._hold.attachment.session, 0.1, version)
+    trainer.bridge.pause(trainer.sync._server.attachment.session, 0.1, version)
     wait_for(lambda: not trainer.bridge.info().paused)
 
 
@@ -127,14 +127,14 @@ def test_between_steps_a_lost_connection_is_noticed_and_the_weights_written_back
     with attached_trainer(shared_server) as trainer:
         epoch, step = trainer.step(0).version
         cut_connection(trainer)
-        trainer.sync.tend()
+        trainer.sync.recover_server()
         assert trainer.bridge.info().policy_version == (epoch + 1, step)
 
 
 def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> None:
     with attached_trainer(shared_server) as trainer:
-        trainer.sync._hold._places = WeightPlaces(Path("/nowhere/weights.sock"))
-        trainer.sync._hold.return_deadline_s = 0.1
+        trainer.sync._server._places = WeightPlaces(Path("/nowhere/weights.sock"))
+        trainer.sync._server.return_deadline_s = 0.1
         cut_connection(trainer)
         with pytest.raises(LostServer, match=r"did not come back within 0\.1 s"):
             trainer.step(0)

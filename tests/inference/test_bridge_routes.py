@@ -13,8 +13,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.bridge_config import FILE_NAME, find_bridge_config
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.weight_sync.shared_memory.memory import map_weights
 from tests.fixtures.inference import InferenceServer
 from tests.inference.engine_load import posted_in_background
 from tests.support.wait import wait_for
@@ -115,7 +114,7 @@ def test_the_memory_holds_the_checkpoint_where_the_mapping_says(
 ) -> None:
     checkpoint = load_file(shared_server.model / "model.safetensors")
     with connect_weights(shared_server.socket) as connection:
-        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
+        weights = map_weights(connection)
         mappings = weights.manifest.parameters
         assert set(checkpoint) <= set(mappings)
         for name, tensor in checkpoint.items():

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from grpo_core.errors import GrpoError
 from grpo_core.wire import MASKED, ScoredGroup
 from grpo_trainer import train
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import (
     DuplicatedBatch,
@@ -63,7 +64,7 @@ def settings(server: InferenceServer, api_url: str, directory: Path, **changes: 
         "checkpoint_interval": 0,
         "metrics_file": directory / "metrics.jsonl",
     }
-    return TrainerSettings(**values | changes)
+    return CommandLine(**values | changes).settings()
 
 
 def run(producer: Producer, config: TrainerSettings) -> Outcome:

@@ -18,9 +18,8 @@ from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, AlignmentProbe
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
+from grpo_trainer.weight_sync.shared_memory.memory import map_weights
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
 from tests.fixtures.inference import LEASE_S, START_DEADLINE_S, InferenceServer
 from tests.inference.engine_load import (
     posted_in_background,
@@ -119,7 +118,7 @@ def write_weights(
         A copy of every parameter's values, tied ones once.
     """
     with BridgeClient(server.url) as bridge, connect_weights(server.socket) as connection:
-        mapped = MappedWeights(connection.grant.manifest, map_memory(connection))
+        mapped = map_weights(connection)
         regions = {r.offset: r for r in mapped.manifest.parameters.values()}
         views = [mapped.view(region) for region in regions.values()]
         session = connection.grant.session

@@ -17,6 +17,7 @@ from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
@@ -35,7 +36,7 @@ def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSett
         **{"atropos_url": str(http.base_url), "service_deadline_s": DEADLINE_S},
         **{"batch_size": 4, "gradient_accumulation_steps": 1},
     }
-    return TrainerSettings(**{**fixed, **changes})
+    return CommandLine(**{**fixed, **changes}).settings()
 
 
 def save(config: TrainerSettings, position: Position = STATE) -> Path:

@@ -25,9 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from grpo_core.process.closing import ClosesOnExit
+from grpo_core.process.managed import ManagedProcess, describe_exit
 from grpo_core.wire import ServerStatus
 from grpo_local.process.ports import free_port
-from grpo_local.process.processes import ManagedProcess, describe_exit
 from grpo_local.process.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
 from tests.soak import environment, trainer

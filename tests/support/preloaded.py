@@ -33,7 +33,7 @@ _REQUEST_BYTES = 1024 * 1024
 @functools.cache
 def fork_socket() -> str:
     """Where the session's process takes orders; started with the first call, ended at exit."""
-    from grpo_local.process.processes import ManagedProcess
+    from grpo_core.process.managed import ManagedProcess
     from tests.fixtures.inference import ENVIRONMENT
     from tests.support.wait import wait_for
 

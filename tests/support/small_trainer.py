@@ -9,12 +9,12 @@ import numpy
 import torch
 from torch import nn
 
-from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
-SETTINGS = TrainerSettings(model_name="m", weight_bridge_mode="shared_vllm")
+SETTINGS = CommandLine(model_name="m", weight_bridge_mode="shared_vllm").settings()
 
 
 class Side:
@@ -46,5 +46,5 @@ class Side:
         """With the write of the masters into the parameters that follows."""
         assert saved is not None
         require_fit(saved.record, self.model, SETTINGS, "here")
-        restore(saved.load(), self.model, self.optimizer)
+        load_state(saved.load(), self.model, self.optimizer)
         self.optimizer.write_into_parameters()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_trainer import errors
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -65,7 +65,7 @@ def section(title: str) -> str:
 
 def test_the_trainers_page_names_every_option() -> None:
     named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
-    fields = {name.replace("_", "-") for name in TrainerSettings.model_fields}
+    fields = {name.replace("_", "-") for name in CommandLine.model_fields}
     assert named == fields | {"model", "vllm-gpu-memory-utilization"}
 
 

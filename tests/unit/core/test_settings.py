@@ -7,7 +7,7 @@ from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_local.commands.run_settings import RunSettings
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 
 
@@ -59,7 +59,7 @@ def test_every_mistake_names_its_option_and_only_a_secret_is_not_shown(
     [
         (RunApiSettings, []),
         (ServerSettings, ["--model", "m"]),
-        (TrainerSettings, ["--model-name", "m", "--weight-bridge-mode", "none"]),
+        (CommandLine, ["--model-name", "m", "--weight-bridge-mode", "none"]),
         (RunSettings, ["--model", "m"]),
     ],
 )

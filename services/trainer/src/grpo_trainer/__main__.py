@@ -10,7 +10,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_trainer.config.trainer import parse_settings
+from grpo_trainer.config.cli import parse_settings
 
 EXIT_FAILED = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_trainer.checkpoint.resume import take_up
+from grpo_trainer.checkpoint.resume import restore
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
@@ -64,23 +64,23 @@ def start_run(
     """Load the policy, go on from the state where there is one, and serve what is trained from."""
     # Dropout would make the trainer's log-probabilities differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
-    forward = build_forward_pass(policy, settings.forward_options)
+    forward = build_forward_pass(policy, settings)
     optimizer = build_optimizer(policy, settings)
     if saved is None:
         api.register(settings.registration(first_step=0))
         position = Position(step=0, batch_id=0, epoch=0)
     else:
-        position = take_up(saved, policy, optimizer, api, settings)
+        position = restore(saved, policy, optimizer, api, settings)
     settle_metrics_file(settings.metrics_file, None if saved is None else saved.record.step)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
-        learns=saved is None and (settings.mode.hands_off or settings.verify_every_steps > 0),
+        learns=saved is None and (settings.sync.hands_off or settings.verify_every_steps > 0),
     )
     version = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=version.epoch)
     check = None
-    if settings.verify_every_steps and not settings.mode.hands_off:
+    if settings.verify_every_steps:
         probe = AlignmentProbe(policy, bound)
         probe.require(sync.served_logprobs, "Before the first step")
         check = SharedMemoryCheck(
@@ -95,7 +95,7 @@ def start_run(
     batches = BatchSource(
         settings=settings,
         api=api,
-        recover_server=sync.tend,
+        recover_server=sync.recover_server,
         group_filter=GroupFilter(limits, history, settings.max_staleness),
         environments=EnvironmentWatch(settings.environment_return_deadline_s),
         quarantine=Quarantine(settings.save_path, api.run_uuid),

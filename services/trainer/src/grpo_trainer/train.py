@@ -13,8 +13,8 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.token_table import Distance
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
-from grpo_trainer.checkpoint.save_path import hold_save_path
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.packages import require_packages

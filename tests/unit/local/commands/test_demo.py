@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_core.process.managed import ProcessFailed
 from grpo_core.settings import load_settings
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.modes import MODES
-from grpo_local.process.processes import ProcessFailed
 from grpo_local.process.signals import StopRequest
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.metrics_file import MetricsFile

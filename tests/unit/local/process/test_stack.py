@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_local.process import health
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.processes import ManagedProcess, ProcessFailed
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
 from grpo_local.services import url

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.checkpoint.state import Position, capture, require_fit, restore
+from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.weight_sync.build import _weights
+from grpo_trainer.weight_sync.build import trained_weights
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
 
@@ -27,7 +28,7 @@ class Trainer:
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)
-        self.policy = _weights(chosen).load(dtype).eval()
+        self.policy = trained_weights(chosen).load(dtype).eval()
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:
@@ -45,14 +46,14 @@ class Trainer:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Path) -> None:
-    chosen = TrainerSettings(
+    chosen = CommandLine(
         model_name=str(model_directory(tmp_path / "model")),
         weight_bridge_mode="lora_only",
         redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
         lr=0.01,
         lora_dropout=0.3,
         lora_r=4,
-    )
+    ).settings()
     alone = Trainer(chosen, dtype)
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
@@ -67,7 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     saved = store.newest()
     assert saved is not None
     require_fit(saved.record, again.policy, chosen, "here")
-    restore(saved.load(), again.policy, again.optimizer)
+    load_state(saved.load(), again.policy, again.optimizer)
     again.optimizer.write_into_parameters()
     assert again.take(range(2, 4)) == expected
     if scales is not None:

@@ -23,6 +23,7 @@ from grpo_trainer.checkpoint.export import (
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
@@ -37,7 +38,7 @@ START = Position(step=0, batch_id=0, epoch=1)
 
 def settings(**changes: Any) -> TrainerSettings:
     fixed = {"weight_bridge_mode": "shared_vllm", "model_name": "m", "training_steps": STEPS}
-    return TrainerSettings(**{**fixed, **changes})
+    return CommandLine(**{**fixed, **changes}).settings()
 
 
 @pytest.mark.parametrize(

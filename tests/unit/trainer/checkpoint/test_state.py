@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_trainer.checkpoint import tensor_file
-from grpo_trainer.checkpoint.state import LoraRecord, Position, require_fit
+from grpo_trainer.checkpoint import store as store_module
+from grpo_trainer.checkpoint.state import Position, require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
+from grpo_trainer.config.sync import LoraOnlySettings
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
 from tests.support.directories import files_of_at_most, names
 from tests.support.small_trainer import SETTINGS, Side
@@ -88,7 +89,7 @@ def test_a_state_comes_to_the_host_one_bounded_part_at_a_time(
 
     side = Side(width=400)
     side.step(0)
-    monkeypatch.setattr(tensor_file, "PART_BYTES", 1000)
+    monkeypatch.setattr(store_module, "PART_BYTES", 1000)
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(Tensor, "cpu", counted)
         saved = side.save(store)
@@ -130,8 +131,8 @@ def test_every_difference_to_the_model_is_listed(store: StateStore) -> None:
     wider = Side(width=5)
     del wider.model.unused
     wider.model.register_parameter("more", nn.Parameter(torch.zeros(1)))
-    now = SETTINGS.model_copy(update={"weight_bridge_mode": "lora_only"})
-    lora = LoraRecord.of(now.model_copy(update={"lora_alpha": 8}))
+    now = SETTINGS.model_copy(update={"sync": LoraOnlySettings()})
+    lora = LoraOnlySettings(lora_alpha=8).lora
     other = record.model_copy(update={"optimizer": "adafactor", "lora": lora})
     with pytest.raises(StateMismatch) as told:
         require_fit(other, wider.model, now, "here")

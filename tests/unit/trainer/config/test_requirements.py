@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_trainer import train
+from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.packages import BITSANDBYTES_PIN, LIGER_PIN
-from grpo_trainer.config.trainer import parse_settings
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.source import ModelNotFound, provide
 from tests.support.directories import names

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_trainer.config.cli import CommandLine, parse_settings
 from grpo_trainer.config.sync import LoraOptions
-from grpo_trainer.config.trainer import TrainerSettings, parse_settings
+from grpo_trainer.config.trainer import TrainerSettings
 
 REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
 
@@ -60,12 +61,12 @@ def test_secrets_come_from_variables_and_are_never_shown(
 ) -> None:
     required = ["--model-name", "m", "--weight-bridge-mode", "lora_only"]
     variables = {"REDIS_URL": "redis://host"}
-    chosen = load_settings(TrainerSettings, required, {**variables, variable: right})
+    chosen = load_settings(CommandLine, required, {**variables, variable: right})
     held = getattr(chosen, variable.lower())
     assert held.get_secret_value() == right
     assert "a-secret" not in chosen.model_dump_json()  # W&B gets that
     with pytest.raises(SystemExit):
-        load_settings(TrainerSettings, required, {**variables, variable: wrong})
+        load_settings(CommandLine, required, {**variables, variable: wrong})
     told = capsys.readouterr().err
     assert option in told
     assert "a-secret" not in told
@@ -102,7 +103,7 @@ def test_lists_may_be_written_as_for_the_archived_trainer(written: str) -> None:
 def test_the_mode_decides_how_often_weights_are_published(
     mode: str, flags: str, every: int
 ) -> None:
-    assert settings(mode, *flags.split()).publish_every_steps == every
+    assert settings(mode, *flags.split()).sync.publish_every_steps == every
 
 
 def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:

@@ -18,7 +18,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer import train
 from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.checkpoint.state import Position
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.data.group_filter import GroupFilter
@@ -83,13 +83,13 @@ class Bench:
         leased = (
             LeasedBatch(i, g, [None] * 2) for i, g in enumerate(groups, 1) if i not in missing
         )
-        settings = TrainerSettings(
+        settings = CommandLine(
             model_name="m",
             weight_bridge_mode="lora_only",
             redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
             training_steps=len(batches),
             seq_len=LIMITS.seq_len,
-        )
+        ).settings()
         api: Any = SimpleNamespace(next_batch=lambda *_: next(leased))
         sync: Any = SimpleNamespace(apply=self.apply)
         rollouts: Any = SimpleNamespace(require_match=self.require_match)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model import forward, packing
 from grpo_trainer.model.causal_lm import base_model
@@ -25,7 +25,7 @@ from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, requi
 
 TRACED = "aot_eager"
 FAST = FastForward(packed, EAGER)
-EVERYTHING = ForwardOptions(Choice.ON, Choice.ON, compile=True)
+EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
 
 # torch.compile uses what torch calls deprecated, and hides warnings of its own tracing from a log,
 # but not where they are errors.
@@ -81,7 +81,7 @@ def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(forward, "require_compiler", lambda _: None)
     monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
     with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; leave it out"):
-        build_forward_pass(qwen(), ForwardOptions(Choice.OFF, Choice.OFF, compile=True))
+        build_forward_pass(qwen(), ForwardOptions(packing="off", fused_head="off", compile=True))
 
 
 def test_a_run_without_a_compiler_ends_before_it_touches_the_model(

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
 
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.config.forward_options import Choice, ForwardOptions
+from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.model import fused_head, packing
 from grpo_trainer.model.forward import (
@@ -38,7 +38,7 @@ from tests.unit.trainer.forward_rig import (
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-ON, OFF, AUTO = Choice.ON, Choice.OFF, Choice.AUTO
+ON, OFF, AUTO = "on", "off", "auto"
 FAST = {"packed": (ON, OFF), "fused head": (OFF, ON), "both": (ON, ON)}
 POLICIES: dict[str, Callable[[], Any]] = {
     "grouped heads": qwen,
@@ -50,7 +50,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 
 def built(policy: Any, packing: Choice = OFF, fused_head: Choice = OFF) -> ForwardPass:
-    return build_forward_pass(policy, ForwardOptions(packing, fused_head))
+    return build_forward_pass(policy, ForwardOptions(packing=packing, fused_head=fused_head))
 
 
 Step = tuple[GradientStats, dict[str, Tensor]]

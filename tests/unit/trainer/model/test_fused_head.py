@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import LIGER, ForwardOptions
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
@@ -121,6 +121,6 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 def test_liger_is_refused_without_a_gpu() -> None:
-    options = ForwardOptions(fused_head=Choice.ON, head_kernel=LIGER)
+    options = ForwardOptions(fused_head="on", head_kernel=LIGER)
     with pytest.raises(FastPathRefused, match=r"--head-kernel liger needs a GPU.* on cpu"):
         build_forward_pass(qwen(), options)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo_core.settings import load_settings
 from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
@@ -165,7 +166,7 @@ WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
     words = ["--model-name", "m", "--weight-bridge-mode", mode, *flags]
-    return load_settings(TrainerSettings, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"})
+    return load_settings(CommandLine, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"}).settings()
 
 
 def test_options_that_exclude_each_other_are_all_told_at_once(

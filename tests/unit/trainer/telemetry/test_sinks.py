@@ -14,9 +14,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_trainer.checkpoint.resume import continued_settings
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
-from grpo_trainer.telemetry.sinks import append_record, keep_records, open_sinks, set_records_aside
+from grpo_trainer.telemetry.sinks import append_record, open_sinks, rotate_records, trim_records
 from grpo_trainer.telemetry.wandb_sink import start_wandb
 from tests.support.directories import names
 from tests.support.process_table import is_alive
@@ -53,7 +54,7 @@ def settings(**changes: Any) -> TrainerSettings:
         **{"model_name": "m", "weight_bridge_mode": "shared_vllm", "lr": 0.25},
         **{"use_wandb": True, "wandb_project": "proj", "wandb_group": "grp"},
     }
-    return TrainerSettings(**(values | changes))
+    return CommandLine(**(values | changes)).settings()
 
 
 def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
@@ -68,16 +69,16 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Path) -> None:
     """The last one where a file holds a step twice; neither lost steps nor half a line."""
     path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in range(1, 6)]
-    keep_records(path, steps_taken=3)
+    trim_records(path, steps_taken=3)
     assert not path.exists()
     path.write_text("".join(lines) + '{"step": 3, "lr": 2}\n\0\0{"st{"step": 9}\n{"step": 4, "l')
-    keep_records(path, steps_taken=3)
+    trim_records(path, steps_taken=3)
     assert path.read_text() == "".join(lines[:2]) + '{"step": 3, "lr": 2}\n'
     assert names(tmp_path) == [path.name]
     for run in ("a", "b"):  # which begin anew in one place
         path.write_text(run)
-        set_records_aside(path)
-        set_records_aside(path)  # a start that was killed before its first step
+        rotate_records(path)
+        rotate_records(path)  # a start that was killed before its first step
     assert [(tmp_path / f"metrics.jsonl.{n}").read_text() for n in (1, 2)] == ["a", "b"]
     assert len(names(tmp_path)) == 2
 

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from grpo_local.process.ports import free_port
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync.files import server_process
-from grpo_trainer.weight_sync.files.server_command import (
+from grpo_trainer.weight_sync.files.server_process import (
+    LOG,
     command_to_start,
+    inference_server,
     server_flags,
     sizing_flags,
 )
-from grpo_trainer.weight_sync.files.server_process import LOG, inference_server
 from tests.support.wait import wait_for
 from tests.unit.env.http_stub import stub_server
 
@@ -43,7 +45,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 TRAINER = """
 import sys
 from grpo_trainer.weight_sync.files import server_process
-from grpo_trainer.config.trainer import parse_settings
+from grpo_trainer.config.cli import parse_settings
 server_process.PACKAGE = "stand_in_vllm"
 server_process._has_gpu = lambda: False  # to find out, it imports torch
 with server_process.inference_server(parse_settings(sys.argv[1:])):
@@ -75,7 +77,7 @@ def settings(directory: Path, mode: str = "lora_restart", **changes: Any) -> Tra
     }
     if mode != "shared_vllm":
         fixed["redis_url"] = REDIS
-    return TrainerSettings(**(fixed | changes))
+    return CommandLine(**(fixed | changes)).settings()
 
 
 def after(word: str, words: list[str]) -> str:
@@ -104,15 +106,15 @@ def test_the_gpu_of_a_server_is_counted_among_those_that_the_trainer_sees(
 
 
 def test_options_of_a_server_that_is_started(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, lora_r=17, vllm_flags="--enforce-eager --max-num-seqs 4")
-    flags = server_flags(chosen, 9001) + sizing_flags(chosen, has_gpu=False)
+    chosen, more = settings(tmp_path, lora_r=17), "--enforce-eager --max-num-seqs 4"
+    flags = server_flags(chosen, 9001) + sizing_flags(chosen, more, has_gpu=False)
     assert after("--max-lora-rank", flags) == "32"
     assert after("--run-id", flags) == "r1"
     assert after("--weights-dir", flags) == str(tmp_path / "saved" / "served_weights")
     assert after("--max-model-len", flags) == "256"  # what the model allows
     assert flags[-3:] == ["--enforce-eager", "--max-num-seqs", "4"]
     assert "--gpu-memory-utilization" not in flags
-    assert after("--gpu-memory-utilization", sizing_flags(chosen, has_gpu=True)) == "0.45"
+    assert after("--gpu-memory-utilization", sizing_flags(chosen, more, has_gpu=True)) == "0.45"
     assert "secret" not in " ".join(flags) + command_to_start(chosen, 9001)
 
 

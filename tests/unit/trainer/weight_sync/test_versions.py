@@ -12,10 +12,10 @@ import pytest
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.checkpoint.store import OpenedEpochs
+from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import TornWeights
 from grpo_trainer.weight_sync.build import build_weight_sync
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import (
     SharedVllm,
     _opened_after,
@@ -71,15 +71,15 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         def write(version: PolicyVersion) -> None:
             assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
 
-        chosen = TrainerSettings(
+        chosen = CommandLine(
             model_name="model", weight_bridge_mode="shared_vllm", save_path=tmp_path
-        )
+        ).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
-            sync._hold = SimpleNamespace(
+            sync._server = SimpleNamespace(
                 attachment=SimpleNamespace(is_lost=lambda: False),
                 return_deadline_s=0.0,
-                close=sync._hold.close,
+                close=sync._server.close,
             )
             sync._version, sync._write = PolicyVersion(1, 0), write
             opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)
@@ -133,7 +133,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
     }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
         sync = SharedVllm(bridge, "model")
-        sync._hold._attachment = sync._optimizer = held
+        sync._server._attachment = sync._optimizer = held
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
         assert [name for name, _ in server.seen] == ["POST /bridge/pause", "POST /bridge/resume"]

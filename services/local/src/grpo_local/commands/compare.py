@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.process.managed import describe_exit
 from grpo_local.commands.compare_settings import CompareSettings
 from grpo_local.modes import ModeName
-from grpo_local.process.processes import describe_exit
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.comparison import Comparison, ModeResult, document, table_lines

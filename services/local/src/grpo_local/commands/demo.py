@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
 from grpo_local.modes import Mode
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.launch import Launch
 from grpo_local.process.memory import MemoryPeaks
-from grpo_local.process.processes import ManagedProcess, ProcessFailed
 from grpo_local.process.server_facts import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.process.managed import ManagedProcess
 from grpo_local.commands.run_settings import TRAINERS_RESTART_INTERVAL, RunSettings
 from grpo_local.mode_flags import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.launch import timed
-from grpo_local.process.processes import ManagedProcess
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.growing_file import GrowingFile

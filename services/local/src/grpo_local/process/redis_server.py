@@ -9,7 +9,7 @@ from pathlib import Path
 import redis
 
 from grpo_core.errors import GrpoError
-from grpo_local.process.processes import ManagedProcess
+from grpo_core.process.managed import ManagedProcess
 
 REDIS_DEADLINE_S = 60.0
 """A busy machine takes seconds to start it, and more where its append-only file is read."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
 from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
-from grpo_local.process.processes import ManagedProcess, ProcessFailed, describe_exit
 from grpo_local.process.signals import StopRequest
 
 STOP_GRACE_S = 10.0

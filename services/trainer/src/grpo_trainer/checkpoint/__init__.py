@@ -1,1 +1,1 @@
-"""What a run saves, and how it resumes."""
+"""What a run saves, and how it resumes. Nothing of how weights are served."""

@@ -7,44 +7,17 @@ A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from grpo_trainer.checkpoint.save_path import remove_directory, whole_directory
-from grpo_trainer.config.modes import Mode
+from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
 
 log = structlog.get_logger()
 
 FINAL_MODEL = "final_model"
 FINAL_ADAPTER = "final_adapter"
-
-
-@dataclass(frozen=True)
-class CheckpointNames:
-    """What a mode calls its directories below the save path. `stem`: before the step's number."""
-
-    stem: str
-    final: str
-
-    def after(self, step: int) -> str:
-        return f"{self.stem}{step}"
-
-
-MODEL_NAMES = CheckpointNames("step_", FINAL_MODEL)
-ADAPTER_NAMES = CheckpointNames("adapter_step_", FINAL_ADAPTER)
-
-
-def names_in_mode(mode: Mode) -> CheckpointNames:
-    return ADAPTER_NAMES if mode.trains_adapter else MODEL_NAMES
-
-
-def save_checkpoint(policy: Any, mode: Mode, model_name: str, target: Path) -> None:
-    """What `mode` trains. Raises as `save_model`."""
-    save = save_adapter if mode.trains_adapter else save_model
-    save(policy, model_name, target)
 
 
 def save_model(policy: Any, model_name: str, target: Path) -> None:

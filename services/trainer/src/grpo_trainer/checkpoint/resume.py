@@ -10,12 +10,11 @@ import structlog
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import UnknownBatch
-from grpo_trainer.checkpoint.state import Position, require_fit, restore
-from grpo_trainer.checkpoint.store import RECORD, SavedState, StateStore, read_state
+from grpo_trainer.checkpoint.state import Position, load_state, require_fit
+from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 
 log = structlog.get_logger()
 
@@ -42,7 +41,7 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     return saved
 
 
-def take_up(
+def restore(
     saved: SavedState,
     policy: Any,
     optimizer: MasterOptimizer,
@@ -55,7 +54,7 @@ def take_up(
         StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
-    restore(saved.load(), policy, optimizer)
+    load_state(saved.load(), policy, optimizer)
     at = rejoin(api, settings, saved)
     noted = OpenedEpochs(saved.directory.parents[1]).newest()  # where --save-path is another
     at = replace(at, epoch=max(at.epoch, noted))

@@ -10,15 +10,21 @@ from typing import Any
 import structlog
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_trainer.checkpoint.export import names_in_mode, remove_checkpoint, save_checkpoint
+from grpo_trainer.checkpoint.export import (
+    FINAL_ADAPTER,
+    FINAL_MODEL,
+    remove_checkpoint,
+    save_adapter,
+    save_model,
+)
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
-from grpo_trainer.weight_sync.files.served_files import KEPT as SERVED_KEPT
 
 log = structlog.get_logger()
 
@@ -34,42 +40,13 @@ class Due:
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
     """Args: step: steps taken so far; saved_step: those in the newest state."""
     interval, is_last = settings.checkpoint_interval, step == settings.training_steps
-    names = names_in_mode(settings.mode)
-    models = [names.after(step)] if interval and step % interval == 0 else []
+    is_whole = settings.lora is None
+    stem, final = ("step_", FINAL_MODEL) if is_whole else ("adapter_step_", FINAL_ADAPTER)
+    models = [f"{stem}{step}"] if interval and step % interval == 0 else []
     if is_last:
-        models.append(names.final)
+        models.append(final)
     state_is_due = 0 < settings.state_interval <= step - saved_step
     return Due(tuple(models), bool(models) or state_is_due)
-
-
-@dataclass(frozen=True)
-class DiskNeed:
-    """Directories at a time at most, with the one that is being written, and bytes of each kind.
-    `models`: or adapters, the final one included; `served`: those handed to the server."""
-
-    models: int
-    served: int
-    model_bytes: int
-    states: int
-    state_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return (self.models + self.served) * self.model_bytes + self.states * self.state_bytes
-
-
-def disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer) -> DiskNeed:
-    """Weights only: tokenizers and configurations are small beside them."""
-    trained = trained_parameters(policy).values()
-    interval, steps = settings.checkpoint_interval, settings.training_steps
-    saved = steps // interval if interval else 0
-    return DiskNeed(
-        models=1 + min(saved, settings.keep_checkpoints + 1),
-        served=1 + SERVED_KEPT if settings.mode.hands_off else 0,
-        model_bytes=sum(p.nbytes for p in trained),
-        states=1 + STATES_KEPT,
-        state_bytes=optimizer.state_bytes(),
-    )
 
 
 class Saver:
@@ -109,7 +86,7 @@ class Saver:
         """
         self._position = self._saved = position
         self._checkpoints = list(checkpoints)
-        _say_what_is_kept(disk_need(self._settings, self._policy, self._optimizer), self._settings)
+        _log_disk_need(self._settings, self._policy, self._optimizer)
         if not is_saved:
             self._save_state(position)
 
@@ -145,8 +122,9 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self._settings
         target = settings.save_path / name
-        save_checkpoint(self._policy, settings.mode, settings.model_name, target)
-        if name == names_in_mode(settings.mode).final:
+        save = save_model if settings.lora is None else save_adapter
+        save(self._policy, settings.model_name, target)
+        if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
         while len(self._checkpoints) > settings.keep_checkpoints:
@@ -177,15 +155,24 @@ class Saver:
             self._api.acknowledge(position.batch_id)
 
 
-def _say_what_is_kept(need: DiskNeed, settings: TrainerSettings) -> None:
+def _log_disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer) -> None:
+    """Directories at a time at most, with the one that is being written. Weights only: tokenizers
+    and configurations are small beside them."""
+    interval = settings.checkpoint_interval
+    saved = settings.training_steps // interval if interval else 0
+    models = 1 + min(saved, settings.keep_checkpoints + 1)
+    if settings.sync.hands_off:
+        models += 1 + SERVED_KEPT
+    model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
+    states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
     log.info(
         "disk.planned",
         save_path=str(settings.save_path),
-        megabytes=_megabytes(need.total_bytes),
-        models=need.models + need.served,
-        model_megabytes=_megabytes(need.model_bytes),
-        states=need.states,
-        state_megabytes=_megabytes(need.state_bytes),
+        megabytes=_megabytes(models * model_bytes + states * state_bytes),
+        models=models,
+        model_megabytes=_megabytes(model_bytes),
+        states=states,
+        state_megabytes=_megabytes(state_bytes),
         change="--keep-checkpoints, --checkpoint-interval",
     )
 

@@ -11,16 +11,18 @@ do the random numbers of stochastic rounding.
 
 from __future__ import annotations
 
+import base64
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+import numpy
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from grpo_trainer.checkpoint.rng import RngState
-from grpo_trainer.config.modes import Mode
+from grpo_trainer.config.sync import LoraOptions, SharedVllmSettings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
@@ -47,22 +49,6 @@ class FileFacts(BaseModel):
     sha256: str
 
 
-class LoraRecord(BaseModel):
-    """How the adapter was made. `layers`: None for all."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    r: int
-    alpha: int
-    dropout: float
-    target_modules: tuple[str, ...]
-    layers: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, settings: TrainerSettings) -> Self | None:
-        return None if settings.lora is None else cls(**asdict(settings.lora))
-
-
 class StateRecord(BaseModel):
     """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
     the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
@@ -79,8 +65,8 @@ class StateRecord(BaseModel):
     epoch: int = Field(ge=0)
     run_uuid: str | None = None
     model_name: str
-    mode: str = Mode.SHARED_VLLM
-    lora: LoraRecord | None = None
+    mode: str = SharedVllmSettings.mode
+    lora: LoraOptions | None = None
     optimizer: str
     master_dtype: str = "float32"
     parameters: dict[str, tuple[int, ...]]
@@ -119,8 +105,8 @@ def capture(
         epoch=position.epoch,
         run_uuid=run_uuid,
         model_name=settings.model_name,
-        mode=settings.weight_bridge_mode,
-        lora=LoraRecord.of(settings),
+        mode=settings.sync.mode,
+        lora=settings.lora,
         optimizer=settings.optimizer,
         master_dtype=settings.master_dtype,
         parameters=shapes,
@@ -134,7 +120,7 @@ def capture(
 
 
 @torch.no_grad()
-def restore(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
+def load_state(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
     """Into the masters, which the parameters follow with the next write, and the generators."""
     optimizer.load_tensors(list(_shapes(policy)), state.tensors)
     if optimizer.loss_scale is not None and state.record.loss_scale is not None:
@@ -166,16 +152,15 @@ def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, whe
 
 
 def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
-    now = LoraRecord.of(settings)
+    now = settings.lora
     pairs: list[tuple[str, object, object]] = [
-        ("mode", record.mode, settings.weight_bridge_mode),
+        ("mode", record.mode, settings.sync.mode),
         ("optimizer", record.optimizer, settings.optimizer),
         ("master dtype", record.master_dtype, settings.master_dtype),
     ]
     if record.lora is not None and now is not None:
         pairs += [
-            (f"lora {name}", getattr(record.lora, name), getattr(now, name))
-            for name in LoraRecord.model_fields
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
         ]
     return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
 
@@ -183,3 +168,74 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
 def _shapes(policy: Any) -> dict[str, tuple[int, ...]]:
     """Of what is trained, in the order of the optimizer's masters."""
     return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NumpyState(_Record):
+    """numpy's global MT19937; `keys`: 624 uint32, base64."""
+
+    keys: str
+    position: int
+    has_gauss: int
+    cached_gauss: float
+
+
+class PythonState(_Record):
+    """`random.getstate()`"""
+
+    version: int
+    words: tuple[int, ...]
+    cached_gauss: float | None
+
+
+class RngState(_Record):
+    """Of all generators that code in this process may draw from. `torch`: base64; `cuda`: the same
+    of each GPU that is seen, () where none is used."""
+
+    torch: str
+    numpy: NumpyState
+    python: PythonState
+    cuda: tuple[str, ...] = ()
+
+    @classmethod
+    def capture(cls) -> Self:
+        drawn = numpy.random.get_state(legacy=False)
+        version, words, gauss = random.getstate()
+        return cls(
+            torch=_text(torch.get_rng_state().numpy().tobytes()),
+            cuda=tuple(_text(state.numpy().tobytes()) for state in _cuda_states()),
+            numpy=NumpyState(
+                keys=_text(drawn["state"]["key"].astype("<u4").tobytes()),
+                position=drawn["state"]["pos"],
+                has_gauss=drawn["has_gauss"],
+                cached_gauss=drawn["gauss"],
+            ),
+            python=PythonState(version=version, words=words, cached_gauss=gauss),
+        )
+
+    def restore(self) -> None:
+        """Raises ValueError, TypeError or RuntimeError where these are no such states."""
+        held, python = self.numpy, self.python
+        keys = numpy.frombuffer(base64.b64decode(held.keys, validate=True), dtype="<u4")
+        torch.set_rng_state(_tensor(self.torch))
+        # On another host, or another device, what is drawn there is new in any case.
+        if len(self.cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda])
+        numpy.random.set_state(("MT19937", keys, held.position, held.has_gauss, held.cached_gauss))
+        random.setstate((python.version, python.words, python.cached_gauss))
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if in_use else []
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()

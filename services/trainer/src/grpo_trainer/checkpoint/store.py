@@ -7,26 +7,32 @@ known by its name alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
-from grpo_trainer.checkpoint.save_path import (
+from grpo_trainer.checkpoint.atomic_dir import (
     make_directory,
     remove_directory,
     remove_unfinished,
     whole_directory,
+    write_whole,
 )
 from grpo_trainer.checkpoint.state import FileFacts, StateRecord, TrainerState
-from grpo_trainer.checkpoint.tensor_file import write_tensors
 from grpo_trainer.errors import DamagedState
 
 STATES = "trainer_state"
 RECORD, TENSORS = "trainer_state.json", "tensors.safetensors"
+NEWEST_EPOCH = "newest_epoch"
 KEPT = 2
 _NAME = re.compile(r"(\d{6,})_step_\d+")
 
@@ -128,3 +134,85 @@ def _damaged(directory: Path, what: str) -> DamagedState:
         "again; an older state can only go on without those that followed it: name it with "
         "--resume <directory>, or train from the start with --resume never"
     )
+
+
+PART_BYTES = 64 << 20
+"""Brought to the host at a time."""
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
+    """Write a safetensors file, a bounded part at a time; returns its SHA-256 in hexadecimal.
+
+        8 bytes length of the header (little endian), header (JSON), the tensors' bytes without gaps
+
+    safetensors itself brings all tensors of a file to the host before it writes the first: of a
+    trainer state on a GPU 12 bytes per weight.
+
+    Args:
+        tensors: on any device, of a floating type or uint8
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    # The widest elements first: each tensor then begins at a multiple of its element's size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in _parts(ordered):
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    described, begin = {}, 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        described[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield _header(tensors)
+    for tensor in tensors.values():
+        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
+            yield part.cpu().numpy().data
+
+
+class OpenedEpochs:
+    """The newest epoch under which trainers of one save path named weights, beside their states.
+
+    A state holds the epoch of its moment. If a trainer opened another one and died before its next
+    state, and the server restarted since, that epoch is recorded here alone.
+
+    Args: save_path: of the run
+    """
+
+    def __init__(self, save_path: Path) -> None:
+        self._path = save_path / STATES / NEWEST_EPOCH
+
+    def newest(self) -> int:
+        """0 where there is none."""
+        return int(self._path.read_text()) if self._path.exists() else 0
+
+    def open(self, epoch: int) -> None:
+        """Make it durable, before anybody learns of it.
+
+        Raises:
+            CheckpointNotSaved: it could not be written.
+        """
+        if epoch > self.newest():
+            write_whole(self._path, str(epoch))

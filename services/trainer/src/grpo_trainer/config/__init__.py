@@ -1,1 +1,1 @@
-"""Options of `grpo`. Imports no torch."""
+"""Options of `grpo`: the command line and the settings made of it. No torch, no I/O."""

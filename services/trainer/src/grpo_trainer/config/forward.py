@@ -1,24 +1,27 @@
-"""Options of the forward pass, and which of them go together."""
+"""Options of the forward pass: none of them changes the log-probabilities, beyond rounding."""
 
 from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo_core.settings import CommandSettings
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+LIGER = "liger"
+Choice = Literal["auto", "on", "off"]
+"""auto: where it pays and the model allows it, and where not, the log says why; on: or an error."""
 
 
-class ForwardSettings(CommandSettings):
+class ForwardOptions(BaseModel):
     """How log-probabilities are computed."""
 
-    packing: Literal["auto", "on", "off"] = Field(
+    model_config = ConfigDict(frozen=True)
+
+    packing: Choice = Field(
         "auto",
         description="Compute the sequences of a micro-batch end to end, without padding, and with "
         "flash attention where GPU and data type have it; auto: on a GPU, if the model allows it",
     )
-    fused_head: Literal["auto", "on", "off"] = Field(
+    fused_head: Choice = Field(
         "auto",
         description="Compute log-probabilities without all logits in memory at once; auto: on a "
         "GPU, if the model allows it",
@@ -34,15 +37,9 @@ class ForwardSettings(CommandSettings):
 
     @model_validator(mode="after")
     def _a_kernel_has_a_head(self) -> Self:
-        if self.head_kernel == LIGER and Choice(self.fused_head) is Choice.OFF:
+        if self.head_kernel == LIGER and self.fused_head == "off":
             raise ValueError(
                 "--head-kernel liger: computes inside the fused head, which --fused-head off "
                 "leaves out; drop one of the two"
             )
         return self
-
-    @property
-    def forward_options(self) -> ForwardOptions:
-        return ForwardOptions(
-            Choice(self.packing), Choice(self.fused_head), self.compile, self.head_kernel
-        )

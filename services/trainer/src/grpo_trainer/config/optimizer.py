@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
-
-from grpo_trainer.config.sync import ModeSettings
+from pydantic import BaseModel, ConfigDict, Field
 
 
-class OptimizerSettings(ModeSettings):
+class OptimizerOptions(BaseModel):
     """How a gradient changes the weights."""
+
+    model_config = ConfigDict(frozen=True)
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up")
@@ -37,32 +38,14 @@ class OptimizerSettings(ModeSettings):
         "to serve",
     )
 
-    @model_validator(mode="after")
-    def _optimizer_options_go_together(self) -> Self:
-        problems = [*self._of_masters(), *self._of_the_fused_step()]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _of_masters(self) -> list[str]:
-        problems = []
+    def optimizer_conflicts(self) -> Iterator[str]:
+        """Of options that exclude each other."""
         if self.master_dtype == "float32" and self.rounding == "stochastic":
-            problems.append(
+            yield (
                 "--rounding stochastic: for --master-dtype bfloat16; float32 masters keep every "
                 "update, and what is served is the nearest to them"
             )
-        if self.master_dtype == "bfloat16" and self.mode.trains_adapter:
-            problems.append(
-                f"--master-dtype bfloat16: in {self.mode} an adapter is trained, in float32"
-            )
-        return problems
-
-    def _of_the_fused_step(self) -> list[str]:
-        if not self.fused_step:
-            return []
         needed = {"optimizer": "adamw", "master_dtype": "float32"}
-        return [
-            f"--fused-step: for --{name.replace('_', '-')} {value} alone"
-            for name, value in needed.items()
-            if getattr(self, name) != value
-        ]
+        for name, value in needed.items():
+            if self.fused_step and getattr(self, name) != value:
+                yield f"--fused-step: for --{name.replace('_', '-')} {value} alone"

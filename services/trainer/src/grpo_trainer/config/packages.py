@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from grpo_trainer.config.forward_options import LIGER
+from grpo_trainer.config.forward import LIGER
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage
 

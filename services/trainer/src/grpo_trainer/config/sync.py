@@ -1,26 +1,27 @@
-"""Options that say how weights reach the server, and what each mode reads of them."""
+"""How weights reach the server: one class of options per mode, with no option that the mode does
+not read."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import ClassVar
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
-
-from grpo_core.redis.names import DEFAULT_RUN_ID
-from grpo_core.redis.url import OptionalRedisUrl
-from grpo_core.settings import CommandSettings
-from grpo_trainer.config.modes import Mode, unused_options
-from grpo_trainer.config.option_lists import names_in, numbers_in
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SERVED_WEIGHTS = "served_weights"
+SERVED_KEPT = 2
+"""Directories of weights: what is served, and what the server goes back to if that fails."""
+_PARTS = re.compile(r"[,\s]+")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """`layers`: indices of the transformer layers that get an adapter; None: all."""
+    """How the adapter is made. `layers`: indices of the transformer layers that get an adapter;
+    None: all."""
 
     r: int
     alpha: int
@@ -29,17 +30,52 @@ class LoraOptions:
     layers: tuple[int, ...] | None
 
 
-class ModeSettings(CommandSettings):
-    """The model, and its way to the server."""
+class ModeOptions(BaseModel):
+    """`mode`: as --weight-bridge-mode names it. `hands_off`: weights go to the server as files, by
+    way of its supervisor."""
 
-    model_name: Annotated[str, Field(validation_alias=AliasChoices("model_name", "model"))] = Field(
-        description="Hub id or directory of the model to train"
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    mode: ClassVar[str]
+    hands_off: ClassVar[bool] = True
+
+
+class SharedVllmSettings(ModeOptions):
+    """Trainer and server hold one copy of the weights."""
+
+    mode = "shared_vllm"
+    hands_off = False
+
+    vllm_control_url: str | None = Field(
+        None,
+        description="URL of the server's control port, where it has one (default: its own URL)",
     )
-    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none"] = Field(
-        description="How new weights reach the inference server. shared_vllm: both hold one copy; "
-        "lora_only: the running server loads adapters; lora_restart: it restarts with them; none: "
-        "it restarts on whole checkpoints"
+    weights_socket: Path | None = Field(
+        None, description="Unix socket of the server's weights (default: what the server names)"
     )
+    vllm_config_path: Path | None = Field(
+        None,
+        description="vllm_bridge_config.json of the server, where the socket that the server names "
+        "is not on this file system (default: looked for in $LOGDIR, . and /tmp/atropos_bridge)",
+    )
+    pause_lease_s: float = Field(
+        30.0, gt=0, description="Seconds after which the server goes on if an update hangs"
+    )
+    verify_every_steps: int = Field(
+        10,
+        ge=0,
+        description="shared_vllm: compare served and trained log-probabilities after the first "
+        "update and then every so many steps; 0: never. The other modes compare after every "
+        "publication",
+    )
+
+    @property
+    def publish_every_steps(self) -> int:
+        return 1
+
+
+class LoraSettings(ModeOptions):
+    """An adapter is trained."""
 
     lora_r: int = Field(16, ge=1, description="Rank of the adapter")
     lora_alpha: int = Field(32, ge=1, description="The adapter counts lora_alpha / lora_r times")
@@ -52,9 +88,32 @@ class ModeSettings(CommandSettings):
     lora_layer_indices: str | None = Field(
         None, description="Layers that get one, for example 20-31 or 0-3,28-31 (default: all)"
     )
-    adapter_sync_interval: int = Field(
-        1, ge=1, description="lora_only: steps between two adapters that the server loads"
-    )
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _names_modules(cls, value: str) -> str:
+        return ",".join(_names_in(value))
+
+    @field_validator("lora_layer_indices")
+    @classmethod
+    def _names_layers(cls, value: str | None) -> str | None:
+        return None if value is None else ",".join(map(str, _numbers_in(value)))
+
+    @property
+    def lora(self) -> LoraOptions:
+        layers = self.lora_layer_indices
+        return LoraOptions(
+            r=self.lora_r,
+            alpha=self.lora_alpha,
+            dropout=self.lora_dropout,
+            target_modules=_names_in(self.lora_target_modules),
+            layers=None if layers is None else _numbers_in(layers),
+        )
+
+
+class HandOffSettings(ModeOptions):
+    """Weights reach the server as files."""
+
     vllm_restart_interval: int = Field(
         3,
         ge=1,
@@ -66,44 +125,33 @@ class ModeSettings(CommandSettings):
         gt=0,
         description="Seconds that the server may take to serve new weights, a restart included",
     )
-    redis_url: OptionalRedisUrl = Field(
-        None,
-        description="Redis by which trainer and server speak: needed in every mode but shared_vllm "
-        "(default: $REDIS_URL)",
-    )
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (default: $RUN_ID)")
 
-    vllm_gpu: int | None = Field(
-        None,
-        ge=0,
-        description="GPU of a server that grpo starts, counted from 0 among those that "
-        "CUDA_VISIBLE_DEVICES names (default: the first)",
+    @property
+    def publish_every_steps(self) -> int:
+        return self.vllm_restart_interval
+
+
+class LoraOnlySettings(HandOffSettings, LoraSettings):
+    """The running server loads each new adapter."""
+
+    mode = "lora_only"
+
+    adapter_sync_interval: int = Field(
+        1, ge=1, description="lora_only: steps between two adapters that the server loads"
     )
-    gpu_memory_utilization: Annotated[
-        float,
-        Field(
-            validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization")
-        ),
-    ] = Field(0.45, gt=0, le=1, description="Share of its memory that such a server may take")
-    max_model_len: int | None = Field(
-        None,
-        ge=1,
-        description="Longest sequence of such a server, in tokens (default: 4096, or what the "
-        "model allows where that is less)",
-    )
+
+    @property
+    def publish_every_steps(self) -> int:
+        given = "vllm_restart_interval" in self.model_fields_set
+        return self.vllm_restart_interval if given else self.adapter_sync_interval
+
+
+class RestartSettings(HandOffSettings):
+    """The engine restarts on the new weights."""
+
     vllm_flags: str = Field(
         "", description='More flags for such a server, as one string: "--enforce-eager"'
     )
-
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _names_modules(cls, value: str) -> str:
-        return ",".join(names_in(value))
-
-    @field_validator("lora_layer_indices")
-    @classmethod
-    def _names_layers(cls, value: str | None) -> str | None:
-        return None if value is None else ",".join(map(str, numbers_in(value)))
 
     @field_validator("vllm_flags")
     @classmethod
@@ -111,54 +159,31 @@ class ModeSettings(CommandSettings):
         shlex.split(value)
         return value
 
-    @model_validator(mode="after")
-    def _options_fit_the_mode(self) -> Self:
-        problems = [*self._unused(), *self._missing(), *self._intervals_that_differ()]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
 
-    def _unused(self) -> list[str]:
-        unused = unused_options(self.mode, self.model_fields_set)
-        return [f"{_option(name)}: not used in {self.mode}; leave it out" for name in unused]
+class LoraRestartSettings(RestartSettings, LoraSettings):
+    """The engine restarts with each new adapter."""
 
-    def _missing(self) -> list[str]:
-        if self.redis_url is None and self.mode.hands_off:
-            return [f"--redis-url: mode {self.mode} needs the Redis of the server"]
-        return []
+    mode = "lora_restart"
 
-    def _intervals_that_differ(self) -> list[str]:
-        both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
-        if not both or self.adapter_sync_interval == self.vllm_restart_interval:
-            return []
-        return ["--adapter-sync-interval and --vllm-restart-interval: one, or the same"]
 
-    @property
-    def mode(self) -> Mode:
-        return Mode(self.weight_bridge_mode)
+class CheckpointRestartSettings(RestartSettings):
+    """The whole model is trained; the engine restarts on its checkpoint."""
 
-    @property
-    def lora(self) -> LoraOptions | None:
-        """None where the whole model is trained."""
-        if not self.mode.trains_adapter:
-            return None
-        layers = self.lora_layer_indices
-        return LoraOptions(
-            r=self.lora_r,
-            alpha=self.lora_alpha,
-            dropout=self.lora_dropout,
-            target_modules=names_in(self.lora_target_modules),
-            layers=None if layers is None else numbers_in(layers),
-        )
+    mode = "none"
 
-    @property
-    def publish_every_steps(self) -> int:
-        """Steps between two publications."""
-        if self.mode is Mode.SHARED_VLLM:
-            return 1
-        if self.mode is Mode.LORA_ONLY and "vllm_restart_interval" not in self.model_fields_set:
-            return self.adapter_sync_interval
-        return self.vllm_restart_interval
+
+SyncSettings = (
+    SharedVllmSettings | LoraOnlySettings | LoraRestartSettings | CheckpointRestartSettings
+)
+MODES: dict[str, type[SyncSettings]] = {
+    kind.mode: kind
+    for kind in (
+        SharedVllmSettings,
+        LoraOnlySettings,
+        LoraRestartSettings,
+        CheckpointRestartSettings,
+    )
+}
 
 
 def served_weights_directory(save_path: Path) -> Path:
@@ -166,5 +191,33 @@ def served_weights_directory(save_path: Path) -> Path:
     return (save_path / SERVED_WEIGHTS).absolute()
 
 
-def _option(field: str) -> str:
-    return "--" + field.replace("_", "-")
+def _names_in(text: str) -> tuple[str, ...]:
+    """`q_proj v_proj` or `q_proj,v_proj`. Raises ValueError where there is none."""
+    names = tuple(dict.fromkeys(part for part in _PARTS.split(text) if part))
+    if not names:
+        raise ValueError("expected at least one name")
+    return names
+
+
+def _numbers_in(text: str) -> tuple[int, ...]:
+    """`20-31`, `0,1,2`, `0-3,28-31`, in order and each once.
+
+    Raises:
+        ValueError: something else, or nothing.
+    """
+    numbers: set[int] = set()
+    for part in filter(None, _PARTS.split(text)):
+        found = _RANGE.fullmatch(part)
+        first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
+        if first > last:
+            raise ValueError(f"{part}: a range goes from the lower to the higher number")
+        numbers.update(range(first, last + 1))
+    if not numbers:
+        raise ValueError("expected numbers and ranges, for example 0-3,28-31")
+    return tuple(sorted(numbers))
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r}: expected numbers and ranges, for example 0-3,28-31")
+    return int(text)

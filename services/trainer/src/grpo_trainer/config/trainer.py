@@ -1,32 +1,73 @@
-"""Options of `grpo`: the archived trainer's names and defaults, and a few of our own."""
+"""Settings of a run: the archived trainer's options and defaults, and a few of our own."""
 
 from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 
+from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import load_settings
 from grpo_core.wire import Registration
-from grpo_trainer.config.forward import ForwardSettings
-from grpo_trainer.config.optimizer import OptimizerSettings
-from grpo_trainer.config.option_lists import joined_lists
+from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.optimizer import OptimizerOptions
+from grpo_trainer.config.sync import (
+    LoraOptions,
+    LoraSettings,
+    SharedVllmSettings,
+    SyncSettings,
+)
 
 AUTO, NEVER = "auto", "never"
 AUTO_DEVICE = "auto"
-LISTS = ("--lora-target-modules", "--lora-layer-indices")
 
 
-class TrainerSettings(ForwardSettings, OptimizerSettings):
-    """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
+class RunOptions(ForwardOptions, OptimizerOptions):
+    """Options that every mode reads."""
 
-    model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
+
+    model_name: Annotated[str, Field(validation_alias=AliasChoices("model_name", "model"))] = Field(
+        description="Hub id or directory of the model to train"
+    )
+    redis_url: OptionalRedisUrl = Field(
+        None,
+        description="Redis by which trainer and server speak: needed in every mode but shared_vllm "
+        "(default: $REDIS_URL)",
+    )
+    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (default: $RUN_ID)")
+
+    vllm_gpu: int | None = Field(
+        None,
+        ge=0,
+        description="GPU of a server that grpo starts, counted from 0 among those that "
+        "CUDA_VISIBLE_DEVICES names (default: the first)",
+    )
+    gpu_memory_utilization: Annotated[
+        float,
+        Field(
+            validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization")
+        ),
+    ] = Field(0.45, gt=0, le=1, description="Share of its memory that such a server may take")
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Longest sequence of such a server, in tokens (default: 4096, or what the "
+        "model allows where that is less)",
+    )
 
     training_steps: int = Field(10, ge=1, description="Optimizer steps to take")
     batch_size: int = Field(2, ge=1, description="Sequences per forward pass (micro-batch)")
@@ -59,21 +100,6 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
     vllm_url: str | None = Field(
         None, description="URL of the inference server (default: http://127.0.0.1:<vllm port>)"
     )
-    vllm_control_url: str | None = Field(
-        None,
-        description="URL of the server's control port, where it has one (default: its own URL)",
-    )
-    weights_socket: Path | None = Field(
-        None, description="Unix socket of the server's weights (default: what the server names)"
-    )
-    vllm_config_path: Path | None = Field(
-        None,
-        description="vllm_bridge_config.json of the server, where the socket that the server names "
-        "is not on this file system (default: looked for in $LOGDIR, . and /tmp/atropos_bridge)",
-    )
-    pause_lease_s: float = Field(
-        30.0, gt=0, description="Seconds after which the server goes on if an update hangs"
-    )
     service_deadline_s: float = Field(
         60.0, gt=0, description="Seconds to keep trying an unreachable service"
     )
@@ -87,13 +113,6 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
         60.0,
         gt=0,
         description="Seconds to wait for an environment to come back once the last one has left",
-    )
-    verify_every_steps: int = Field(
-        10,
-        ge=0,
-        description="shared_vllm: compare served and trained log-probabilities after the first "
-        "update and then every so many steps; 0: never. The other modes compare after every "
-        "publication",
     )
     max_staleness: int | None = Field(
         None,
@@ -163,17 +182,21 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
     def _wandb_has_a_group(cls, value: str, info: ValidationInfo) -> str:
         return _random_group() if info.data.get("use_wandb") and not value else value
 
-    @model_validator(mode="after")
-    def _data_can_be_fresh_enough(self) -> Self:
-        """Right before a publication the newest data is this old."""
-        oldest = self.publish_every_steps - 1
-        if self.max_staleness is not None and self.max_staleness < oldest:
-            raise ValueError(
-                f"--max-staleness {self.max_staleness}: the server gets new weights every "
-                f"{oldest + 1} steps, so what it samples is up to {oldest} steps old; allow that "
-                "much, or publish more often"
-            )
-        return self
+
+class TrainerSettings(RunOptions):
+    """Options of one run. `sync`: of its mode, with none of another one."""
+
+    sync: SyncSettings
+
+    @property
+    def lora(self) -> LoraOptions | None:
+        """None where the whole model is trained."""
+        return self.sync.lora if isinstance(self.sync, LoraSettings) else None
+
+    @property
+    def verify_every_steps(self) -> int:
+        """Steps between two checks of the served weights; 0: none, or with every publication."""
+        return self.sync.verify_every_steps if isinstance(self.sync, SharedVllmSettings) else 0
 
     @property
     def inference_url(self) -> str:
@@ -191,11 +214,6 @@ class TrainerSettings(ForwardSettings, OptimizerSettings):
             starting_step=first_step,
             num_steps=self.training_steps,
         )
-
-
-def parse_settings(argv: Sequence[str]) -> TrainerSettings:
-    """Those of a command line, or the process ends with status 2 and a line per mistake."""
-    return load_settings(TrainerSettings, joined_lists(argv, LISTS))
 
 
 def _random_group() -> str:

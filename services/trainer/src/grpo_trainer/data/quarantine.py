@@ -10,7 +10,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import ScoredGroup
-from grpo_trainer.checkpoint.save_path import write_whole
+from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
 
 log = structlog.get_logger()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_core.wire import PROMPT_LOGPROB
-from grpo_trainer.config.forward_options import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packing
@@ -125,12 +125,12 @@ def is_enabled(
     Raises:
         FastPathRefused: it was asked for by name.
     """
-    if choice is Choice.OFF or (choice is Choice.AUTO and device.type != "cuda"):
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return False
     try:
         enable()
     except FastPathRefused as refusal:
-        if choice is Choice.ON:
+        if choice == "on":
             raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
         log.info("a faster way is not taken", option=f"--{option}", why=str(refusal))
         return False

@@ -67,7 +67,7 @@ def provide(model: str) -> Path:
 
 def require_writable(directory: Path) -> None:
     """Raises `UnusableSavePath` where nothing can be saved later."""
-    from grpo_trainer.checkpoint.save_path import make_directory, not_writable
+    from grpo_trainer.checkpoint.atomic_dir import make_directory, not_writable
 
     probe = directory / ".write-probe"
     try:

@@ -1,1 +1,1 @@
-"""The record of each step, and where it goes."""
+"""What a run reports: the record of each step, where it goes, alerts, benchmark times."""

@@ -11,7 +11,7 @@ import structlog
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.metrics import StepOutcome, step_record
-from grpo_trainer.telemetry.sinks import Write, keep_records, set_records_aside
+from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.telemetry.timing import Stopwatch, server_status
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ class Recorder:
     def report_times(self) -> None:
         """To standard output, and to benchmark.json."""
         settings = self._settings
-        summary = self._stopwatch.summary(settings.weight_bridge_mode, server_status(settings))
+        summary = self._stopwatch.summary(settings.sync.mode, server_status(settings))
         summary.write(settings.save_path)
         sys.stdout.write(f"\n{summary}")
 
@@ -55,6 +55,6 @@ def settle_metrics_file(path: Path | None, resumed_step: int | None) -> None:
     if path is None:
         return
     if resumed_step is None:
-        set_records_aside(path)
+        rotate_records(path)
     else:
-        keep_records(path, resumed_step)
+        trim_records(path, resumed_step)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_trainer.checkpoint.save_path import write_whole
+from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry.metrics import Record
@@ -43,7 +43,7 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
         yield write
 
 
-def keep_records(path: Path, steps_taken: int) -> None:
+def trim_records(path: Path, steps_taken: int) -> None:
     """Leave one record of each step up to `steps_taken`: later steps, which a killed trainer took
     beyond the state that the run goes on from, are taken again. Lines that are no record go too.
 
@@ -59,7 +59,7 @@ def keep_records(path: Path, steps_taken: int) -> None:
         write_whole(path.resolve(), "".join(kept))
 
 
-def set_records_aside(path: Path) -> None:
+def rotate_records(path: Path) -> None:
     """Those of another run: `path` is renamed to `path.1`, or the next number that is free.
 
     Raises:

@@ -1,24 +1,4 @@
-"""`--benchmark`: where the time of a run went, in the archived trainer's layout, and as a file.
-
-`benchmark.json` in the save path holds one object:
-
-    mode                     --weight-bridge-mode
-    steps                    taken by this process
-    total_s                  from the first step's beginning to the end of the last one
-    step_s_mean              of one step, from asking for a batch to its record
-    sync_s_total             of publishing
-    sync_s_mean              of one publication; null without any
-    fetch_s_total            of waiting for batches
-    compute_s_total          of everything else that a step does before it publishes
-    publishes                publications after a step
-    peak_rss_bytes           of the trainer
-    peak_cuda_bytes          of the trainer; null without a GPU
-    restarts                 engine starts after the first, by the server's count; null where no
-    dropped_requests         aborted by drains                             Redis says it, as are
-    generation_tokens        sampled                                       these two
-    reward_first             mean reward of the first and of the last step; null where a step has
-    reward_last              none
-"""
+"""`--benchmark`: where the time of a run went, in the archived trainer's layout, and as a file."""
 
 from __future__ import annotations
 
@@ -42,23 +22,24 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Summary:
-    """The fields of `benchmark.json`."""
+    """The fields of `benchmark.json`. Those that are None are not known: without a GPU, without a
+    publication, without a reward, or without a supervisor that reports to Redis."""
 
     mode: str
-    steps: int
-    total_s: float
-    step_s_mean: float
-    sync_s_total: float
-    sync_s_mean: float | None
-    fetch_s_total: float
-    compute_s_total: float
-    publishes: int
-    peak_rss_bytes: int
+    steps: int  # taken by this process
+    total_s: float  # from the first step's beginning to the end of the last one
+    step_s_mean: float  # from asking for a batch to its record
+    sync_s_total: float  # of publishing
+    sync_s_mean: float | None  # of one publication
+    fetch_s_total: float  # of waiting for batches
+    compute_s_total: float  # of everything else that a step does before it publishes
+    publishes: int  # after a step
+    peak_rss_bytes: int  # of the trainer
     peak_cuda_bytes: int | None
-    restarts: int | None
-    dropped_requests: int | None
-    generation_tokens: int | None
-    reward_first: float | None
+    restarts: int | None  # engine starts after the first, by the server's count
+    dropped_requests: int | None  # aborted by drains
+    generation_tokens: int | None  # sampled
+    reward_first: float | None  # mean of the first step, and of the last one
     reward_last: float | None
 
     def write(self, save_path: Path) -> None:

@@ -1,19 +1,20 @@
 """Sends each step's record to Weights & Biases, without ever holding training up.
 
-W&B runs in a child process and takes records through a pipe that is never waited for. Whatever
-goes wrong with it, or hangs in it, stays there: the sink says so once, and training goes on.
+W&B runs in a child process and takes records through a pipe that is never waited for: with its own
+service process stopped, `log()`, `finish()` and the end of the interpreter block for good. If W&B
+fails or hangs, the sink warns once, and training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,8 +32,8 @@ FINISH_DEADLINE_S = 30.0
 _INIT_TIMEOUT_S = 90.0
 _UPLOAD_TIMEOUT_S = 25.0
 _KILL_DEADLINE_S = 5.0
-MAX_UNSENT_BYTES = 1024 * 1024
-"""About 500 records that W&B did not take."""
+PIPE_BYTES = 1024 * 1024
+"""About 500 records that W&B did not take; the most that Linux allows a user by default."""
 
 
 def start_wandb(settings: TrainerSettings) -> WandbSink:
@@ -48,7 +49,7 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
             {
                 "project": settings.wandb_project,
                 "group": settings.wandb_group,
-                "config": settings.model_dump(mode="json"),
+                "config": _flat(settings),
                 "pid": os.getpid(),
                 "init_timeout_s": _INIT_TIMEOUT_S,
                 "finish_timeout_s": _UPLOAD_TIMEOUT_S,
@@ -77,9 +78,11 @@ class WandbSink:
             env=os.environ | ({"WANDB_API_KEY": api_key} if api_key else {}),
         )
         assert self._child.stdin is not None
-        self._pipe = self._child.stdin.fileno()
-        os.set_blocking(self._pipe, False)
-        self._unsent = b""
+        assert self._child.stdout is not None
+        self._to_child, self._from_child = self._child.stdin, self._child.stdout
+        os.set_blocking(self._to_child.fileno(), False)
+        with contextlib.suppress(OSError):  # beyond a user's limit: the usual 64 KiB, 30 records
+            fcntl.fcntl(self._to_child, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._given_up = False
 
     @property
@@ -92,19 +95,13 @@ class WandbSink:
         Raises:
             WandbUnavailable: with W&B's own words.
         """
-        self._unsent = _line({"start": start})
-        give_up_at = time.monotonic() + deadline_s
-        answer = b""
-        while not answer.endswith(b"\n"):
-            self._send()
-            assert self._child.stdout is not None
-            ready, _, _ = select.select([self._child.stdout], [], [], 0.1)
-            part = os.read(self._child.stdout.fileno(), 65536) if ready else None
-            if part == b"":
-                raise WandbUnavailable(f"W&B ended while it started; {_ADVICE}")
-            if part is None and time.monotonic() >= give_up_at:
-                raise WandbUnavailable(f"W&B did not start within {deadline_s:g} s; {_ADVICE}")
-            answer += part or b""
+        with contextlib.suppress(OSError):  # it has ended: so has its output
+            self._send({"start": start})
+        if not select.select([self._from_child], [], [], deadline_s)[0]:
+            raise WandbUnavailable(f"W&B did not start within {deadline_s:g} s; {_ADVICE}")
+        answer = self._from_child.readline()
+        if not answer:
+            raise WandbUnavailable(f"W&B ended while it started; {_ADVICE}")
         said: dict[str, str] = json.loads(answer)
         if "error" in said:
             raise WandbUnavailable(f"W&B did not start: {said['error']}; {_ADVICE}")
@@ -114,26 +111,20 @@ class WandbSink:
         """Hand one record over. Never raises and never waits: W&B is no reason to stop."""
         if self._given_up:
             return
-        self._unsent += _line({"record": record})
         try:
-            self._send()
+            self._send({"record": record})
+        except BlockingIOError:
+            self._give_up("it takes nothing any more; its pipe is full")
         except OSError as error:
             self._give_up(f"its process is gone ({error})")
-            return
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            self._give_up(f"it takes nothing any more; {len(self._unsent)} bytes wait")
 
     def close(self, failed: bool, deadline_s: float = FINISH_DEADLINE_S) -> None:
         """Let W&B finish the run, as failed or not, and end the child; never raises."""
         if self._given_up:
             return
-        give_up_at = time.monotonic() + deadline_s
-        self._unsent += _line({"finish": int(failed)})
         try:
-            while self._unsent and time.monotonic() < give_up_at:
-                select.select([], [self._pipe], [], 0.1)
-                self._send()
-            status = self._child.wait(max(0.0, give_up_at - time.monotonic()))
+            self._send({"finish": int(failed)})
+            status = self._child.wait(deadline_s)
         except (OSError, subprocess.TimeoutExpired) as error:
             self._give_up(f"it did not finish the run ({error})")
             return
@@ -150,11 +141,11 @@ class WandbSink:
             self._child.wait(_KILL_DEADLINE_S)
         self._release()
 
-    def _send(self) -> None:
-        """As much as the pipe takes. Raises `OSError` where nobody reads any more."""
-        with contextlib.suppress(BlockingIOError):
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._pipe, self._unsent) :]
+    def _send(self, message: dict[str, Any]) -> None:
+        """Raises BlockingIOError if the pipe does not take all of it, OSError if nobody reads."""
+        line = json.dumps(message).encode() + b"\n"
+        if os.write(self._to_child.fileno(), line) < len(line):
+            raise BlockingIOError
 
     def _give_up(self, why: str) -> None:
         log.warning(
@@ -166,9 +157,8 @@ class WandbSink:
         self.abandon()
 
     def _release(self) -> None:
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._to_child.close()
+        self._from_child.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +178,12 @@ _ADVICE = (
 )
 
 
+def _flat(settings: TrainerSettings) -> dict[str, Any]:
+    """The options as the command line names them."""
+    options = settings.model_dump(mode="json")
+    return {"weight_bridge_mode": settings.sync.mode, **options, **options.pop("sync")}
+
+
 def _api_key(file: Path | None) -> str | None:
     if file is None:
         return None
@@ -197,7 +193,3 @@ def _api_key(file: Path | None) -> str | None:
         raise WandbUnavailable(
             f"--wandb-key-file {file}: {error}; name a file with the API key alone"
         ) from error
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"

@@ -1,1 +1,1 @@
-"""How new weights reach the inference server: one module per mode, one interface."""
+"""How new weights reach the inference server: one interface, one object per mode. No loss."""

@@ -63,8 +63,8 @@ class WeightSync(Protocol):
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Take the optimizer step with index `step`, and serve its result where that is due."""
 
-    def tend(self) -> None:
-        """Called while the trainer waits: mend what happened to the server meanwhile."""
+    def recover_server(self) -> None:
+        """Called while the trainer waits: if the server went away, wait for its return."""
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's log-probabilities of token_ids[1:]; [T] → [T-1]."""

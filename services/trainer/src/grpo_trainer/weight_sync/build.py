@@ -5,8 +5,15 @@ from __future__ import annotations
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.handoff import Action
-from grpo_trainer.config.modes import Mode
-from grpo_trainer.config.sync import served_weights_directory
+from grpo_trainer.checkpoint.store import OpenedEpochs
+from grpo_trainer.config.sync import (
+    CheckpointRestartSettings,
+    HandOffSettings,
+    LoraOnlySettings,
+    LoraRestartSettings,
+    SharedVllmSettings,
+    served_weights_directory,
+)
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
 from grpo_trainer.weight_sync.base import WeightSync
@@ -16,65 +23,64 @@ from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
 from grpo_trainer.weight_sync.files.served_files import ServedFiles
 from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 ACTIONS = {
-    Mode.LORA_ONLY: Action.LOAD_ADAPTER,
-    Mode.LORA_RESTART: Action.RESTART_WITH_ADAPTER,
-    Mode.NONE: Action.RESTART_WITH_CHECKPOINT,
+    LoraOnlySettings: Action.LOAD_ADAPTER,
+    LoraRestartSettings: Action.RESTART_WITH_ADAPTER,
+    CheckpointRestartSettings: Action.RESTART_WITH_CHECKPOINT,
 }
 
 
 def build_weight_sync(settings: TrainerSettings) -> WeightSync:
-    """Nothing is asked of anybody yet."""
-    bridge = BridgeClient(
-        settings.inference_url,
-        settings.service_deadline_s,
-        settings.vllm_control_url,
-        plain(settings.vllm_api_key),
-    )
-    if settings.mode is Mode.SHARED_VLLM:
-        return _shared(settings, bridge)
-    return _handed_off(settings, bridge)
+    """Sends no request yet."""
+    chosen = settings.sync
+    if isinstance(chosen, SharedVllmSettings):
+        return _shared(settings, chosen)
+    return _handed_off(settings, chosen)
 
 
-def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
+def _bridge(settings: TrainerSettings, control_url: str | None = None) -> BridgeClient:
+    key = plain(settings.vllm_api_key)
+    return BridgeClient(settings.inference_url, settings.service_deadline_s, control_url, key)
+
+
+def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm:
     return SharedVllm(
-        bridge=bridge,
+        bridge=_bridge(settings, chosen.vllm_control_url),
         model_name=settings.model_name,
-        places=WeightPlaces(settings.weights_socket, settings.vllm_config_path),
+        places=WeightPlaces(chosen.weights_socket, chosen.vllm_config_path),
         dtype=settings.dtype,
         device=settings.device,
-        lease_s=settings.pause_lease_s,
+        lease_s=chosen.pause_lease_s,
         return_deadline_s=settings.server_return_deadline_s,
         epochs=OpenedEpochs(settings.save_path),
     )
 
 
-def _handed_off(settings: TrainerSettings, bridge: BridgeClient) -> HandedOff:
-    url, action = plain(settings.redis_url), ACTIONS[settings.mode]
-    assert url is not None, "the settings refuse these modes without --redis-url"
+def _handed_off(settings: TrainerSettings, chosen: HandOffSettings) -> HandedOff:
+    url, action = plain(settings.redis_url), ACTIONS[type(chosen)]
+    assert url is not None, "the command line refuses these modes without --redis-url"
     link = HandoffLink(url, settings.run_id, settings.service_deadline_s)
     watch = SupervisorWatch(link, settings.server_return_deadline_s)
     return HandedOff(
-        bridge=bridge,
+        bridge=_bridge(settings),
         link=link,
         watch=watch,
-        handoff=Handoff(link, watch, action, settings.publish_deadline_s),
-        weights=_weights(settings),
+        handoff=Handoff(link, watch, action, chosen.publish_deadline_s),
+        weights=trained_weights(settings),
         files=ServedFiles(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
         cadence=Cadence(
-            every_steps=settings.publish_every_steps,
+            every_steps=chosen.publish_every_steps,
             last_step=settings.training_steps,
             at_start=not action.restarts,
         ),
     )
 
 
-def _weights(settings: TrainerSettings) -> TrainedWeights:
+def trained_weights(settings: TrainerSettings) -> TrainedWeights:
     if settings.lora is None:
         return WholeModel(settings.model_name)
     return Adapter(settings.model_name, settings.lora)

@@ -166,13 +166,13 @@ class HandedOff:
             alignment=alignment,
         )
 
-    def tend(self) -> None:
+    def recover_server(self) -> None:
         """Where the server is away: wait for its return. Raises `LostServer`."""
         self._watch.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
-        30 s, and as `tend`."""
+        30 s, and as `recover_server`."""
         give_up_at = time.monotonic() + PROBE_DEADLINE_S
         while True:
             try:

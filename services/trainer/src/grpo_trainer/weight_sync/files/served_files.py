@@ -9,12 +9,11 @@ from pathlib import Path
 
 from grpo_core.weights.files import directory_digest
 from grpo_core.wire import PolicyVersion
-from grpo_trainer.checkpoint.save_path import make_directory, remove_directory, remove_unfinished
+from grpo_trainer.checkpoint.atomic_dir import make_directory, remove_directory, remove_unfinished
+from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.weight_sync.files.handoff import WeightFiles
 
-KEPT = 2
-"""What is served, and what the server goes back to where that fails."""
 _NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
@@ -44,7 +43,7 @@ class ServedFiles:
 
     def remove_older(self, in_use: Collection[Path]) -> None:
         """All but the newest two and what requests in flight read. Args: in_use: resolved paths."""
-        for _, path in sorted(self._versions())[:-KEPT]:
+        for _, path in sorted(self._versions())[:-SERVED_KEPT]:
             if path.resolve() not in in_use:
                 remove_directory(path)
 

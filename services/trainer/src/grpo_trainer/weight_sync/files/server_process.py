@@ -1,15 +1,12 @@
-"""Who starts the inference server: `grpo` itself, as its child, in the modes that restart it; else
-the user, who is told what to type."""
+"""Starts the inference server if the mode restarts it; otherwise the log says what to type."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
-import signal
+import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,30 +15,28 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
-from grpo_trainer.config.modes import STARTS_SERVER_WITH
+from grpo_trainer.config.sync import RestartSettings, served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
-from grpo_trainer.weight_sync.files.server_command import (
-    command_to_start,
-    server_flags,
-    sizing_flags,
-)
+from grpo_trainer.model.adapter import served_rank
 
 log = structlog.get_logger()
 
 PACKAGE = "grpo_vllm"
 LOG = "vllm_server.log"
+STARTS_SERVER_WITH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
+"""Command lines of the archived trainer name them in every mode. If grpo starts no server, the log
+mentions them."""
+MAX_MODEL_LEN = 4096
+"""Without --max-model-len, if the model allows as much."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 END_GRACE_S = 60.0
 """The server lets requests finish first."""
 _POLL_S = 0.2
 _CONNECT_S = 2.0
-_LOG_TAIL_LINES = 15
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @contextlib.contextmanager
@@ -53,10 +48,10 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
         MissingPackage: the server is to be started and is not installed.
         NoSuchDevice: --vllm-gpu names a GPU that this process does not see.
     """
-    host, port = _address(settings.inference_url)
-    if settings.mode.restarts and host in LOOPBACK and not _listens(host, port):
-        with ServerChild(settings, port) as child:
-            child.wait_until_serving(settings.server_return_deadline_s)
+    chosen, (host, port) = settings.sync, _address(settings.inference_url)
+    is_local = host in LOOPBACK
+    if isinstance(chosen, RestartSettings) and is_local and not _listens(host, port):
+        with _started_server(settings, chosen.vllm_flags, port):
             yield
     else:
         _mention_unused(settings)
@@ -64,71 +59,59 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
         yield
 
 
-class ServerChild(ClosesOnExit):
-    """`vllm-api-server` in a session of its own: a terminal's Ctrl-C reaches the trainer alone,
-    which then ends it. Should the trainer be killed, the kernel sends it SIGTERM."""
+@contextlib.contextmanager
+def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> Iterator[None]:
+    """`vllm-api-server` as a child. A terminal's Ctrl-C reaches the trainer alone, which then ends
+    it."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise MissingPackage(
+            f"mode {settings.sync.mode} starts vllm-api-server, and {PACKAGE} is not installed "
+            "here; install it (make install), or start the server where it is: "
+            + command_to_start(settings, port)
+        )
+    command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
+    command += sizing_flags(settings, more_flags, _has_gpu())
+    log_path = settings.save_path / LOG
+    child = ManagedProcess("vllm-api-server", command, log_path, _environment(settings))
+    log.info("started the inference server", pid=child.pid, log=str(log_path))
+    try:
+        seconds = child.wait_until(
+            lambda: _serves(settings.inference_url), settings.server_return_deadline_s
+        )
+        log.info("the inference server serves", seconds=round(seconds, 1))
+        yield
+    except ProcessFailed as error:
+        advice = "if it only needs longer, raise --server-return-deadline-s"
+        raise NoInferenceServer(f"{error}\n{advice}") from error
+    finally:
+        child.stop(END_GRACE_S)
 
-    def __init__(self, settings: TrainerSettings, port: int) -> None:
-        if importlib.util.find_spec(PACKAGE) is None:
-            raise MissingPackage(
-                f"mode {settings.mode} starts vllm-api-server, and {PACKAGE} is not installed "
-                "here; install it (make install), or start the server where it is: "
-                + command_to_start(settings, port)
-            )
-        self.log_path = settings.save_path / LOG
-        self._url = settings.inference_url
-        command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
-        command += sizing_flags(settings, _has_gpu())
-        with self.log_path.open("ab") as output:
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(settings),
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-        log.info("started the inference server", pid=self._child.pid, log=str(self.log_path))
 
-    def wait_until_serving(self, deadline_s: float) -> None:
-        """Raises `NoInferenceServer` where it ended, or does not answer in time."""
-        started = time.monotonic()
-        while not self._serves():
-            code = self._child.poll()
-            if code is not None:
-                raise NoInferenceServer(
-                    f"vllm-api-server ended with status {code} while starting; see "
-                    f"{self.log_path}\n{self._log_tail()}"
-                )
-            if time.monotonic() - started >= deadline_s:
-                raise NoInferenceServer(
-                    f"vllm-api-server does not answer after {deadline_s:g} s; see {self.log_path}, "
-                    f"or raise --server-return-deadline-s\n{self._log_tail()}"
-                )
-            time.sleep(_POLL_S)
-        log.info("the inference server serves", seconds=round(time.monotonic() - started, 1))
+def server_flags(settings: TrainerSettings, port: int) -> list[str]:
+    """Options of `vllm-api-server` that the mode needs. Redis is named by REDIS_URL: a command line
+    is for all to read, and its URL may hold a password."""
+    flags = ["--model", settings.model_name, "--port", str(port), "--dtype", settings.dtype]
+    if not settings.sync.hands_off:
+        return [*flags, "--share-weights"]
+    flags += ["--run-id", settings.run_id]
+    flags += ["--weights-dir", str(served_weights_directory(settings.save_path))]
+    if settings.lora is not None:
+        flags += ["--enable-lora", "--max-lora-rank", str(served_rank(settings.lora.r))]
+    return flags
 
-    def close(self) -> None:
-        """TERM, then KILL for it and what it started, each by this handle."""
-        if self._child.poll() is None:
-            self._child.terminate()
-        try:
-            self._child.wait(END_GRACE_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the inference server does not end; killing it", pid=self._child.pid)
-            # Not waited for yet, so its process group can be nobody else's.
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
 
-    def _serves(self) -> bool:
-        try:
-            return httpx.get(f"{self._url}/health", timeout=_CONNECT_S).is_success
-        except httpx.TransportError:
-            return False
+def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> list[str]:
+    """Of a server that grpo starts."""
+    flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model_name))]
+    if has_gpu or "gpu_memory_utilization" in settings.model_fields_set:
+        flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    return flags + shlex.split(more_flags)
 
-    def _log_tail(self) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+
+def command_to_start(settings: TrainerSettings, port: int) -> str:
+    """To copy and paste."""
+    redis = 'REDIS_URL="<that of the trainer>" ' if settings.sync.hands_off else ""
+    return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
 
 
 def _wait_for(settings: TrainerSettings, host: str, port: int) -> None:
@@ -166,18 +149,23 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
+def _serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=_CONNECT_S).is_success
+    except httpx.TransportError:
+        return False
+
+
 def _environment(settings: TrainerSettings) -> dict[str, str]:
-    environment = dict(os.environ)
-    url = plain(settings.redis_url)
-    if url is not None:
-        environment["REDIS_URL"] = url
-    key = plain(settings.vllm_api_key)
-    if key is not None:
-        environment["VLLM_API_KEY"] = key
-    if settings.vllm_gpu is not None:
-        visible = environment.get(VISIBLE_GPUS)
-        environment[VISIBLE_GPUS] = _visible_gpu(settings.vllm_gpu, visible)
-    return environment
+    """Beside this process's own."""
+    redis_url, api_key = plain(settings.redis_url), plain(settings.vllm_api_key)
+    gpu = settings.vllm_gpu
+    values = {
+        "REDIS_URL": redis_url,
+        "VLLM_API_KEY": api_key,
+        VISIBLE_GPUS: None if gpu is None else _visible_gpu(gpu, os.environ.get(VISIBLE_GPUS)),
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
@@ -198,5 +186,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _longest(model_name: str) -> int:
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(model_name), "max_position_embeddings", None)
+    return min(MAX_MODEL_LEN, limit or MAX_MODEL_LEN)

@@ -1,22 +1,27 @@
-"""Finds the inference server's weight memory and maps it."""
+"""Attaches to the inference server's weight memory, and again after the server restarted."""
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
-from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import map_memory
-from grpo_trainer.weight_sync.shared_memory.views import MappedWeights
+from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
+from grpo_trainer.model.device import require_device
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
+
+RETURN_DEADLINE_S = 300.0
+RETURN_POLL_S = 0.5
+_RETURN_ATTEMPT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class WeightPlaces:
 
 
 @dataclass(frozen=True)
-class Attachment(ClosesOnExit):
+class Attachment:
     """One trainer's hold on one server start. The session lasts as long as the connection."""
 
     connection: WeightConnection
@@ -48,29 +53,121 @@ class Attachment(ClosesOnExit):
         self.connection.close()
 
 
-def attach(
-    bridge: BridgeClient, places: WeightPlaces, deadline_s: float | None = None
-) -> Attachment:
-    """Connect to the server's weight socket and map what it hands out.
+class ServerConnection:
+    """At most one attachment at a time.
 
     Args:
-        deadline_s: how long the server may be unreachable; None: the client's own deadline.
-
-    Raises:
-        ServiceUnavailable: no server, no weight socket, or another trainer is attached.
-        PolicyMismatch: the server shares nothing.
-        UnreachableWeights: they are on a GPU that this process cannot share.
-        BridgeConfigNotFound: nobody says where the socket is on this file system.
+        bridge: control client of the server
+        places: where its weight socket is
+        dtype: what the server must hold; "auto": whatever it holds
+        device: where the server must hold it; "auto": wherever it does
+        return_deadline_s: how long a server that went away may take to come back
     """
-    info = bridge.info(deadline_s)
-    connection = connect_weights(_socket(bridge.base_url, info, places))
-    try:
-        weights = MappedWeights(connection.grant.manifest, map_memory(connection))
-        # Asked again at the door: the trainer before may have been cut off in the meantime.
-        return Attachment(connection, weights, bridge.info(deadline_s))
-    except BaseException:
-        connection.close()
-        raise
+
+    def __init__(
+        self,
+        bridge: BridgeClient,
+        places: WeightPlaces,
+        dtype: str,
+        device: str,
+        return_deadline_s: float,
+    ) -> None:
+        self._bridge = bridge
+        self._places = places
+        self._dtype = dtype
+        self._device = device
+        self.return_deadline_s = return_deadline_s
+        self._attachment: Attachment | None = None
+        bridge.give_up_if(self.is_lost)
+
+    def is_lost(self) -> bool:
+        """Has the server ended whose memory is held?"""
+        return self._attachment is not None and self._attachment.is_lost()
+
+    @property
+    def attached(self) -> bool:
+        return self._attachment is not None
+
+    @property
+    def attachment(self) -> Attachment:
+        if self._attachment is None:
+            raise WeightSyncError("not attached: load_policy() comes first")
+        return self._attachment
+
+    def attach(self, deadline_s: float | None = None) -> Attachment:
+        """Connect to the server's weight socket and map what it hands out.
+
+        Args:
+            deadline_s: how long the server may be unreachable; None: the client's own deadline.
+
+        Raises:
+            ServiceUnavailable: no server, no weight socket, or another trainer is attached.
+            PolicyMismatch: the server shares nothing, or with another data type or device.
+            UnreachableWeights: they are on a GPU that this process cannot share.
+            BridgeConfigNotFound: nobody says where the socket is on this file system.
+        """
+        info = self._bridge.info(deadline_s)
+        connection = connect_weights(_socket(self._bridge.base_url, info, self._places))
+        try:
+            weights = map_weights(connection)
+            # Asked again once attached: the previous trainer may have been cut off in the meantime.
+            attachment = Attachment(connection, weights, self._bridge.info(deadline_s))
+        except BaseException:
+            connection.close()
+            raise
+        self._attachment = attachment
+        self._check_dtype(weights)
+        require_device(self._device, weights.device)
+        return attachment
+
+    def reattach(self, why: str) -> Attachment:
+        """Wait for a server that went away.
+
+        Raises:
+            LostServer: it did not come back in time.
+            PolicyMismatch: it came back with another data type.
+        """
+        log.warning(
+            "lost the inference server; waiting for its return",
+            why=why,
+            deadline_s=self.return_deadline_s,
+        )
+        self.close()
+        started = time.monotonic()
+        while True:
+            try:
+                attachment = self.attach(_RETURN_ATTEMPT_S)
+            except ServiceUnavailable as error:
+                if time.monotonic() - started >= self.return_deadline_s:
+                    raise self.did_not_return(str(error)) from error
+                time.sleep(RETURN_POLL_S)
+            else:
+                log.info(
+                    "attached again; writing the current weights back",
+                    seconds=round(time.monotonic() - started, 1),
+                    generation=attachment.weights.manifest.generation,
+                )
+                return attachment
+
+    def close(self) -> None:
+        """Let go. The weights served last stay served."""
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def did_not_return(self, what: str) -> LostServer:
+        return LostServer(
+            f"the inference server at {self._bridge.base_url} went away and did not come back "
+            f"within {self.return_deadline_s:g} s ({what}); read its log, start it again, then "
+            "the trainer"
+        )
+
+    def _check_dtype(self, weights: MappedWeights) -> None:
+        if self._dtype not in ("auto", weights.dtype_name):
+            raise PolicyMismatch(
+                f"--dtype {self._dtype}, but the server holds {weights.dtype_name}; start both "
+                "with the same, or the trainer with --dtype auto"
+            )
 
 
 def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:

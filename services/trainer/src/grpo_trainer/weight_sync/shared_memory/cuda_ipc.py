@@ -67,21 +67,13 @@ class OwnPlace:
         return problems
 
 
+@dataclass(frozen=True)
 class OpenedCuda:
-    """Args:
-    segments: the server's, in the order of their starts
-    storages: the same memory here
-    """
+    """The server's segments in this process. `starts`: of each in the server's memory."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        segments: tuple[CudaSegment, ...],
-        storages: list[torch.UntypedStorage],
-    ) -> None:
-        self.device = device
-        self._starts = [segment.start for segment in segments]
-        self._storages = storages
+    device: torch.device
+    starts: list[int]
+    storages: list[torch.UntypedStorage]
 
     @classmethod
     def open(cls, memory: CudaMemory, own: OwnPlace) -> OpenedCuda:
@@ -98,16 +90,14 @@ class OpenedCuda:
             storages = [_opened(segment, index) for segment in memory.segments]
         except RuntimeError as error:  # of torch and CUDA
             raise unreachable([f"CUDA does not open the server's memory: {error}"]) from error
-        return cls(torch.device("cuda", index), memory.segments, storages)
+        starts = [segment.start for segment in memory.segments]
+        return cls(torch.device("cuda", index), starts, storages)
 
     def bytes_of(self, region: TensorRegion) -> Tensor:
-        index = bisect_right(self._starts, region.offset) - 1
+        index = bisect_right(self.starts, region.offset) - 1
         raw = torch.empty(0, dtype=torch.uint8, device=self.device)
-        within = region.offset - self._starts[index]
-        return raw.set_(self._storages[index], within, (region.nbytes,), (1,))
-
-    def wait_until_written(self) -> None:
-        torch.cuda.synchronize(self.device)
+        within = region.offset - self.starts[index]
+        return raw.set_(self.storages[index], within, (region.nbytes,), (1,))
 
 
 def unreachable(problems: list[str]) -> UnreachableWeights:

@@ -17,24 +17,24 @@ import structlog
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
-from grpo_trainer.weight_sync.shared_memory.server_hold import (
+from grpo_trainer.weight_sync.shared_memory.attachment import (
     RETURN_DEADLINE_S,
     RETURN_POLL_S,
-    ServerHold,
+    ServerConnection,
+    WeightPlaces,
 )
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 from grpo_trainer.weight_sync.shared_memory.views import (
-    MappedWeights,
     build_policy,
     check_views,
-    let_go_of_views,
     move_views,
+    release_views,
 )
 
 log = structlog.get_logger()
@@ -66,7 +66,9 @@ class SharedVllm:
         epochs: OpenedEpochs | None = None,
     ) -> None:
         self._bridge = bridge
-        self._hold = ServerHold(bridge, places or WeightPlaces(), dtype, device, return_deadline_s)
+        self._server = ServerConnection(
+            bridge, places or WeightPlaces(), dtype, device, return_deadline_s
+        )
         self._model_name = model_name
         self._lease_s = lease_s
         self._epochs = epochs
@@ -76,11 +78,11 @@ class SharedVllm:
 
     @property
     def attached(self) -> bool:
-        return self._hold.attached
+        return self._server.attached
 
     @property
     def weights(self) -> MappedWeights:
-        return self._hold.attachment.weights
+        return self._server.attachment.weights
 
     def load_policy(self, restoring: bool = False) -> Any:
         """Attach to the server's memory and build the policy of views into it.
@@ -91,7 +93,7 @@ class SharedVllm:
             TornWeights: a trainer before this one was cut off while it wrote, and its weights are
                 to be trained on.
         """
-        attachment = self._hold.take()
+        attachment = self._server.attach()
         info = attachment.info
         if not restoring:
             self._refuse_torn(info)
@@ -148,13 +150,13 @@ class SharedVllm:
             publish_s=time.monotonic() - stepped,
         )
 
-    def tend(self) -> None:
+    def recover_server(self) -> None:
         """Where the server went away: wait for its return and write the weights back.
 
         Raises:
             LostServer: it did not come back in time.
         """
-        if self._hold.attachment.is_lost():
+        if self._server.attachment.is_lost():
             self._reattach("its connection closed")
             self._publish(self._version.step)
 
@@ -162,16 +164,16 @@ class SharedVllm:
         """Raises `ServiceUnavailable` where a living server does not answer for 30 s."""
         give_up_at = time.monotonic() + PROBE_DEADLINE_S
         while True:
-            self.tend()
+            self.recover_server()
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
-                if time.monotonic() >= give_up_at and not self._hold.attachment.is_lost():
+                if time.monotonic() >= give_up_at and not self._server.attachment.is_lost():
                     raise
                 time.sleep(RETURN_POLL_S)
 
     def close(self) -> None:
-        self._hold.close()
+        self._server.close()
         self._bridge.close()
 
     def _publish(self, step: int) -> PolicyVersion:
@@ -180,9 +182,9 @@ class SharedVllm:
         A server that is dying may take a connection and answer for a while: what it cannot do is
         tried again until the deadline.
         """
-        give_up_at = time.monotonic() + self._hold.return_deadline_s
+        give_up_at = time.monotonic() + self._server.return_deadline_s
         while True:
-            if self._hold.attachment.is_lost():
+            if self._server.attachment.is_lost():
                 self._reattach("its connection closed")
             version = PolicyVersion(self._version.epoch, step)
             if self._epochs is not None:
@@ -192,8 +194,8 @@ class SharedVllm:
             except (ServiceUnavailable, RequestRefused) as error:
                 self._check_is_about_the_session(error, version)
                 if time.monotonic() >= give_up_at:
-                    raise self._hold.gone_for_good(str(error)) from error
-                let_go_of_views(self._policy)
+                    raise self._server.did_not_return(str(error)) from error
+                release_views(self._policy)
                 time.sleep(RETURN_POLL_S)
                 self._reattach(str(error))
             else:
@@ -203,7 +205,7 @@ class SharedVllm:
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name → resume."""
         assert self._optimizer is not None, "start() comes first"
-        session = self._hold.attachment.session
+        session = self._server.attachment.session
         try:
             self._bridge.pause(session, self._lease_s, version)
             self._optimizer.write_into_parameters()
@@ -212,12 +214,12 @@ class SharedVllm:
         except BaseException:
             # The write may be half done. Closing the connection makes the server go on and stop
             # calling these weights by a version that a trainer chose.
-            self._hold.close()
+            self._server.close()
             raise
 
     def _reattach(self, why: str) -> None:
-        let_go_of_views(self._policy)
-        attachment = self._hold.take_again(why)
+        release_views(self._policy)
+        attachment = self._server.reattach(why)
         move_views(self._policy, attachment.weights)
         self._version = _usable_after(self._version, attachment.info)
 

@@ -3,52 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_core.weights.manifest import WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch
-from grpo_trainer.weight_sync.shared_memory.mapped_memory import MappedMemory
-
-
-@dataclass(frozen=True)
-class MappedWeights:
-    """The server's weight memory, as tensors."""
-
-    manifest: WeightManifest
-    memory: MappedMemory = field(repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.memory.device
-
-    def view(self, region: TensorRegion) -> Tensor:
-        raw = self.memory.bytes_of(region)
-        return raw.view(getattr(torch, region.dtype)).view(region.shape)
-
-    def address(self, region: TensorRegion) -> int:
-        return self.memory.bytes_of(region).data_ptr()
-
-    def wait_until_written(self) -> None:
-        """Until every write that this process has begun is there for the server to read."""
-        self.memory.wait_until_written()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters. Raises `PolicyMismatch` where there are several."""
-        names = sorted({region.dtype for region in self.manifest.parameters.values()})
-        if len(names) != 1:
-            raise PolicyMismatch(f"the server holds parameters of several dtypes: {names}")
-        dtype: torch.dtype = getattr(torch, names[0])
-        return dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """ "float32", "bfloat16"."""
-        return str(self.dtype).removeprefix("torch.")
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 
 def build_policy(model_name: str, weights: MappedWeights) -> Any:
@@ -94,7 +56,7 @@ def move_views(policy: nn.Module, weights: MappedWeights) -> None:
     check_views(policy, weights)
 
 
-def let_go_of_views(policy: nn.Module) -> None:
+def release_views(policy: nn.Module) -> None:
     """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
     has ended would else stay taken for as long as they lie in it."""
     for parameter in policy.parameters():

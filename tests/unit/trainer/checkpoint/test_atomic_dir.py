@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.checkpoint import save_path
-from grpo_trainer.checkpoint.save_path import hold_save_path, remove_directory, whole_directory
+from grpo_trainer.checkpoint import atomic_dir as save_path
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_directory, whole_directory
 from grpo_trainer.errors import UnusableSavePath
 from tests.support.directories import names
 
