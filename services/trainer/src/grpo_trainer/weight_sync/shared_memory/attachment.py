@@ -14,7 +14,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
-from grpo_trainer.model.device import require_device
+from grpo_trainer.model.loading import require_device
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
