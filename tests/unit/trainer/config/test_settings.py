@@ -106,6 +106,17 @@ def test_the_mode_decides_how_often_weights_are_published(
     assert settings(mode, *flags.split()).sync.publish_every_steps == every
 
 
+def test_settings_hold_no_option_that_their_mode_does_not_read() -> None:
+    shared, lora, whole = (settings(mode).sync for mode in ("shared_vllm", "lora_only", "none"))
+    assert [hasattr(sync, "pause_lease_s") for sync in (shared, lora, whole)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [hasattr(sync, "lora_r") for sync in (shared, lora, whole)] == [False, True, False]
+    assert [hasattr(sync, "vllm_flags") for sync in (shared, lora, whole)] == [False, False, True]
+
+
 def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:
     flags = ("--use-wandb", "--wandb-project", "p")
     told = settings("none", *flags, "--wandb-group", "g").registration(first_step=0)

@@ -41,12 +41,14 @@ class Run:
         called("finish", exit_code)
         {finish}
 def init(project, group, config, settings):
-    called("init", project, group, config["lr"], config["model_name"])
+    called("init", project, group, *(config[name] for name in {named!r}))
     {init}
     return Run()
 """
 """As much of W&B as our process calls."""
 HANG = "time.sleep(600)"
+NAMED = {"lr": 0.25, "model_name": "m", "weight_bridge_mode": "shared_vllm", "pause_lease_s": 30.0}
+"""Of the options, some of every kind."""
 
 
 def settings(**changes: Any) -> TrainerSettings:
@@ -115,7 +117,9 @@ class StandIn:
         self.does()
 
     def does(self, log: str = "", finish: str = "", init: str = "") -> None:
-        text = STAND_IN.format(log=log, finish=finish, init=init, calls=str(self._calls))
+        text = STAND_IN.format(
+            log=log, finish=finish, init=init, calls=str(self._calls), named=list(NAMED)
+        )
         (self.packages / "wandb.py").write_text(text)
 
     @property
@@ -143,7 +147,7 @@ def test_a_run_has_the_settings_every_record_and_its_end(
             raise NonFiniteLoss("step 3")
     assert [json.loads(line) for line in metrics.read_text().splitlines()] == sent
     logged = [["log", record, record["step"]] for record in sent]
-    begun = ["init", "proj", "grp", 0.25, "m"]
+    begun = ["init", "proj", "grp", *NAMED.values()]
     assert wandb.calls == [begun, *logged, ["finish", int(fails)]]
 
 
