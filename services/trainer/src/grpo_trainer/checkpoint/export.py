@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
+from grpo_trainer.model.causal_lm import CausalLM
 
 log = structlog.get_logger()
 
@@ -20,7 +20,7 @@ FINAL_MODEL = "final_model"
 FINAL_ADAPTER = "final_adapter"
 
 
-def save_model(policy: Any, model_name: str, target: Path) -> None:
+def save_model(policy: CausalLM, model_name: str, target: Path) -> None:
     """Write model and tokenizer to `target`, complete and durable or not at all.
 
     Raises:
@@ -32,7 +32,7 @@ def save_model(policy: Any, model_name: str, target: Path) -> None:
     log.info("saved", directory=str(target))
 
 
-def save_adapter(policy: Any, model_name: str, target: Path) -> None:
+def save_adapter(policy: CausalLM, model_name: str, target: Path) -> None:
     """Write adapter and tokenizer to `target`, complete and durable or not at all.
 
     Raises:
@@ -44,7 +44,7 @@ def save_adapter(policy: Any, model_name: str, target: Path) -> None:
     log.info("saved", directory=str(target))
 
 
-def write_model(policy: Any, model_name: str, directory: Path) -> None:
+def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     """Weights, configuration and generation configuration, as transformers has them."""
     from transformers import GenerationConfig
 
@@ -56,7 +56,7 @@ def write_model(policy: Any, model_name: str, directory: Path) -> None:
     policy.save_pretrained(directory, state_dict=tensors)
 
 
-def write_adapter(policy: Any, directory: Path) -> None:
+def write_adapter(policy: CausalLM, directory: Path) -> None:
     """Adapter weights in float32 and their configuration, as PEFT has them."""
     # "auto" asks the model hub whether the vocabulary has grown; ours never does.
     policy.save_pretrained(str(directory), save_embedding_layers=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -14,6 +13,7 @@ from grpo_trainer.checkpoint.state import Position, load_state, require_fit
 from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
 
 def restore(
     saved: SavedState,
-    policy: Any,
+    policy: CausalLM,
     optimizer: MasterOptimizer,
     api: TrainerClient,
     settings: TrainerSettings,

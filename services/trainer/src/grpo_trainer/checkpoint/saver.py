@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -23,6 +22,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 
@@ -58,7 +58,7 @@ class Saver:
     def __init__(
         self,
         settings: TrainerSettings,
-        policy: Any,
+        policy: CausalLM,
         optimizer: MasterOptimizer,
         api: TrainerClient,
         store: StateStore,
@@ -155,7 +155,7 @@ class Saver:
             self._api.acknowledge(position.batch_id)
 
 
-def _log_disk_need(settings: TrainerSettings, policy: Any, optimizer: MasterOptimizer) -> None:
+def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: MasterOptimizer) -> None:
     """Directories at a time at most, with the one that is being written. Weights only: tokenizers
     and configurations are small beside them."""
     interval = settings.checkpoint_interval

@@ -15,7 +15,7 @@ import base64
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy
 import torch
@@ -26,6 +26,7 @@ from grpo_trainer.config.sync import LoraOptions, SharedVllmSettings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.gradients import ScaleRecord
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
@@ -89,7 +90,7 @@ class TrainerState:
 
 
 def capture(
-    policy: Any,
+    policy: CausalLM,
     optimizer: MasterOptimizer,
     settings: TrainerSettings,
     position: Position,
@@ -120,7 +121,7 @@ def capture(
 
 
 @torch.no_grad()
-def load_state(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> None:
+def load_state(state: TrainerState, policy: CausalLM, optimizer: MasterOptimizer) -> None:
     """Into the masters, which the parameters follow with the next write, and the generators."""
     optimizer.load_tensors(list(_shapes(policy)), state.tensors)
     if optimizer.loss_scale is not None and state.record.loss_scale is not None:
@@ -128,7 +129,9 @@ def load_state(state: TrainerState, policy: Any, optimizer: MasterOptimizer) -> 
     state.record.rng.restore()
 
 
-def require_fit(record: StateRecord, policy: Any, settings: TrainerSettings, where: str) -> None:
+def require_fit(
+    record: StateRecord, policy: CausalLM, settings: TrainerSettings, where: str
+) -> None:
     """Args: where: the state's directory, for the message.
 
     Raises:
@@ -165,7 +168,7 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
     return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
 
 
-def _shapes(policy: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(policy: CausalLM) -> dict[str, tuple[int, ...]]:
     """Of what is trained, in the order of the optimizer's masters."""
     return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}
 

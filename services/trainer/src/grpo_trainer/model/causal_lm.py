@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -19,6 +20,7 @@ class CausalLM(Protocol):
     """What the trainer uses of a policy. An `nn.Module`; PEFT's wrapper passes the rest on."""
 
     config: Any
+    generation_config: Any
 
     def __call__(self, **model_inputs: Any) -> CausalOutput: ...
 
@@ -30,6 +32,8 @@ class CausalLM(Protocol):
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
+    def modules(self) -> Iterator[nn.Module]: ...
+
     def get_submodule(self, target: str) -> nn.Module: ...
 
     def get_decoder(self) -> nn.Module: ...
@@ -37,6 +41,8 @@ class CausalLM(Protocol):
     def get_output_embeddings(self) -> nn.Module: ...
 
     def set_attn_implementation(self, name: str) -> None: ...
+
+    def save_pretrained(self, directory: str | Path, **options: Any) -> object: ...
 
 
 def device_of(policy: CausalLM) -> torch.device:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from grpo_core.wire import PolicyVersion
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 
@@ -33,7 +34,7 @@ class Published:
 class WeightSync(Protocol):
     """Owns the policy's weights and their way to the server."""
 
-    def load_policy(self, restoring: bool = False) -> Any:
+    def load_policy(self, restoring: bool = False) -> CausalLM:
         """The model to train, a transformers causal language model.
 
         Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -19,6 +18,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.handoff import ServerStatus
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
@@ -88,12 +88,12 @@ class HandedOff:
         self._dtype = dtype
         self._device = device
         self._cadence = cadence
-        self._policy: Any = None
+        self._policy: CausalLM
         self._check: PublicationCheck | None = None
         self._epoch = 0
         self._begun_as: PolicyVersion | None = None
 
-    def load_policy(self, restoring: bool = False) -> Any:  # noqa: ARG002
+    def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
 
         Raises:

@@ -10,7 +10,6 @@ answers anybody.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import structlog
 
@@ -20,6 +19,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
@@ -72,7 +72,7 @@ class SharedVllm:
         self._model_name = model_name
         self._lease_s = lease_s
         self._epochs = epochs
-        self._policy: Any = None
+        self._policy: CausalLM
         self._optimizer: MasterOptimizer | None = None
         self._version = PolicyVersion(0, 0)
 
@@ -84,7 +84,7 @@ class SharedVllm:
     def weights(self) -> MappedWeights:
         return self._server.attachment.weights
 
-    def load_policy(self, restoring: bool = False) -> Any:
+    def load_policy(self, restoring: bool = False) -> CausalLM:
         """Attach to the server's memory and build the policy of views into it.
 
         Raises:

@@ -10,10 +10,11 @@ from torch import nn
 
 from grpo_core.weights.manifest import WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch
+from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 
-def build_policy(model_name: str, weights: MappedWeights) -> Any:
+def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
     """The model of `model_name`'s configuration, made of views; nothing is copied.
 
     Raises:
@@ -26,7 +27,7 @@ def build_policy(model_name: str, weights: MappedWeights) -> Any:
     # Parameters are made on the meta device (they get views below), buffers for real: rotary
     # frequencies are computed when the model is built and stand in no checkpoint.
     with init_empty_weights(include_buffers=False):
-        policy = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+        policy: Any = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
     policy.tie_weights()  # making parameters on the meta device untied them
     parameters = dict(policy.named_parameters())
     _check_fit(model_name, parameters, weights.manifest)
@@ -38,10 +39,11 @@ def build_policy(model_name: str, weights: MappedWeights) -> Any:
     policy.tie_weights()
     _move_buffers(policy, weights.device)
     check_views(policy, weights)
-    return policy
+    built: CausalLM = policy
+    return built
 
 
-def move_views(policy: nn.Module, weights: MappedWeights) -> None:
+def move_views(policy: CausalLM, weights: MappedWeights) -> None:
     """Let every parameter of the policy lie in other memory; its values are what lies there.
 
     The parameters stay the same objects, with their gradient hooks.
@@ -56,14 +58,14 @@ def move_views(policy: nn.Module, weights: MappedWeights) -> None:
     check_views(policy, weights)
 
 
-def release_views(policy: nn.Module) -> None:
+def release_views(policy: CausalLM) -> None:
     """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
     has ended would else stay taken for as long as they lie in it."""
     for parameter in policy.parameters():
         parameter.data = parameter.new_empty(1).expand(parameter.shape)
 
 
-def check_views(policy: nn.Module, weights: MappedWeights) -> None:
+def check_views(policy: CausalLM, weights: MappedWeights) -> None:
     """Every parameter still lies where the server reads it.
 
     Raises:
@@ -81,7 +83,7 @@ def check_views(policy: nn.Module, weights: MappedWeights) -> None:
         )
 
 
-def _move_buffers(policy: nn.Module, device: torch.device) -> None:
+def _move_buffers(policy: CausalLM, device: torch.device) -> None:
     """Computed on the host, as where a checkpoint is loaded; `policy.to()` would move views too."""
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
