@@ -1,4 +1,4 @@
-"""The trainer's proof of a publication, on real servers that serve other weights than announced."""
+"""The trainer's check of a publication, on real servers that serve other weights than announced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trainer:
     """Holds a policy whose weights a test may replace."""
 
     policy: Any
-    proof: PublicationCheck
+    check: PublicationCheck
 
     @torch.no_grad()
     def hold(self, other: Any) -> None:
@@ -68,7 +68,7 @@ def test_the_served_weights_pass_and_every_others_are_named(lora: HandedOffServe
     with trainer_of(lora, untrained) as trainer:
         trainer.hold(first)
         version = lora.publish(lora.weights[0])
-        proven = trainer.proof.require(version, "After step 1")
+        proven = trainer.check.require(version, "After step 1")
         assert proven.max < FILE_NOISE < proven.moved
 
         trainer.hold(second)
@@ -79,12 +79,12 @@ def test_the_served_weights_pass_and_every_others_are_named(lora: HandedOffServe
         ):
             version = lora.publish(served)
             with pytest.raises(ServedWeightsDiffer, match=cause):
-                trainer.proof.require(version, "After step 2")
+                trainer.check.require(version, "After step 2")
 
         trainer.hold(third)
         with pytest.raises(ServedWeightsDiffer, match="another trainer that publishes"):
-            trainer.proof.require(PolicyVersion(99, 1), "under another name than announced")
-        assert trainer.proof.require(version, "at last").max < FILE_NOISE
+            trainer.check.require(PolicyVersion(99, 1), "under another name than announced")
+        assert trainer.check.require(version, "at last").max < FILE_NOISE
 
 
 def test_keys_and_values_that_outlive_a_swap_are_found(
@@ -99,9 +99,9 @@ def test_keys_and_values_that_outlive_a_swap_are_found(
         first, second = (load(tiny_model, adapter) for adapter in adapters)
         with trainer_of(faulty, adapters[0]) as trainer:
             trainer.hold(first)
-            trainer.proof.require(faulty.publish(adapters[0]), "first")
+            trainer.check.require(faulty.publish(adapters[0]), "first")
             trainer.hold(second)
-            trainer.proof.prime()
+            trainer.check.prime()
             version = faulty.publish(adapters[1])
             with pytest.raises(ServedWeightsDiffer, match="still in its KV cache"):
-                trainer.proof.require(version, "swapped")
+                trainer.check.require(version, "swapped")

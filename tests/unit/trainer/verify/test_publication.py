@@ -1,4 +1,4 @@
-"""The proof of a publication finds every way in which a server may serve other weights."""
+"""The check of a publication finds every way in which a server may serve other weights."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Run:
     base: Any
     optimizer: MasterOptimizer
     server: ServedModel
-    proof: PublicationCheck
+    check: PublicationCheck
     previous: Any = None
 
     @classmethod
     def of(cls, policy: Any, lr: float = 0.05) -> Run:
         base, server = copy.deepcopy(policy), ServedModel(copy.deepcopy(policy))
-        proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
-        run = cls(policy, base, optimizer_of(policy, lr), server, proof)
+        check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+        run = cls(policy, base, optimizer_of(policy, lr), server, check)
         for step in (0, 1):
             run.update(step)
             server.swap(policy, PolicyVersion(1, step + 1))
-            proof.require(PolicyVersion(1, step + 1), "After step")
+            check.require(PolicyVersion(1, step + 1), "After step")
         run.update(2)
         return run
 
     def update(self, step: int) -> None:
         self.previous = copy.deepcopy(self.policy)
         move(self.policy, self.optimizer, step)
-        self.proof.prime()
+        self.check.prime()
 
     def keep_cache(self) -> None:
         """Only the sampled part can find it: the fixed tokens are computed afresh."""
-        self.server.blocks.clear()  # the server had forgotten the prompt since the last proof
+        self.server.blocks.clear()  # the server had forgotten the prompt since the last check
         self.server.swap(self.previous, VERSION)
-        self.proof.prime()
+        self.check.prime()
         self.server.swap(self.policy, VERSION, keep_cache=True)
 
 
@@ -88,13 +88,13 @@ def test_other_weights_are_refused_with_the_likely_cause(
 ) -> None:
     serve(run)
     with pytest.raises(ServedWeightsDiffer, match=told):
-        run.proof.require(VERSION, "After step 3")
+        run.check.require(VERSION, "After step 3")
 
 
 def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) -> None:
     run.server.swap(run.policy, VERSION)
-    proof = copy.copy(run.proof)  # one that passes remembers these weights as the previous ones
-    found = proof.require(VERSION, "After step 3")
+    check = copy.copy(run.check)  # one that passes remembers these weights as the previous ones
+    found = check.require(VERSION, "After step 3")
     assert found.mean < 1e-5
     assert found.sampled_mean is not None
     assert found.sampled_mean < 1e-5
@@ -112,9 +112,9 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
     cause = {"base": "was started with, without", "previous": "publication before"}[served]
     with pytest.raises(ServedWeightsDiffer, match=cause):
-        run.proof.require(VERSION, "After step 3")
+        run.check.require(VERSION, "After step 3")
     run.server.swap(run.policy, VERSION)
-    assert 0.003 < run.proof.require(VERSION, "After step 3").moved < 0.05
+    assert 0.003 < run.check.require(VERSION, "After step 3").moved < 0.05
 
 
 NOISE = 1.8e-3
@@ -128,9 +128,9 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     policy = WholeModel(model).load(torch.float32).eval()
     previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
-    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     probe = AlignmentProbe(policy)
-    assert proof.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
+    assert check.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
     probe.require(server.served_logprobs, "Before the first step")
 
     move(policy, optimizer, 0)
@@ -139,7 +139,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
         found = copy.copy(probe).measure(server.served_logprobs)
         refusal = pytest.raises(ServedWeightsDiffer) if served is previous else nullcontext()
         with refusal:
-            proof.require(VERSION, "After step 1")
+            check.require(VERSION, "After step 1")
         with refusal:
             require_alignment(found, probe.bound.value, "After step 1")
     assert found.moved > 4 * NOISE
@@ -147,7 +147,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     server.noise = 4.2 * NOISE
     beyond = copy.copy(probe).measure(server.served_logprobs)
     for refused in (
-        lambda: proof.require(VERSION, "After step 1"),
+        lambda: check.require(VERSION, "After step 1"),
         lambda: require_alignment(beyond, probe.bound.value, "After step 1"),
     ):
         with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0072"):
@@ -168,13 +168,13 @@ def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
 def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
     policy = WholeModel(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
-    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
-    proof.bound = Bound(floor=1e-3)
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    check.bound = Bound(floor=1e-3)
     with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.001"):
-        proof.require(PolicyVersion(1, 0), "At the start")
-    proof.bound = Bound(floor=1e-3, noise=1e-3)
-    proof.require(PolicyVersion(1, 0), "At the start")
-    assert proof.bound.noise == 1e-3
+        check.require(PolicyVersion(1, 0), "At the start")
+    check.bound = Bound(floor=1e-3, noise=1e-3)
+    check.require(PolicyVersion(1, 0), "At the start")
+    assert check.bound.noise == 1e-3
 
 
 def test_small_updates_that_are_absent_add_up(model: str) -> None:
@@ -183,15 +183,15 @@ def test_small_updates_that_are_absent_add_up(model: str) -> None:
     policy = WholeModel(model).load(torch.bfloat16).eval()
     optimizer = optimizer_of(policy, lr=3e-4)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
-    proof = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
-    proof.require(PolicyVersion(1, 0), "At the start")
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    check.require(PolicyVersion(1, 0), "At the start")
     probe, last, off = AlignmentProbe(policy), 40, 0.0
     with suppress(ServedWeightsDiffer):
         for step in range(1, 100):
             move(policy, optimizer, step)
             server.swap(policy if step <= last else server.model, PolicyVersion(1, step))
             off = probe.measure(server.served_logprobs).mean
-            proof.require(PolicyVersion(1, step), f"After step {step}")
+            check.require(PolicyVersion(1, step), f"After step {step}")
     assert last < step < 99
     assert off < 0.03
 
