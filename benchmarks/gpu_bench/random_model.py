@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_bench.shapes import SHAPES, ModelShape, ShapeName
-from grpo_trainer.tiny_model import build_tokenizer
+from grpo_tiny_model.model import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config

@@ -43,7 +43,7 @@ class ServiceFactory:
         """A job that makes the model, or finds it in its cache, and writes where it is."""
         return Service(
             name="model",
-            command=module("grpo_trainer.tiny_model", "--path-file", path_file),
+            command=module("grpo_tiny_model", "--path-file", path_file),
             healthy=path_file.exists,
             deadline_s=self.settings.model_deadline_s,
             environment=child_environment(threads=2 * self.settings.compute_threads),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion
+from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer import train
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
@@ -25,7 +26,6 @@ from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.tiny_model import Recipe, build_model
 from grpo_trainer.verify.token_table import Distance
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
