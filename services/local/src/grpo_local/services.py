@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_local.mode_flags import HandOff
+from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command

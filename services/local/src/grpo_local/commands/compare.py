@@ -10,18 +10,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
-from grpo_local.commands.compare_settings import CompareSettings
 from grpo_local.modes import ModeName
 from grpo_local.process.processes import describe_exit
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
-from grpo_local.report.comparison import Comparison, ModeResult, document, table_lines
-from grpo_local.report.comparison_plot import Curve, draw_comparison
+from grpo_local.report.comparison import (
+    Comparison,
+    ModeResult,
+    StepNews,
+    document,
+    table_lines,
+)
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.run_facts import read_facts
-from grpo_local.report.step_news import StepNews
+from grpo_local.report.plots import Curve, draw_comparison
+from grpo_local.report.summary import read_facts
 from grpo_local.run_directory import RUNS, RunDirectory, RunDirectoryUnusable, default_name
 from grpo_local.screen import Screen
+from grpo_local.settings import CompareSettings
 
 EXIT_FAILED = 1
 FAILURE_MARK = "failed ("
@@ -54,7 +59,7 @@ class ComparisonDirectory:
         return self.path / "comparison.json"
 
 
-def compare(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
+def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
     """Returns the exit status: 0 where every mode did well and dropped nothing, otherwise 1;
     128 + n after signal n."""
     with StopRequest() as stop_request:

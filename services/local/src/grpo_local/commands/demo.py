@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_local.modes import Mode
+from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.launch import Launch
 from grpo_local.process.memory import MemoryPeaks
+from grpo_local.process.ports import free_port
 from grpo_local.process.processes import ManagedProcess, ProcessFailed
 from grpo_local.process.server_facts import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Stack
+from grpo_local.process.stack import Service, Stack, timed
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
-from grpo_local.report.run_facts import RunFacts, read_benchmark, write_facts
-from grpo_local.report.summary import summarise, summary_lines
+from grpo_local.report.summary import (
+    RunFacts,
+    read_benchmark,
+    summarise,
+    summary_lines,
+    write_facts,
+)
 from grpo_local.report.table import StepTable
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
-from grpo_local.services import ServiceFactory, weights_socket_path
+from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
 
@@ -33,6 +39,44 @@ INDENT = 9 * " "
 
 class NoTrainingStep(GrpoError):
     """All processes run, yet the trainer finished no step in time."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    factory: ServiceFactory
+    stack: Stack
+    screen: Screen
+
+    def all_services(self, weights_socket: Path) -> HandOff:
+        """Each on a port of its own.
+
+        Raises:
+            ProcessFailed: one of them did not become ready.
+            StopRequested: a stop signal arrived.
+        """
+        factory = self.factory
+        model = factory.settings.model or self._tiny_model()
+        redis_port = free_port()
+        self.start(factory.redis(redis_port))
+        api_port = free_port()
+        self.start(factory.run_api(api_port, redis_port))
+        hand_off = factory.hand_off(redis_port, weights_socket)
+        hand_off.make_directories()
+        vllm_port = free_port()
+        self.start(factory.vllm_server(vllm_port, model, hand_off))
+        self.start(factory.trainer(model, api_port, vllm_port, hand_off))
+        for task in factory.settings.task:
+            self.start(factory.environment(task, model, api_port, vllm_port))
+        return hand_off
+
+    def _tiny_model(self) -> str:
+        path_file = self.factory.run.path / TINY_MODEL_PATH_FILE
+        service = self.factory.tiny_model(path_file)
+        timed(self.screen, service, self.stack.run, "making", "made")
+        return path_file.read_text().strip()
+
+    def start(self, service: Service) -> None:
+        timed(self.screen, service, self.stack.start, "starting", "ready")
 
 
 def run_demo(settings: DemoSettings, screen: Screen) -> int:
@@ -157,8 +201,7 @@ def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) 
     from grpo_local.report.plots import draw_reward_curve
 
     draw_reward_curve(
-        [record.step for record in records],
-        [record.reward_mean for record in records],
+        records,
         f"GRPO on {task_names(settings)}, seed {settings.seed}",
         run.reward_plot,
     )

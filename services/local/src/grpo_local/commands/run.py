@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_local.commands.run_settings import TRAINERS_RESTART_INTERVAL, RunSettings
-from grpo_local.mode_flags import HandOff
+from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.launch import timed
 from grpo_local.process.processes import ManagedProcess
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
-from grpo_local.report.growing_file import GrowingFile
+from grpo_local.process.stack import Service, Stack, timed
+from grpo_local.report.metrics_file import GrowingFile
 from grpo_local.screen import Screen
 from grpo_local.services import module, weights_socket_path
+from grpo_local.settings import TRAINERS_RESTART_INTERVAL, RunSettings
 
 EXIT_FAILED = 1
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}

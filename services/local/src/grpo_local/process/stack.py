@@ -13,6 +13,7 @@ from typing import Self
 from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.processes import ManagedProcess, ProcessFailed, describe_exit
 from grpo_local.process.signals import StopRequest
+from grpo_local.screen import Screen
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.05
@@ -179,6 +180,15 @@ class Stack:
         failed = [process for service, process in running if _has_failed(service, process)]
         if failed:
             raise ProcessFailed(describe_failures(failed))
+
+
+def timed(
+    screen: Screen, service: Service, act: Callable[[Service], float], doing: str, done: str
+) -> None:
+    """Say what is being waited for, and how long it took."""
+    with screen.activity(f"{doing} {service.name}, at most {service.deadline_s:g} s"):
+        seconds = act(service)
+    screen.line(f"{service.name + ' ':<12}{done} after {seconds:5.1f} s", style="green")
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:
