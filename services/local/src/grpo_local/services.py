@@ -44,7 +44,7 @@ class ServiceFactory:
         return Service(
             name="model",
             command=module("grpo_tiny_model", "--path-file", path_file),
-            healthy=path_file.exists,
+            healthy=lambda: False,  # it is done when it has ended
             deadline_s=self.settings.model_deadline_s,
             environment=child_environment(threads=2 * self.settings.compute_threads),
             may_finish=True,

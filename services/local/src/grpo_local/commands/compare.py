@@ -24,11 +24,10 @@ from grpo_local.report.comparison import (
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.plots import Curve, draw_comparison
 from grpo_local.report.summary import read_facts
-from grpo_local.run_directory import RUNS, RunDirectory, RunDirectoryUnusable, default_name
-from grpo_local.screen import Screen
+from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused
+from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.settings import CompareSettings
 
-EXIT_FAILED = 1
 FAILURE_MARK = "failed ("
 """What `grpo-demo` begins its last words with."""
 RUN_GRACE_S = 60.0
@@ -76,8 +75,7 @@ def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: S
             screen.failure(f"{stopped}; every process of this comparison has ended")
             return stopped.exit_status
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
     screen.lines(["", *table_lines(results), "", f"table: {directory.table}"])
     screen.line(f"curves: {directory.plot}")
     for problem in comparison.problems:
@@ -89,10 +87,7 @@ def create_directory(settings: CompareSettings) -> ComparisonDirectory:
     """Raises `RunDirectoryUnusable` where it holds files already."""
     name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
     directory = ComparisonDirectory(settings.directory or RUNS / name)
-    if directory.path.exists() and (not directory.path.is_dir() or any(directory.path.iterdir())):
-        raise RunDirectoryUnusable(
-            f"{directory.path} holds files; name a new or empty directory with --directory"
-        )
+    require_unused(directory.path, "files", "--directory")
     directory.logs.mkdir(parents=True)
     return directory
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
@@ -16,7 +15,7 @@ from grpo_local.process.ports import free_port
 from grpo_local.process.processes import ManagedProcess, ProcessFailed
 from grpo_local.process.server_facts import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, timed
+from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
 from grpo_local.report.summary import (
     RunFacts,
@@ -32,7 +31,6 @@ from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_so
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
 
-EXIT_FAILED = 1
 FOLLOW_POLL_S = 0.2
 INDENT = 9 * " "
 
@@ -41,60 +39,20 @@ class NoTrainingStep(GrpoError):
     """All processes run, yet the trainer finished no step in time."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    factory: ServiceFactory
-    stack: Stack
-    screen: Screen
-
-    def all_services(self, weights_socket: Path) -> HandOff:
-        """Each on a port of its own.
-
-        Raises:
-            ProcessFailed: one of them did not become ready.
-            StopRequested: a stop signal arrived.
-        """
-        factory = self.factory
-        model = factory.settings.model or self._tiny_model()
-        redis_port = free_port()
-        self.start(factory.redis(redis_port))
-        api_port = free_port()
-        self.start(factory.run_api(api_port, redis_port))
-        hand_off = factory.hand_off(redis_port, weights_socket)
-        hand_off.make_directories()
-        vllm_port = free_port()
-        self.start(factory.vllm_server(vllm_port, model, hand_off))
-        self.start(factory.trainer(model, api_port, vllm_port, hand_off))
-        for task in factory.settings.task:
-            self.start(factory.environment(task, model, api_port, vllm_port))
-        return hand_off
-
-    def _tiny_model(self) -> str:
-        path_file = self.factory.run.path / TINY_MODEL_PATH_FILE
-        service = self.factory.tiny_model(path_file)
-        timed(self.screen, service, self.stack.run, "making", "made")
-        return path_file.read_text().strip()
-
-    def start(self, service: Service) -> None:
-        timed(self.screen, service, self.stack.start, "starting", "ready")
-
-
 def run_demo(settings: DemoSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
             run = create_run_directory(settings.run_dir, settings.seed)
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
         try:
             _train_and_report(settings, run, screen, stop_request)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended; logs: {run.logs}")
             return stopped.exit_status
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
     return 0
 
 
@@ -113,9 +71,9 @@ def _train_and_report(
         HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request, memory.watch) as stack,
     ):
-        launch = Launch(ServiceFactory(settings, sizes, run, probe), stack, screen)
+        factory = ServiceFactory(settings, sizes, run, probe)
         try:
-            hand_off = launch.all_services(weights_socket_path(Path(temporary)))
+            hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
             records = follow_training(stack, run, sizes, settings.weight_mode, screen)
             training_s = time.monotonic() - training_started
@@ -136,6 +94,36 @@ def _train_and_report(
     write_facts(facts, run.summary)
     screen.line("")
     screen.lines(summary_lines(facts.summary, run, settings.weight_mode, facts.publication), "bold")
+
+
+def start_services(
+    factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
+) -> HandOff:
+    """Start the services in the order in which they need each other, each on a port of its own.
+
+    Raises:
+        ProcessFailed: one of them did not become ready.
+        StopRequested: a stop signal arrived.
+    """
+
+    def start(service: Service) -> None:
+        start_on_screen(stack, service, screen)
+
+    model = factory.settings.model
+    if model is None:
+        path_file = factory.run.path / TINY_MODEL_PATH_FILE
+        start(factory.tiny_model(path_file))
+        model = path_file.read_text().strip()
+    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
+    start(factory.redis(redis_port))
+    start(factory.run_api(api_port, redis_port))
+    hand_off = factory.hand_off(redis_port, weights_socket)
+    hand_off.make_directories()
+    start(factory.vllm_server(vllm_port, model, hand_off))
+    start(factory.trainer(model, api_port, vllm_port, hand_off))
+    for task in factory.settings.task:
+        start(factory.environment(task, model, api_port, vllm_port))
+    return hand_off
 
 
 def _publication(settings: DemoSettings, sizes: Sizes) -> str:
