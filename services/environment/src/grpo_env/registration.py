@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 import structlog
-from pydantic import ValidationError
 
-from grpo_core.clients.run_api import SERVICE, EnvironmentClient
-from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.clients.run_api_answers import parse
+from grpo_core.errors import GrpoError
 from grpo_core.wire import EnvironmentRegistration, WireModel
 from grpo_env.config.settings import EnvServerSettings
 
@@ -77,7 +77,7 @@ async def join_run(
     while True:
         answer = await api.register(registration)
         if answer is not None:
-            return _membership(answer)
+            return parse(Membership, answer)
         if not waiting:
             log.info("waiting for a trainer", deadline_s=trainer_deadline_s)
             waiting = True
@@ -87,13 +87,6 @@ async def join_run(
                 "start one with the same run-api, or raise --env.trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
-
-
-def _membership(answer: dict[str, object]) -> Membership:
-    try:
-        return Membership.model_validate(answer)
-    except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: POST /register-env: {error}") from error
 
 
 class NextRunWait:
