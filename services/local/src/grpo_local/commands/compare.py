@@ -132,13 +132,15 @@ def _run_all(
 def result_of(mode: ModeName, status: int, directory: ComparisonDirectory) -> ModeResult:
     """What a run that ended with this status has left behind."""
     run, log = directory.run(mode), directory.logs / f"{mode}.log"
-    result = ModeResult(mode=mode, run=run.path, log=log)
+    facts, failure = None, None
     if status != 0:
-        return result.model_copy(update={"failure": _why(status, log)})
-    try:
-        return result.model_copy(update={"facts": read_facts(run.summary)})
-    except ProtocolViolation as error:
-        return result.model_copy(update={"failure": str(error)})
+        failure = _why(status, log)
+    else:
+        try:
+            facts = read_facts(run.summary)
+        except ProtocolViolation as error:
+            failure = str(error)
+    return ModeResult(mode=mode, run=run.path, log=log, facts=facts, failure=failure)
 
 
 def _why(status: int, log: Path) -> str:
