@@ -18,7 +18,7 @@ from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing.failure_budget import FailureBudget
-from grpo_env.pacing.flow_control import Action, Load, Pace, Plan, plan_groups
+from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
 from grpo_env.ready_file import ready_file
 from grpo_env.registration import Membership, NextRunWait, StallDetector, join_run, registration_of
 from grpo_env.rollout.producer import GroupProducer
@@ -112,7 +112,8 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            if not await self._work_until_next_poll(status, self._pace(membership, status)):
+            pace = self._pace(membership, status)
+            if run_is_complete(status, pace):
                 if self._next_run.goes_on(self._producer.progress.groups_sent):
                     await self._wait_for_a_group(_POLL_S)
                     continue
@@ -122,6 +123,7 @@ class Worker:
                     groups_sent=self._producer.progress.groups_sent,
                 )
                 return
+            await self._work_until_next_poll(status, pace)
             await self._report()
 
     async def _join(self) -> Membership:
@@ -187,8 +189,8 @@ class Worker:
                 self._run_api.succeeded()
                 return answer
 
-    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> bool:
-        """Keep the slots filled for one poll interval; False once the run is complete."""
+    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> None:
+        """Keep the slots filled for one poll interval."""
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.progress.groups_sent
         while True:
@@ -196,21 +198,18 @@ class Worker:
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
             )
-            plan = plan_groups(status, self._trainer, pace, load)
-            if plan.action is Action.STOP:
-                return False
-            idle = plan.action is Action.PAUSE and not self._in_flight
-            self._stall.observe(status.current_step, idle)
-            self._start(plan)
+            groups = groups_to_start(status, self._trainer, pace, load)
+            self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
+            self._start(groups)
             left_s = poll_at - time.monotonic()
             if left_s <= 0:
-                return True
+                return
             await self._wait_for_a_group(left_s)
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, groups: int) -> None:
         if self._inference.delay_s or self._submissions.delay_s:
             return
-        for _ in range(plan.groups):
+        for _ in range(groups):
             self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
 
     async def _wait_for_a_group(self, timeout_s: float) -> None:
