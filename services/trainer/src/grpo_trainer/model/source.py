@@ -34,7 +34,9 @@ class ModelSourceSettings(CommandSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.source")
 
-    model: CliPositionalArg[str] = Field(description="Hub id, or absolute directory")
+    model: CliPositionalArg[str | None] = Field(
+        None, description="Hub id, or absolute directory; unset: the save path is looked at alone"
+    )
     save_path: Path | None = Field(
         None, description="Directory that the trainer will save into: found out now if it cannot"
     )
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if settings.save_path is not None:
             require_writable(settings.save_path)
+        if settings.model is None:
+            return
         directory = provide(settings.model)
     except (ModelNotFound, UnusableSavePath) as error:
         log.error(type(error).__name__, reason=str(error))
