@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
-  services/local
+  services/local tiny-model
 SOURCES := $(addsuffix /src,$(PACKAGES))
 
 # Where pip finds torch: set it where the default index offers a CUDA build (most x86 hosts).

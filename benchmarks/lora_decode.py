@@ -25,7 +25,7 @@ from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.logs import configure_logging
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_trainer.tiny_model import ensure_tiny_model
+from grpo_tiny_model.model import ensure_tiny_model
 
 SECTION = "decoding with an adapter"
 GOAL = 0.97

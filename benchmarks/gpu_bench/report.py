@@ -1,25 +1,179 @@
-"""The records as Markdown: a section per size, in it a table per part; and what has not been run.
+"""What was measured: records in a file, lines on the screen, tables in RESULTS.md.
 
-A part that was measured again takes the place of its table, the others stay.
+`python -m benchmarks.gpu_bench.report FILE...` writes the tables of such files without measuring.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal, Self, TextIO
 
-from benchmarks.gpu_bench.figures import Figure, NotRun, RunFacts, number, shown, verdict
-from benchmarks.gpu_bench.settings import PARTS, PartName
-from benchmarks.gpu_bench.shapes import ShapeName
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from benchmarks.gpu_bench.settings import PARTS, PartName, ShapeName
 from benchmarks.run_api_bench.results_file import replace_section
+from grpo_core.settings import CommandSettings, load_settings
 
-STATUS_SECTION = "GPU"
-STATUS_SIZES: tuple[ShapeName, ...] = ("0.5b", "1.5b", "7b")
-COMMAND = "make bench-gpu SIZE={size}"
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Goal(_Record):
+    kind: Literal["at least", "at most"]
+    bound: float
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.bound if self.kind == "at least" else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.bound:g}"
+
+
+class Limit(_Record):
+    """`what` sets it; in the unit of the figure."""
+
+    value: float
+    what: str
+
+
+class Figure(_Record):
+    """One number: the median of `repeats` measurements unless its name says otherwise.
+
+    `low`, `high`: of the measurements; None where the number is no median.
+    """
+
+    record: Literal["figure"] = "figure"
+    part: PartName
+    name: str
+    unit: str
+    value: float
+    repeats: int
+    low: float | None = None
+    high: float | None = None
+    limit: Limit | None = None
+    goal: Goal | None = None
+
+    @classmethod
+    def of(
+        cls,
+        part: PartName,
+        name: str,
+        unit: str,
+        values: Sequence[float],
+        *,
+        limit: Limit | None = None,
+        goal: Goal | None = None,
+    ) -> Self:
+        """Args: values: one at least"""
+        return cls(
+            part=part,
+            name=name,
+            unit=unit,
+            value=median(values),
+            repeats=len(values),
+            low=min(values),
+            high=max(values),
+            limit=limit,
+            goal=goal,
+        )
+
+    @property
+    def of_limit(self) -> float | None:
+        return None if self.limit is None else self.value / self.limit.value
+
+
+class NotRun(_Record):
+    """`name`: of what in the part; "" for all of it."""
+
+    record: Literal["not run"] = "not run"
+    part: PartName
+    name: str
+    reason: str
+
+
+class RunFacts(_Record):
+    """Begins the records of one run. `measured_on`: what, with what, at which rates."""
+
+    record: Literal["run"] = "run"
+    size: ShapeName
+    on_gpu: bool
+    date: str
+    commit: str
+    command: str
+    measured_on: tuple[str, ...]
+
+
+Record = Annotated[RunFacts | Figure | NotRun, Field(discriminator="record")]
+_PARSED: TypeAdapter[RunFacts | Figure | NotRun] = TypeAdapter(Record)
+
+
+class Recorder:
+    """Keeps, prints and appends: a run that is cut off has said all that it knew."""
+
+    def __init__(self, path: Path, out: TextIO) -> None:
+        self.records: list[RunFacts | Figure | NotRun] = []
+        self._path = path
+        self._out = out
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, record: RunFacts | Figure | NotRun) -> None:
+        self.records.append(record)
+        with self._path.open("a") as file:
+            file.write(record.model_dump_json(exclude_defaults=False) + "\n")
+        self._out.write(told(record) + "\n")
+        self._out.flush()
+
+
+def read_records(lines: Iterable[str]) -> list[RunFacts | Figure | NotRun]:
+    """Raises `pydantic.ValidationError` where a line is no record."""
+    return [_PARSED.validate_json(line) for line in lines if line.strip()]
+
+
+def told(record: RunFacts | Figure | NotRun) -> str:
+    """In one line; facts of a run in several."""
+    match record:
+        case RunFacts():
+            return "\n".join([f"{record.date}, commit {record.commit}", *record.measured_on])
+        case NotRun():
+            return f"{record.part}: {record.name or 'all of it'}: not run: {record.reason}"
+    parts = [f"{record.part}: {record.name}: {shown(record)}"]
+    if record.limit is not None:
+        parts.append(f"{number(record.of_limit or 0.0)} x the limit ({record.limit.what})")
+    if record.goal is not None:
+        parts.append(verdict(record))
+    return "; ".join(parts)
+
+
+def shown(figure: Figure) -> str:
+    """The value with its unit, spread and number of measurements."""
+    text = " ".join(filter(None, [number(figure.value), figure.unit]))
+    spread = ""
+    if figure.low is not None and figure.high is not None and figure.repeats > 1:
+        spread = f"{number(figure.low)} to {number(figure.high)}, "
+    return f"{text} ({spread}n = {figure.repeats})"
+
+
+def verdict(figure: Figure) -> str:
+    """ "" without a goal."""
+    if figure.goal is None:
+        return ""
+    return f"goal {figure.goal}: {'met' if figure.goal.is_met(figure.value) else '**missed**'}"
+
+
+def number(value: float) -> str:
+    """Three digits at least, never an exponent."""
+    magnitude = abs(value)
+    digits = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
 _HEAD = ("", "measured", "limit", "measured / limit", "goal")
 _SECTION, _PART = "## ", "### "
-_STATUS_ROW = re.compile(r"\| (\S+) +\| (\S+) +\| (.*?) +\|")
 _SPREAD_EXPLAINED = (
     "Medians (lowest to highest, number of measurements); p50 and p99 are percentiles by nearest "
     "rank. *limit* is what the hardware allows, by rates measured in the same run."
@@ -35,9 +189,6 @@ def write_results(path: Path, records: Records) -> None:
     tables = part_tables(facts, records)
     if tables:
         replace_section(path, section_name(facts), merged(_section_of(old, facts), tables))
-    if facts.on_gpu:
-        states = status_states(_lines_under(old, STATUS_SECTION)) | _states(facts, records)
-        replace_section(path, STATUS_SECTION, status_section(states))
 
 
 def section_name(facts: RunFacts) -> str:
@@ -59,35 +210,6 @@ def merged(old: Sequence[str], tables: Mapping[PartName, Sequence[str]]) -> list
     named = [(part, found[part]) for part in PARTS if part in found]
     blocks = [[f"{_PART}{part}", "", *_trimmed(lines), ""] for part, lines in named]
     return [_SPREAD_EXPLAINED, "", *(line for block in blocks for line in block)]
-
-
-def status_section(states: Mapping[tuple[str, str], str]) -> list[str]:
-    """Args: states: by size and part; what is missing has not been run."""
-    rows = [
-        (size, part, states.get((size, part), f"not run on a GPU yet: `{command(size, part)}`"))
-        for size in STATUS_SIZES
-        for part in PARTS
-    ]
-    return [
-        "What has run on a GPU, and the command for what has not. `make bench-gpu SIZE=<size>` "
-        "measures all parts of a size.",
-        "",
-        *table([("size", "part", "state"), *rows]),
-    ]
-
-
-def status_states(lines: Sequence[str]) -> dict[tuple[str, str], str]:
-    """What `status_section` was told of the parts that have run."""
-    rows = [match.groups() for line in lines if (match := _STATUS_ROW.fullmatch(line))]
-    return {
-        (size, part): state
-        for size, part, state in rows
-        if part in PARTS and not state.startswith("not run on a GPU yet")
-    }
-
-
-def command(size: str, part: str) -> str:
-    return f'{COMMAND.format(size=size)} BENCH_FLAGS="--parts {part}"'
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -129,19 +251,6 @@ def _left_out(records: Records, part: PartName) -> list[NotRun]:
     return [r for r in records if isinstance(r, NotRun) and r.part == part]
 
 
-def _states(facts: RunFacts, records: Records) -> dict[tuple[str, str], str]:
-    return {
-        (facts.size, part): f"{facts.date[:10]}, commit {facts.commit}{_gaps(records, part)}"
-        for part in PARTS
-        if _latest(records, part)
-    }
-
-
-def _gaps(records: Records, part: PartName) -> str:
-    left_out = [_reason(record) for record in _left_out(records, part)]
-    return f"; not run: {', '.join(left_out)}" if left_out else ""
-
-
 def _reason(record: NotRun) -> str:
     """In one line of a table."""
     reason = " ".join(record.reason.split()).replace("|", "/")
@@ -149,11 +258,7 @@ def _reason(record: NotRun) -> str:
 
 
 def _section_of(lines: Sequence[str], facts: RunFacts) -> list[str]:
-    return _lines_under(lines, section_name(facts))
-
-
-def _lines_under(lines: Sequence[str], name: str) -> list[str]:
-    heading = _SECTION + name
+    heading = _SECTION + section_name(facts)
     if heading not in lines:
         return []
     start = list(lines).index(heading) + 1
@@ -173,3 +278,35 @@ def _by_part(lines: Sequence[str]) -> dict[str, Sequence[str]]:
 def _trimmed(lines: Sequence[str]) -> list[str]:
     """Without blank lines at either end."""
     return "\n".join(lines).strip("\n").split("\n")
+
+
+class RenderSettings(CommandSettings):
+    """Write the sections of the runs that files of figures hold."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m benchmarks.gpu_bench.report")
+
+    figures: CliPositionalArg[list[Path]] = Field(description="Files that runs appended to")
+    results: Path = Field(
+        Path("benchmarks/RESULTS.md"), description="Markdown file whose sections are replaced"
+    )
+
+
+def main() -> None:
+    settings = load_settings(RenderSettings, sys.argv[1:])
+    runs = [run for path in settings.figures for run in runs_in(path.read_text().splitlines())]
+    for run in runs:
+        write_results(settings.results, run)
+
+
+def runs_in(lines: Sequence[str]) -> list[list[RunFacts | Figure | NotRun]]:
+    """The records of each run, its facts first."""
+    runs: list[list[RunFacts | Figure | NotRun]] = []
+    for record in read_records(lines):
+        if isinstance(record, RunFacts):
+            runs.append([])
+        runs[-1].append(record)
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -13,26 +13,41 @@ from pathlib import Path
 import structlog
 import torch
 
-from benchmarks.gpu_bench import (
-    decode_part,
-    memory_part,
-    placement_part,
-    publish_part,
-    swap_part,
-    train_part,
+from benchmarks.gpu_bench.bench import (
+    TIME_IS_UP,
+    Bench,
+    Rates,
+    commit,
+    description,
+    give_memory_back,
+    measure_rates,
+    used_bytes,
 )
-from benchmarks.gpu_bench.attached import give_memory_back
-from benchmarks.gpu_bench.bench import TIME_IS_UP, Bench
-from benchmarks.gpu_bench.budget import Budget, Deadline
-from benchmarks.gpu_bench.figures import Recorder, RunFacts
-from benchmarks.gpu_bench.machine import commit, description, used_bytes
-from benchmarks.gpu_bench.random_adapter import write_random_adapter
-from benchmarks.gpu_bench.random_model import make_random_model
-from benchmarks.gpu_bench.rates import Rates, measure_rates
-from benchmarks.gpu_bench.report import part_tables, write_results
-from benchmarks.gpu_bench.servers import LORA_RANK, ServerOptions, ServerPool
-from benchmarks.gpu_bench.settings import PARTS, GpuBenchSettings, PartName, Workload, workload
-from benchmarks.gpu_bench.shapes import SHAPES
+from benchmarks.gpu_bench.report import Recorder, RunFacts, part_tables, write_results
+from benchmarks.gpu_bench.servers import (
+    LORA_RANK,
+    ServerOptions,
+    ServerPool,
+    make_random_model,
+    write_random_adapter,
+)
+from benchmarks.gpu_bench.serving import measure_decode, measure_swaps
+from benchmarks.gpu_bench.settings import (
+    PARTS,
+    SHAPES,
+    Budget,
+    Deadline,
+    GpuBenchSettings,
+    PartName,
+    Workload,
+    workload,
+)
+from benchmarks.gpu_bench.sharing import (
+    measure_memory,
+    measure_placement,
+    measure_publications,
+)
+from benchmarks.gpu_bench.training import measure_training
 from grpo_core.errors import GrpoError
 
 log = structlog.get_logger()
@@ -41,12 +56,12 @@ MIN_LEFT_S = 5.0
 """With less, a part is not begun."""
 _SHOWN_CHARS = 500
 _MEASURES: dict[PartName, Callable[[Bench, Deadline], None]] = {
-    "decode": decode_part.measure,
-    "swap": swap_part.measure,
-    "memory": memory_part.measure,
-    "publish": publish_part.measure,
-    "placement": placement_part.measure,
-    "train": train_part.measure,
+    "decode": measure_decode,
+    "swap": measure_swaps,
+    "memory": measure_memory,
+    "publish": measure_publications,
+    "placement": measure_placement,
+    "train": measure_training,
 }
 
 

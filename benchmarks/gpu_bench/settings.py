@@ -1,7 +1,10 @@
-"""Options of the GPU benchmark, and how much work it does with them."""
+"""Options of the GPU benchmark, the shapes and the work that they choose, and the time it has."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -9,8 +12,117 @@ from typing import Literal, get_args
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.gpu_bench.shapes import ShapeName
 from grpo_core.settings import CommandSettings
+
+ShapeName = Literal["tiny", "0.5b", "1.5b", "7b"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Qwen2 model: grouped attention heads with biases on q, k and v, a gated MLP."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    """Embeddings and head are one matrix."""
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of a token's keys in one layer; its values are as many."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that every token is multiplied with: of all layers, and the head. Embeddings are
+        looked up."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        mlp = 3 * self.hidden * self.intermediate
+        return self.layers * (attention + mlp) + self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        biases = self.hidden + 2 * self.kv_width
+        norms = 2 * self.hidden
+        embeddings = 0 if self.tied else self.hidden * self.vocabulary
+        small = self.layers * (biases + norms) + self.hidden
+        return self.matmul_parameters + embeddings + small
+
+    def kv_bytes_per_token(self, number_bytes: int) -> int:
+        """Of its keys and values in all layers."""
+        return 2 * self.layers * self.kv_width * number_bytes
+
+
+SHAPES: dict[ShapeName, ModelShape] = {
+    "tiny": ModelShape(128, 2, 4, 2, 512, 512, tied=True),
+    "0.5b": ModelShape(896, 24, 14, 2, 4864, 151_936, tied=True),
+    "1.5b": ModelShape(1536, 28, 12, 2, 8960, 151_936, tied=True),
+    "7b": ModelShape(3584, 28, 28, 4, 18_944, 152_064, tied=False),
+}
+"""The last three are those of Qwen2.5 (config.json of each)."""
+
+
+BANDWIDTH_H200 = 4.8e12
+"""Bytes per second of an H200's memory, by its datasheet."""
+
+
+def train_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Of forward and backward passes over sequences of these lengths.
+
+    6 per weight and token (arXiv 2001.08361, section 2.1), where weights are those that tokens are
+    multiplied with; and for attention 12 times layers, hidden size and the tokens that each one
+    sees (arXiv 2204.02311, appendix B), which are half of a sequence on average: it is causal.
+    """
+    seen = sum(length * (length + 1) / 2 for length in lengths)
+    weights = 6.0 * shape.matmul_parameters * sum(lengths)
+    return weights + 12.0 * shape.layers * shape.hidden * seen
+
+
+def decode_step_bytes(
+    shape: ModelShape, concurrency: int, context: float, number_bytes: int
+) -> float:
+    """Read for one token of each sequence: all weights once, and every sequence's cache.
+
+    Args: context: tokens in the cache of one sequence
+    """
+    weights = shape.matmul_parameters * number_bytes
+    return weights + concurrency * context * shape.kv_bytes_per_token(number_bytes)
+
+
+def decode_limit(
+    shape: ModelShape, concurrency: int, context: float, number_bytes: int, bandwidth: float
+) -> float:
+    """Tokens per second, if memory were read without a pause. Args: bandwidth: bytes per second"""
+    return concurrency * bandwidth / decode_step_bytes(shape, concurrency, context, number_bytes)
+
+
+def mean_context(prompt_tokens: int, new_tokens: int) -> float:
+    """Tokens in the cache, on average over the steps that decode all but the first new token."""
+    return prompt_tokens + new_tokens / 2
+
+
+def publication_bytes(shape: ModelShape, number_bytes: int) -> int:
+    """Read and written when new weights of the same type are copied over the served ones."""
+    return 2 * shape.parameters * number_bytes
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that `percent` of all do not exceed (nearest rank); needs one at least."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def evenly_spread(shortest: int, longest: int, count: int) -> list[int]:
+    """`count` lengths from the one to the other, both included; needs two at least."""
+    return [round(shortest + (longest - shortest) * i / (count - 1)) for i in range(count)]
+
 
 PartName = Literal["decode", "swap", "memory", "publish", "placement", "train"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
@@ -173,3 +285,35 @@ def _tiny(on_gpu: bool) -> Workload:
         placement_s=1.0,
         placement_rounds=2,
     )
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """`at`: by `clock`."""
+
+    at: float
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def left_s(self) -> float:
+        return self.at - self.clock()
+
+    @property
+    def passed(self) -> bool:
+        return self.left_s <= 0
+
+    def part_of(self, share: float) -> Deadline:
+        """After `share` of what is left."""
+        return Deadline(self.clock() + share * max(0.0, self.left_s), self.clock)
+
+
+class Budget:
+    """Args: seconds: from now on"""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.end = Deadline(clock() + seconds, clock)
+
+    def deadline(self, parts_to_come: Sequence[PartName]) -> Deadline:
+        """Of the first of the parts: what one before it has not used is shared by all."""
+        weights = [PART_WEIGHTS[part] for part in parts_to_come]
+        return self.end.part_of(weights[0] / sum(weights))

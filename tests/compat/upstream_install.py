@@ -11,7 +11,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_trainer.tiny_model import default_cache_directory
+from grpo_tiny_model.model import default_cache_directory
 
 PINS = Path(__file__).parents[2] / "requirements" / "atroposlib.txt"
 PIP_DEADLINE_S = 300

@@ -51,6 +51,6 @@ def accuracy_of(model: Any, tokenizer: Path) -> float:
     without sampling noise."""
     from transformers import AutoTokenizer
 
-    from grpo_trainer.tiny_model import expected_accuracy, sum_examples
+    from grpo_tiny_model.model import expected_accuracy, sum_examples
 
     return expected_accuracy(model, *sum_examples(AutoTokenizer.from_pretrained(tokenizer)))

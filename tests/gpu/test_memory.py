@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu_bench.random_model import make_random_model
+from benchmarks.gpu_bench.servers import make_random_model
 from grpo_trainer.model.loading import WholeModel
 from tests.fixtures.inference import InferenceServer, start_inference, stop_inference
 from tests.inference.trainer_side import AttachedTrainer, attached_trainer

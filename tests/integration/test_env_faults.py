@@ -36,7 +36,7 @@ STEPS_BEYOND_THE_QUEUE = 8
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that an environment needs of the model."""
-    from grpo_trainer.tiny_model import build_tokenizer  # brings torch
+    from grpo_tiny_model.model import build_tokenizer  # brings torch
 
     directory = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(directory)

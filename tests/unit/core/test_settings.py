@@ -6,7 +6,7 @@ from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_local.commands.run_settings import RunSettings
+from grpo_local.settings import RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 

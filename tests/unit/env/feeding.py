@@ -102,7 +102,7 @@ async def feed(
         stub_server(engine_routes) as inference,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(worker, "_GOODBYE_S", DEADLINE_S)  # a slow machine hears it too
+        patch.setattr(worker, "_DISCONNECT_S", DEADLINE_S)  # a slow machine hears it too
         settings = load_env_settings(
             [
                 *("arithmetic", "serve", "--env.group-size=2", "--openai.model-name=m"),

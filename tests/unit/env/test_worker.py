@@ -12,7 +12,7 @@ import pytest
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Item, KeptItems, Message
 from grpo_env.tasks.arithmetic import Sum
-from grpo_env.tasks.shuffled import Shuffled
+from grpo_env.tasks.gsm8k import Shuffled
 from grpo_env.worker import GroupLargerThanBatch
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import generate_answer, inference_routes

@@ -134,7 +134,7 @@ def write_stand_ins(folder: Path) -> None:
         "grpo_api/__main__.py": RUN_API,
         "grpo_vllm/__main__.py": VLLM,
         "grpo_trainer/__main__.py": TRAINER,
-        "grpo_trainer/tiny_model.py": TINY_MODEL,
+        "grpo_tiny_model/__main__.py": TINY_MODEL,
         "grpo_env/__main__.py": ENVIRONMENT,
     }
     for name, code in modules.items():

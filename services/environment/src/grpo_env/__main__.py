@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
     # signal without a handler would be ignored while the imports below take their seconds.
     for number in _STOP_SIGNALS:
-        signal.signal(number, _leave_at_once)
+        signal.signal(number, _exit_at_once)
     try:
         _run(settings)
     except GrpoError as error:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(settings: EnvServerSettings) -> None:
-    with _torch_out_of_sight():
+    with _torch_hidden():
         from grpo_env.rollout.prompts import ChatPrompts
     from grpo_env.tasks.registry import open_task
 
@@ -51,7 +51,7 @@ def _run(settings: EnvServerSettings) -> None:
 
 
 @contextmanager
-def _torch_out_of_sight() -> Iterator[None]:
+def _torch_hidden() -> Iterator[None]:
     """While transformers is imported, which otherwise imports torch wherever it is installed: 5 s
     of a core and 340 MB for each environment, whose tokenizer needs none."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is missing
@@ -80,7 +80,7 @@ async def _serve_until_signal(
         work.result()
 
 
-def _leave_at_once(_number: int, _frame: object) -> NoReturn:
+def _exit_at_once(_number: int, _frame: object) -> NoReturn:
     raise SystemExit(0)
 
 

@@ -1,4 +1,4 @@
-"""A file that tells a health check that this environment works."""
+"""The file by which a health check sees that this environment works."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ReadyFileNotWritten(GrpoError):
 
 
 @contextmanager
-def there_meanwhile(path: Path | None) -> Iterator[None]:
-    """The file is there while the context is open. None: there is none.
+def ready_file(path: Path | None) -> Iterator[None]:
+    """Keep the file there while the context is open; None: no file.
 
     Raises:
         ReadyFileNotWritten: it cannot be made.

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 import structlog
-from pydantic import ValidationError
 
-from grpo_core.clients.run_api import SERVICE, EnvironmentClient
-from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.clients.run_api_answers import parse
+from grpo_core.errors import GrpoError
 from grpo_core.wire import EnvironmentRegistration, WireModel
 from grpo_env.config.settings import EnvServerSettings
 
@@ -77,7 +77,7 @@ async def join_run(
     while True:
         answer = await api.register(registration)
         if answer is not None:
-            return _membership(answer)
+            return parse(Membership, answer)
         if not waiting:
             log.info("waiting for a trainer", deadline_s=trainer_deadline_s)
             waiting = True
@@ -89,24 +89,20 @@ async def join_run(
         await asyncio.sleep(_POLL_S)
 
 
-def _membership(answer: dict[str, object]) -> Membership:
-    try:
-        return Membership.model_validate(answer)
-    except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: POST /register-env: {error}") from error
+class NextRunWait:
+    """Waits, where the run was complete before this environment came, for a trainer to prolong it.
 
-
-class AfterTheEnd:
-    """A run that was complete before this environment came may be about to be prolonged."""
+    Args:
+        deadline_s: how long; 0: not at all
+    """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args: deadline_s: how long a trainer that goes on is waited for; 0: not at all"""
         self._deadline_s = deadline_s
         self._clock = clock
         self._since: float | None = None
 
-    def waits(self, groups_sent: int) -> bool:
-        """Asked while the run is complete. Who has sent groups has seen it end, and leaves."""
+    def goes_on(self, groups_sent: int) -> bool:
+        """Asked while the run is complete. An environment that has sent groups saw it end."""
         if groups_sent or not self._deadline_s:
             return False
         if self._since is None:
@@ -115,8 +111,8 @@ class AfterTheEnd:
         return self._clock() - self._since < self._deadline_s
 
 
-class Standstill:
-    """Notices that nobody takes batches any more, while this environment has nothing to do."""
+class StallDetector:
+    """Ends the work if no batch is taken for `deadline_s` while there is nothing to do."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._deadline_s = deadline_s
@@ -124,7 +120,7 @@ class Standstill:
         self._step = -1
         self._since = clock()
 
-    def look(self, step: int, idle: bool) -> None:
+    def observe(self, step: int, idle: bool) -> None:
         """Note how far the run is.
 
         Raises:

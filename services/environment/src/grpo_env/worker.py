@@ -17,10 +17,10 @@ from grpo_core.wire import EnvironmentStatus, TrainerInfo
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
-from grpo_env.pacing.failure_budget import Patience
-from grpo_env.pacing.flow_control import Action, Load, Pace, Plan, plan_groups
-from grpo_env.ready_file import there_meanwhile
-from grpo_env.registration import AfterTheEnd, Membership, Standstill, join_run, registration_of
+from grpo_env.pacing.failure_budget import FailureBudget
+from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
+from grpo_env.ready_file import ready_file
+from grpo_env.registration import Membership, NextRunWait, StallDetector, join_run, registration_of
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.rollout.prompts import PromptEncoder
 from grpo_env.rollout.rollout import Generation, SamplingPlan
@@ -29,7 +29,7 @@ from grpo_env.tasks import Task
 log = structlog.get_logger()
 
 _POLL_S = 0.1
-_GOODBYE_S = 5.0
+_DISCONNECT_S = 5.0
 _NOT_FOUND = 404
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
     env, openai = settings.env, settings.openai
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(openai.base_url, openai.start_deadline_s, api_key)
-    with there_meanwhile(env.ready_file):
+    with ready_file(env.ready_file):
         await _work(settings, task, prompts)
 
 
@@ -84,10 +84,10 @@ class Worker:
         self._env = settings.env
         self._registration = registration_of(settings)
         self._api = api
-        self._inference = Patience("vllm-server", settings.openai.request_deadline_s)
-        self._run_api = Patience("run-api", settings.env.run_api_deadline_s)
+        self._inference = FailureBudget("vllm-server", settings.openai.request_deadline_s)
+        self._run_api = FailureBudget("run-api", settings.env.run_api_deadline_s)
         # of its own: a status that is answered says nothing of groups that are not taken
-        self._submissions = Patience("run-api", settings.env.run_api_deadline_s)
+        self._submissions = FailureBudget("run-api", settings.env.run_api_deadline_s)
         self._producer = GroupProducer(
             task, prompts, generation, api, self._inference, self._submissions
         )
@@ -95,8 +95,8 @@ class Worker:
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
-        self._standstill = Standstill(settings.env.trainer_deadline_s)
-        self._after_the_end = AfterTheEnd(settings.env.next_run_deadline_s)
+        self._stall = StallDetector(settings.env.trainer_deadline_s)
+        self._next_run = NextRunWait(settings.env.next_run_deadline_s)
         self._in_flight: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -112,8 +112,9 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            if not await self._work_until_next_poll(status, self._pace(membership, status)):
-                if self._after_the_end.waits(self._producer.progress.groups_sent):
+            pace = self._pace(membership, status)
+            if run_is_complete(status, pace):
+                if self._next_run.goes_on(self._producer.progress.groups_sent):
                     await self._wait_for_a_group(_POLL_S)
                     continue
                 log.info(
@@ -122,17 +123,18 @@ class Worker:
                     groups_sent=self._producer.progress.groups_sent,
                 )
                 return
+            await self._work_until_next_poll(status, pace)
             await self._report()
 
     async def _join(self) -> Membership:
         # Before registering, by our own limit: run-api counts on environments that it knows.
         await self._skip_long_prompts()
-        membership = await self._patiently(
+        membership = await self._retry(
             lambda: join_run(self._api, self._registration, self._env.trainer_deadline_s)
         )
         self._membership = membership
         self._producer.env_id = membership.env_id
-        await self._patiently(self._ask_trainer_info)
+        await self._retry(self._ask_trainer_info)
         await self._skip_long_prompts()
         log.info(
             "registered",
@@ -162,7 +164,7 @@ class Worker:
     async def _poll_status(self, env_id: int) -> EnvironmentStatus | None:
         """None where run-api does not know this environment any more: it was reset."""
         try:
-            return await self._patiently(lambda: self._api.status(env_id))
+            return await self._retry(lambda: self._api.status(env_id))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
@@ -171,7 +173,7 @@ class Worker:
         await asyncio.sleep(_POLL_S)
         return None
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask run-api again and again while it fails.
 
         Raises:
@@ -187,8 +189,8 @@ class Worker:
                 self._run_api.succeeded()
                 return answer
 
-    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> bool:
-        """Keep the slots filled for one poll interval; False once the run is complete."""
+    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> None:
+        """Keep the slots filled for one poll interval."""
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.progress.groups_sent
         while True:
@@ -196,21 +198,18 @@ class Worker:
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
             )
-            plan = plan_groups(status, self._trainer, pace, load)
-            if plan.action is Action.STOP:
-                return False
-            idle = plan.action is Action.PAUSE and not self._in_flight
-            self._standstill.look(status.current_step, idle)
-            self._start(plan)
+            groups = groups_to_start(status, self._trainer, pace, load)
+            self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
+            self._start(groups)
             left_s = poll_at - time.monotonic()
             if left_s <= 0:
-                return True
+                return
             await self._wait_for_a_group(left_s)
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, groups: int) -> None:
         if self._inference.delay_s or self._submissions.delay_s:
             return
-        for _ in range(plan.groups):
+        for _ in range(groups):
             self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
 
     async def _wait_for_a_group(self, timeout_s: float) -> None:
@@ -230,7 +229,7 @@ class Worker:
             return
         log.info("progress", in_flight=len(self._in_flight), **fields)
         # A trainer that registers again may bring another batch size.
-        await self._patiently(self._ask_trainer_info)
+        await self._retry(self._ask_trainer_info)
 
     async def _leave(self) -> None:
         for task in self._in_flight:
@@ -240,7 +239,7 @@ class Worker:
         if self._membership is None:
             return
         with contextlib.suppress(GrpoError, TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(_DISCONNECT_S):
                 await self._api.disconnect(self._membership.env_id)
 
     def _pace(self, membership: Membership, status: EnvironmentStatus) -> Pace:

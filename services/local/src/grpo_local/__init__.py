@@ -1,1 +1,1 @@
-"""Runs the whole stack as processes of one machine."""
+"""The whole stack as processes of one machine: `grpo-demo`, `grpo-run`, `grpo-compare`."""

@@ -71,15 +71,20 @@ def create_run_directory(path: Path | None, seed: int) -> RunDirectory:
         RunDirectoryUnusable: it holds files already, or `latest` is not a link.
     """
     run = RunDirectory(path or RUNS / default_name(datetime.now(UTC), seed))
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-        raise RunDirectoryUnusable(
-            f"{run.path} holds an earlier run; name a new or empty directory with --run-dir"
-        )
+    require_unused(run.path, "an earlier run", "--run-dir")
     for directory in (run.logs, run.redis):
         directory.mkdir(parents=True, exist_ok=True)
     if run.path.parent.resolve() == RUNS.resolve():
         point_latest_at(run.path)
     return run
+
+
+def require_unused(path: Path, what: str, option: str) -> None:
+    """Raises `RunDirectoryUnusable` if there is anything but an empty directory."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirectoryUnusable(
+            f"{path} holds {what}; name a new or empty directory with {option}"
+        )
 
 
 def default_name(now: datetime, seed: int) -> str:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+EXIT_FAILED = 1
+
 
 class Screen:
     """Facts go to stdout, failures to stderr. Lines are never wrapped and never read as markup."""
@@ -29,6 +31,11 @@ class Screen:
         _write(self._err, head, "bold red")
         for line in context:
             _write(self._err, line, None)
+
+    def failed(self, error: Exception) -> int:
+        """Name the error that ends a command; returns the exit status."""
+        self.failure(f"failed ({type(error).__name__}): {error}")
+        return EXIT_FAILED
 
     @contextmanager
     def activity(self, text: str) -> Iterator[None]:

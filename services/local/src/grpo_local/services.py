@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_local.mode_flags import HandOff
+from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
@@ -43,8 +43,8 @@ class ServiceFactory:
         """A job that makes the model, or finds it in its cache, and writes where it is."""
         return Service(
             name="model",
-            command=module("grpo_trainer.tiny_model", "--path-file", path_file),
-            healthy=path_file.exists,
+            command=module("grpo_tiny_model", "--path-file", path_file),
+            healthy=lambda: False,  # it is done when it has ended
             deadline_s=self.settings.model_deadline_s,
             environment=child_environment(threads=2 * self.settings.compute_threads),
             may_finish=True,

@@ -1,18 +1,40 @@
-"""Options of `grpo-demo`."""
+"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_local.mode_options import ModeOptions
+from grpo_core.settings import CommandSettings
+from grpo_local.modes import ModeName, ModeOptions, comma_separated
 
 TaskName = Literal["arithmetic", "gsm8k"]
+
+TRAINERS_RESTART_INTERVAL = 3
+LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+T = TypeVar("T")
+
+
+def _each_once(values: list[T]) -> list[T]:
+    return list(dict.fromkeys(values))
 
 
 def half_the_cores() -> int:
@@ -34,8 +56,9 @@ class DemoSettings(ModeOptions):
         description="directory for logs, metrics and checkpoints, new or empty; "
         "runs/<UTC time>-<seed> when not given",
     )
-    # NoDecode: a variable is not JSON either, but written as on the command line.
-    task: Annotated[list[TaskName], NoDecode] = Field(
+    task: Annotated[
+        list[TaskName], NoDecode, BeforeValidator(comma_separated), AfterValidator(_each_once)
+    ] = Field(
         ["arithmetic"],
         min_length=1,
         description="what to train on: arithmetic (one-digit sums), gsm8k (word problems, needs "
@@ -145,17 +168,6 @@ class DemoSettings(ModeOptions):
 
     _usable_token = field_validator("run_api_token")(usable_token)
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _split_at_commas(cls, value: Any) -> Any:
-        words = [value] if isinstance(value, str) else value
-        return [part for word in words for part in str(word).split(",")]
-
-    @field_validator("task")
-    @classmethod
-    def _each_task_once(cls, value: list[TaskName]) -> list[TaskName]:
-        return list(dict.fromkeys(value))
-
     @field_validator("data")
     @classmethod
     def _data_is_there_where_it_is_needed(cls, value: str | None, info: ValidationInfo) -> Any:
@@ -176,6 +188,106 @@ class DemoSettings(ModeOptions):
         if value is not None and seq_len is not None and value < seq_len:
             raise ValueError(f"less than --seq-len {seq_len}; the server would refuse prompts")
         return value
+
+
+class RunSettings(ModeOptions):
+    """Inference server and trainer together, on one host: starts the server with what the mode
+    needs, waits until it answers, trains, and ends both. Its exit status is the trainer's.
+
+    Everything behind a `--` goes to the trainer: grpo-run --model M --redis-url redis://db:6379
+    --mode none -- --training-steps 100 --lr 1e-6
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="grpo-run", env_prefix="GRPO_RUN_")
+
+    model: str = Field(description="hub id or directory of the model")
+    redis_url: RedisUrl = Field(description="Redis of the run (default: $REDIS_URL)")
+    run_id: str = Field(DEFAULT_RUN_ID, description="name of the run (default: $RUN_ID)")
+    atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
+    host: str = Field("127.0.0.1", description="address that the inference server listens on")
+    port: int = Field(9001, ge=1, le=65535, description="TCP port of the inference server")
+    health_port: int | None = Field(
+        None, ge=1, le=65535, description="TCP port of its health routes; unset: port + 1000"
+    )
+    save_path: Path = Field(
+        Path("trained_model_checkpoints"), description="directory for checkpoints"
+    )
+    log_dir: Path = Field(Path("logs"), description="directory for vllm-server.log and trainer.log")
+    server_flags: str = Field(
+        "",
+        description="more flags of the server, as in a shell: "
+        "--server-flags='--max-model-len 4096 --gpu-memory-utilization 0.5'",
+    )
+    server_deadline_s: float = Field(
+        1800.0, gt=0, description="seconds until the server must answer"
+    )
+    stop_grace_s: float = Field(
+        120.0, gt=0, description="seconds that each process may take to end"
+    )
+
+    @property
+    def server_words(self) -> list[str]:
+        return shlex.split(self.server_flags)
+
+    @property
+    def server_url(self) -> str:
+        """From this host."""
+        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        return f"http://{host}:{self.port}"
+
+    @field_validator("server_flags")
+    @classmethod
+    def _shell_words(cls, value: str) -> str:
+        shlex.split(value)  # ValueError where a quotation has no end
+        return value
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.port == self.health_port:
+            raise ValueError(f"--port and --health-port are both {self.port}")
+        return self
+
+
+class CompareSettings(CommandSettings):
+    """Train the same model on the same data with the same seed in each mode, and compare what it
+    took: time, memory, restarts, dropped requests, reward.
+
+    Everything behind a `--` goes to every run, which is one of grpo-demo.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="grpo-compare", env_prefix="GRPO_COMPARE_")
+
+    modes: Annotated[
+        list[ModeName], NoDecode, BeforeValidator(comma_separated), AfterValidator(_each_once)
+    ] = Field(
+        list(get_args(ModeName)),
+        min_length=1,
+        description="modes to compare, separated by commas; one after another in this order",
+    )
+    steps: int = Field(40, ge=1, description="training steps of each run")
+    seed: int = Field(0, ge=0, description="seed of each run")
+    directory: Path | None = Field(
+        None,
+        description="directory for the comparison and its runs, new or empty; "
+        "runs/compare-<UTC time>-<seed> when not given",
+    )
+    side_by_side: bool = Field(
+        False,
+        description="all modes at once; on one machine without GPUs they take each other's time",
+    )
+    gpu_ids: Annotated[list[str], NoDecode, BeforeValidator(comma_separated)] = Field(
+        [],
+        description="with --side-by-side: GPU of each mode, separated by commas; a run sees no "
+        "other (CUDA_VISIBLE_DEVICES)",
+    )
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_mode(self) -> Self:
+        if self.gpu_ids and not self.side_by_side:
+            raise ValueError("--gpu-ids is for --side-by-side")
+        if self.gpu_ids and len(self.gpu_ids) != len(self.modes):
+            raise ValueError(f"{len(self.gpu_ids)} --gpu-ids for {len(self.modes)} --modes")
+        return self
 
 
 def _is_path(data: str) -> bool:

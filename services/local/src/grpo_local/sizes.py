@@ -78,7 +78,9 @@ def sizes_for(settings: DemoSettings) -> Sizes:
     names = [field.name for field in fields(Sizes)]
     given = {name: value for name in names if (value := getattr(settings, name)) is not None}
     chosen = replace(sizes, **given)
-    return replace(chosen, max_model_len=given.get("max_model_len") or _room(chosen))
+    if "max_model_len" not in given:
+        chosen = replace(chosen, max_model_len=max(chosen.max_model_len, chosen.seq_len))
+    return chosen
 
 
 def _for_a_model_of_the_user(sizes: Sizes, settings: DemoSettings) -> Sizes:
@@ -98,15 +100,9 @@ def _for_the_mode(sizes: Sizes, mode: Mode) -> Sizes:
     if mode.trains_adapter:
         sizes = replace(sizes, lr=LORA_LR_FACTOR * sizes.lr)
     if mode.restarts_engine:
-        patience_s = sizes.step_deadline_s + RESTART_DEADLINE_S
-        steps = min(sizes.steps, STEPS_WITH_RESTARTS)
         sizes = replace(
             sizes,
-            steps=steps,
-            step_deadline_s=patience_s,
+            steps=min(sizes.steps, STEPS_WITH_RESTARTS),
+            step_deadline_s=sizes.step_deadline_s + RESTART_DEADLINE_S,
         )
     return sizes
-
-
-def _room(sizes: Sizes) -> int:
-    return max(sizes.max_model_len, sizes.seq_len)

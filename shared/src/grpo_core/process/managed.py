@@ -70,11 +70,12 @@ class ManagedProcess:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the end. Raises `ProcessFailed` when it still runs after `timeout_s`."""
+    def wait(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> int:
+        """Wait for the end. Raises `ProcessFailed` if it still runs after `timeout_s`, or once
+        `hurry` is true."""
         give_up_at = time.monotonic() + timeout_s
         while (code := self.exit_code) is None:
-            if time.monotonic() > give_up_at:
+            if hurry() or time.monotonic() > give_up_at:
                 raise ProcessFailed(
                     f"{self.name} still runs after {timeout_s:g} s; see {self.log_path}"
                 )
@@ -109,11 +110,12 @@ class ManagedProcess:
         if self.exit_code is None:
             os.kill(self.pid, number)
 
-    def stop(self, grace_s: float = 15.0) -> None:
-        """Ask it to end, wait `grace_s` seconds, then end its whole session."""
+    def stop(self, grace_s: float = 15.0, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask it to end, wait `grace_s` seconds, or until `hurry` is true, then end its whole
+        session."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(ProcessFailed):
-            self.wait(grace_s)
+            self.wait(grace_s, hurry)
         self.kill()
 
     def kill(self) -> None:

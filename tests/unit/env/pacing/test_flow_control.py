@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
-from grpo_env.pacing.flow_control import Action, Load, Pace, Plan, plan_groups
+from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
 
 PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, total_steps=50)
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
@@ -23,35 +23,32 @@ STATUS = EnvironmentStatus(
 )
 
 
-def decide(load: Load, *, pace: Pace = PACE, trainer: TrainerInfo = TRAINER, **status: Any) -> Plan:
-    return plan_groups(STATUS.model_copy(update=status), trainer, pace, load)
-
-
-def start(groups: int) -> Plan:
-    return Plan(Action.START, groups)
-
-
-PAUSE, STOP = Plan(Action.PAUSE), Plan(Action.STOP)
+def decide(load: Load, *, pace: Pace = PACE, trainer: TrainerInfo = TRAINER, **status: Any) -> int:
+    return groups_to_start(STATUS.model_copy(update=status), trainer, pace, load)
 
 
 @pytest.mark.parametrize(
     ("step", "queue", "load", "expected"),
     [
         # Three batches of 64 are 24 groups of 8.
-        (0, 0, Load(0), start(24)),
-        (0, 10, Load(10), start(4)),
-        (0, 10, Load(10, sent_since_status=4), PAUSE),
+        (0, 0, Load(0), 24),
+        (0, 10, Load(10), 4),
+        (0, 10, Load(10, sent_since_status=4), 0),
         # Near the end: one batch left and one of margin are 16 groups.
-        (49, 0, Load(0), start(16)),
+        (49, 0, Load(0), 16),
         # A full queue is no reason to stop while a batch is still to be delivered.
-        (49, 100, Load(0), PAUSE),
-        (50, 0, Load(0), STOP),
+        (49, 100, Load(0), 0),
     ],
 )
 def test_the_queue_is_filled_until_the_last_batch_is_delivered(
-    step: int, queue: int, load: Load, expected: Plan
+    step: int, queue: int, load: Load, expected: int
 ) -> None:
     assert decide(load, current_step=step, queue_size=queue) == expected
+    assert not run_is_complete(STATUS.model_copy(update={"current_step": step}), PACE)
+
+
+def test_a_run_is_complete_once_its_last_batch_is_delivered() -> None:
+    assert run_is_complete(STATUS.model_copy(update={"current_step": 50}), PACE)
 
 
 @given(
@@ -65,20 +62,20 @@ def test_neither_concurrency_nor_staleness_passes_its_bound(
     queue: int, in_flight: int, sent: int, weight: float, slots: int
 ) -> None:
     pace = replace(PACE, max_concurrent_groups=slots)
-    plan = decide(Load(in_flight, sent), pace=pace, queue_size=queue, env_weight=weight)
+    groups = decide(Load(in_flight, sent), pace=pace, queue_size=queue, env_weight=weight)
 
-    assert (plan.groups > 0) is (plan.action is Action.START)
-    if plan.groups:
-        assert in_flight + plan.groups <= max(1, slots * weight)
-        assert (queue + in_flight + sent + plan.groups) * 8 <= 3 * 64
+    assert groups >= 0
+    if groups:
+        assert in_flight + groups <= max(1, slots * weight)
+        assert (queue + in_flight + sent + groups) * 8 <= 3 * 64
 
 
 @pytest.mark.parametrize(
     ("weight", "pressure", "expected"),
-    [(0.5, 0.0, start(3)), (0.01, 0.99, start(1)), (0.01, 1.0, PAUSE)],
+    [(0.5, 0.0, 3), (0.01, 0.99, 1), (0.01, 1.0, 0)],
 )
 def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
-    weight: float, pressure: float, expected: Plan
+    weight: float, pressure: float, expected: int
 ) -> None:
     six = replace(PACE, max_concurrent_groups=6)
     assert decide(Load(0), pace=six, env_weight=weight, pressure=pressure) == expected
@@ -87,23 +84,22 @@ def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
 @pytest.mark.parametrize(
     ("queue", "own", "in_flight", "expected"),
     # If the queue as a whole is short, there is more to do than the own share.
-    [(24, 4, 0, start(2)), (24, 4, 2, PAUSE), (10, 6, 0, start(14))],
+    [(24, 4, 0, 2), (24, 4, 2, 0), (10, 6, 0, 14)],
 )
 def test_an_own_share_is_filled_however_much_the_others_have_queued(
-    queue: int, own: int, in_flight: int, expected: Plan
+    queue: int, own: int, in_flight: int, expected: int
 ) -> None:
     # A quarter of the 24 groups that three batches hold are 6.
     pace = replace(PACE, min_batch_allocation=0.25)
-    plan = decide(Load(in_flight), pace=pace, queue_size=queue, self_queue_size=own)
-    assert plan == expected
+    assert decide(Load(in_flight), pace=pace, queue_size=queue, self_queue_size=own) == expected
 
 
 def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:
     # 1 x 12 sequences is one whole group of 8, which can never fill a batch.
     trainer = TrainerInfo(batch_size=12, max_token_len=10)
     pace = replace(PACE, max_batches_offpolicy=1)
-    assert decide(Load(0), trainer=trainer, pace=pace) == start(2)
+    assert decide(Load(0), trainer=trainer, pace=pace) == 2
 
 
 def test_nothing_is_started_while_no_trainer_is_registered() -> None:
-    assert decide(Load(0), trainer=TrainerInfo(batch_size=-1, max_token_len=-1)) == PAUSE
+    assert decide(Load(0), trainer=TrainerInfo(batch_size=-1, max_token_len=-1)) == 0

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
+from grpo_local.__main__ import compare, run
 from grpo_local.__main__ import main as demo
-from grpo_local.commands.compare_command import main as compare
-from grpo_local.commands.run_command import main as run
 
 MISTAKES = {
     demo: {

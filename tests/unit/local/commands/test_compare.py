@@ -11,11 +11,10 @@ import pytest
 
 from grpo_core.settings import load_settings
 from grpo_core.weights.handoff import ServerStatus
-from grpo_local.commands.compare import compare
-from grpo_local.commands.compare_settings import CompareSettings
+from grpo_local.commands.compare import compare_modes
 from grpo_local.process.memory import MIB
-from grpo_local.report.run_facts import Benchmark, RunFacts
-from grpo_local.report.summary import summarise
+from grpo_local.report.summary import Benchmark, RunFacts, summarise
+from grpo_local.settings import CompareSettings
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
 
@@ -70,7 +69,7 @@ class Comparing:
         """The exit status. Options behind a `--` go to every run."""
         own, _, passed_on = " ".join(arguments).partition(" -- ")
         given = ["--directory", str(self.directory), "--steps", str(STEPS), *own.split()]
-        return compare(load_settings(CompareSettings, given), passed_on.split(), self.shown)
+        return compare_modes(load_settings(CompareSettings, given), passed_on.split(), self.shown)
 
     @property
     def directory(self) -> Path:

@@ -21,7 +21,7 @@ from grpo_local.modes import MODES
 from grpo_local.process.signals import StopRequest
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.run_facts import read_facts
+from grpo_local.report.summary import read_facts
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK

@@ -9,8 +9,8 @@ import pytest
 
 from grpo_core.settings import load_settings
 from grpo_local.commands.run import run_together
-from grpo_local.commands.run_settings import RunSettings
 from grpo_local.process.ports import free_port
+from grpo_local.settings import RunSettings
 from tests.support.process_table import is_alive
 from tests.unit.local.shown import Shown
 

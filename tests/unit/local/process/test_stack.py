@@ -92,8 +92,6 @@ def test_death_while_starting_names_the_log_and_shows_its_end(stack: Stack) -> N
 def test_a_deadline_that_passes_is_a_failure(stack: Stack) -> None:
     with pytest.raises(ProcessFailed, match=r"slow not healthy after 0\.2 s; see .*slow\.log"):
         stack.start(script("slow", SLEEP, healthy=lambda: False, deadline_s=0.2))
-    with pytest.raises(ProcessFailed, match=r"job not finished after 0\.2 s; see .*job\.log"):
-        stack.run(script("job", SLEEP, deadline_s=0.2, may_finish=True))
 
 
 def test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one(
@@ -123,17 +121,18 @@ def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack) -> N
         stack.check()
 
 
-def test_a_job_is_waited_for_and_forgotten(stack: Stack, tmp_path: Path) -> None:
+def test_a_job_is_waited_for_until_it_has_ended(stack: Stack, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    stack.run(
-        script(
-            "job", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()", made, may_finish=True
-        )
-    )
+
+    def job(name: str, code: str) -> Service:
+        return script(name, code, made, healthy=lambda: False, may_finish=True)
+
+    stack.start(job("good", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"))
     assert made.exists()
     stack.check()
-    with pytest.raises(ProcessFailed, match=r"bad ended with status 1; see .*bad\.log\nno disk"):
-        stack.run(script("bad", "raise SystemExit('no disk')", may_finish=True))
+    failure = r"bad ended with status 1 while starting; see .*bad\.log\nno disk"
+    with pytest.raises(ProcessFailed, match=failure):
+        stack.start(job("bad", "raise SystemExit('no disk')"))
 
 
 def test_leaving_ends_every_descendant_and_no_stranger(

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.run_api import TrainerClient
+from grpo_tiny_model.model import Recipe, build_model, build_tokenizer
 from grpo_trainer.checkpoint.export import (
     FINAL_MODEL,
     save_model,
@@ -26,7 +27,6 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.tiny_model import Recipe, build_model, build_tokenizer
 from grpo_trainer.verify.alignment import Bound
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server

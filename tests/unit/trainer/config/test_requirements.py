@@ -35,12 +35,11 @@ def test_missing_packages_are_all_named_before_anything_else(
     assert {BITSANDBYTES_PIN, LIGER_PIN} <= set(pins)
 
 
-@pytest.mark.parametrize("name", ["missing", "tiny"])
+@pytest.mark.parametrize("name", ["missing", "empty"])
 def test_a_directory_without_a_model_is_refused_and_left_as_it_is(
     name: str, tmp_path: Path
 ) -> None:
-    """One named tiny is made only if it is missing: any other belongs to somebody."""
-    if name == "tiny":
+    if name == "empty":
         (tmp_path / name).mkdir()
     before = names(tmp_path)
     with pytest.raises(ModelNotFound, match=r"no config.json there; name a directory that"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire import PolicyVersion
+from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer import train
 from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.checkpoint.state import Position
@@ -28,7 +29,6 @@ from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.start import Learner, Run
 from grpo_trainer.telemetry.recorder import Recorder
-from grpo_trainer.tiny_model import Recipe, build_model
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good

@@ -1,1 +1,1 @@
-"""Options of `env-server`, from the command line and from files."""
+"""Options of `env-server`, from the command line and from a file. Nothing that acts on them."""

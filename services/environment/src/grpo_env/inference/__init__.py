@@ -1,1 +1,1 @@
-"""The inference servers that completions come from."""
+"""The inference servers: are they ready, and which one gets a request? Nothing about tasks."""

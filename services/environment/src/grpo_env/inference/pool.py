@@ -13,7 +13,7 @@ import structlog
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.pacing.failure_budget import Patience
+from grpo_env.pacing.failure_budget import FailureBudget
 
 log = structlog.get_logger()
 
@@ -29,7 +29,7 @@ class NoGenerateRoute(GrpoError):
 @dataclass
 class _Server:
     client: GenerationClient
-    patience: Patience
+    budget: FailureBudget
     busy: int = field(default=0)
 
 
@@ -58,7 +58,7 @@ class InferencePool(ClosesOnAsyncExit):
         self._servers = [
             _Server(
                 GenerationClient(url, attempt_s, deadline_s, max_requests, api_key),
-                Patience(f"{SERVICE} at {url}", float("inf"), clock),
+                FailureBudget(f"{SERVICE} at {url}", float("inf"), clock),
             )
             for url in urls
         ]
@@ -73,13 +73,13 @@ class InferencePool(ClosesOnAsyncExit):
         failure: ServiceUnavailable | None = None
         give_up_at = time.monotonic() + self._deadline_s
         # Those that failed lately come last, so that they are tried when nothing else is left.
-        for server in sorted(self._servers, key=lambda s: (s.patience.delay_s > 0, s.busy)):
+        for server in sorted(self._servers, key=lambda s: (s.budget.delay_s > 0, s.busy)):
             try:
                 left_s = give_up_at - time.monotonic()
                 return await _generate(server, prompt_token_ids, left_s, sampling)
             except ServiceUnavailable as error:
                 failure = error
-                server.patience.failed(error)
+                server.budget.failed(error)
                 if len(self._servers) > 1:
                     log.warning("server failed", url=server.client.base_url, error=str(error))
         assert failure is not None
@@ -107,5 +107,5 @@ async def _generate(
         raise
     finally:
         server.busy -= 1
-    server.patience.succeeded()
+    server.budget.succeeded()
     return answer

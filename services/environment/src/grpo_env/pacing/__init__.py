@@ -1,1 +1,1 @@
-"""How much the environment does, and for how long it goes on when others fail. Pure."""
+"""How many groups to start, and how many failures to allow. Pure: no client, no task."""

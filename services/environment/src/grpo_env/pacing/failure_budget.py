@@ -16,8 +16,8 @@ class EveryGroupRefused(GrpoError):
     """A service refuses whatever this environment sends: a wrong setting, not a bad rollout."""
 
 
-class Patience:
-    """Bears failures of one service for `deadline_s` seconds after the first in a row.
+class FailureBudget:
+    """Allows failures of one service for `deadline_s` seconds after the first in a row.
 
     The clients repeat what may be repeated by themselves; this counts what they could not mend,
     such as a request that broke in the middle of an engine restart. Both may wait for the same

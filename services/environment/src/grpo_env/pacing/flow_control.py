@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from grpo_core.wire import EnvironmentStatus, TrainerInfo
 
 END_MARGIN_BATCHES = 1
 """Sampled beyond the last batch. Groups may still be dropped, and run-api rounds the share of
 other environments up: a tight count could leave the last batch one group short for ever."""
-
-
-class Action(StrEnum):
-    STOP = "stop"
-    PAUSE = "pause"
-    START = "start"
 
 
 @dataclass(frozen=True)
@@ -43,27 +36,19 @@ class Load:
     sent_since_status: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to do now; `groups` is positive exactly where the action is START."""
+def run_is_complete(status: EnvironmentStatus, pace: Pace) -> bool:
+    """The last batch has been *delivered*: `current_step` counts deliveries. A queue that merely
+    holds enough for it does not complete the run, since a group in it may still be refused or lost
+    and the trainer would wait for ever."""
+    return status.current_step >= pace.total_steps
 
-    action: Action
-    groups: int = 0
 
-
-def plan_groups(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, load: Load) -> Plan:
-    """Decide from the latest poll.
-
-    The run is complete once the last batch has been *delivered*: `current_step` counts
-    deliveries. A queue that merely holds enough for it is a reason to pause, since a group in it
-    may still be refused or lost and the trainer would wait for ever.
-    """
-    if status.current_step >= pace.total_steps:
-        return Plan(Action.STOP)
+def groups_to_start(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, load: Load) -> int:
+    """How many groups to start now, by the latest poll of a run that is not complete."""
     if trainer.batch_size < 1:
-        return Plan(Action.PAUSE)  # no trainer is registered: after a reset
+        return 0  # no trainer is registered: after a reset
     if status.pressure >= 1.0:
-        return Plan(Action.PAUSE)  # the queue is full: run-api would only hold what is sent
+        return 0  # the queue is full: run-api would only hold what is sent
     batches_left = pace.total_steps - status.current_step
     wanted = min(
         _fresh_groups(trainer.batch_size, pace),
@@ -74,8 +59,7 @@ def plan_groups(status: EnvironmentStatus, trainer: TrainerInfo, pace: Pace, loa
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
     missing -= load.sent_since_status + load.in_flight
     free_slots = _slots(status, pace) - load.in_flight
-    groups = min(missing, free_slots)
-    return Plan(Action.START, groups) if groups > 0 else Plan(Action.PAUSE)
+    return max(0, min(missing, free_slots))
 
 
 def _fresh_groups(batch_size: int, pace: Pace) -> int:

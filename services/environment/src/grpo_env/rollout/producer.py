@@ -7,8 +7,8 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire import RolloutFacts, ScoredGroup
-from grpo_env.pacing.failure_budget import Patience, RefusalLimit
-from grpo_env.progress import Progress, RewardSample
+from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
+from grpo_env.rollout.progress import Progress, RewardSample
 from grpo_env.rollout.prompts import PromptEncoder
 from grpo_env.rollout.rollout import (
     FailureReason,
@@ -41,8 +41,8 @@ class GroupProducer:
         prompts: PromptEncoder,
         generation: Generation,
         api: EnvironmentClient,
-        inference: Patience,
-        submissions: Patience,
+        inference: FailureBudget,
+        submissions: FailureBudget,
     ) -> None:
         self._task = task
         self._prompts = prompts

@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any, Protocol
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire import RolloutFacts, ScoredGroup
-from grpo_env.grading.grades import Grades, grade_all
 from grpo_env.rollout.tokens import align_group
 from grpo_env.tasks import Answer, Item
 
@@ -117,6 +117,34 @@ def _completions(
     if problems:
         raise ProtocolViolation("vllm-server: /generate answered " + "; ".join(problems))
     return completions
+
+
+@dataclass(frozen=True)
+class Grades:
+    """`scores` of the answers that could be graded, in order; `quarantined` says why others not.
+
+    With nothing quarantined, scores[i] belongs to answer i.
+    """
+
+    scores: tuple[float, ...]
+    quarantined: tuple[str, ...]
+
+
+def grade_all(item: Item, answers: Sequence[Answer]) -> Grades:
+    """Grade every answer; one that cannot be graded never becomes a 0."""
+    scores: list[float] = []
+    quarantined: list[str] = []
+    for index, answer in enumerate(answers):
+        try:
+            score = item.grade(answer)
+        except ValueError as error:
+            quarantined.append(f"completion {index}: {error}")
+            continue
+        if math.isfinite(score):
+            scores.append(score)
+        else:
+            quarantined.append(f"completion {index}: score {score}")
+    return Grades(tuple(scores), tuple(quarantined))
 
 
 async def _judge(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from grpo_env.tasks import Answer, Item, KeptItems, Message
 from grpo_env.tasks.final_answer import Form, read_final_answer
 from grpo_env.tasks.gsm8k_data import Problem
-from grpo_env.tasks.shuffled import Shuffled
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short: with one token per character the problems themselves have up to a thousand tokens."""
 
 RIGHT = 1.0
 """The right number. More than any share for form, so that no wrong answer ever beats it."""
+
+
+T = TypeVar("T")
 
 
 class Equality(Protocol):
@@ -51,6 +54,32 @@ class AskedProblem:
         final = read_final_answer(answer)
         right = final.result is not None and self.equality.is_equal(final.result, self.problem.gold)
         return RIGHT * right + self.format_reward * final.form / Form.MARKED_NUMBER
+
+
+class Shuffled(Generic[T]):
+    """An endless stream of items: every epoch in a new order, none twice in an epoch.
+
+    The same items and the same seed give the same stream.
+    """
+
+    def __init__(self, items: Sequence[T], seed: int) -> None:
+        self._items = list(items)
+        self._random = random.Random(seed)
+        self._left: list[T] = []
+
+    def next(self) -> T:
+        """Raises `IndexError` where there is no item at all."""
+        if not self._left:
+            self._left = self._random.sample(self._items, len(self._items))
+        return self._left.pop()
+
+    def keep(self, fits: Callable[[T], bool]) -> KeptItems:
+        """Drop what does not fit, from the epoch under way too."""
+        before = len(self._items)
+        self._items = [item for item in self._items if fits(item)]
+        kept = {id(item) for item in self._items}
+        self._left = [item for item in self._left if id(item) in kept]
+        return KeptItems(kept=len(self._items), skipped=before - len(self._items))
 
 
 class Gsm8k:

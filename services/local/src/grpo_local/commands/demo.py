@@ -9,24 +9,28 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
-from grpo_local.modes import Mode
+from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.launch import Launch
 from grpo_local.process.memory import MemoryPeaks
+from grpo_local.process.ports import free_port
 from grpo_local.process.server_facts import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Stack
+from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
-from grpo_local.report.run_facts import RunFacts, read_benchmark, write_facts
-from grpo_local.report.summary import summarise, summary_lines
+from grpo_local.report.summary import (
+    RunFacts,
+    read_benchmark,
+    summarise,
+    summary_lines,
+    write_facts,
+)
 from grpo_local.report.table import StepTable
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
-from grpo_local.services import ServiceFactory, weights_socket_path
+from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
 
-EXIT_FAILED = 1
 FOLLOW_POLL_S = 0.2
 INDENT = 9 * " "
 
@@ -41,16 +45,14 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
         try:
             run = create_run_directory(settings.run_dir, settings.seed)
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
         try:
             _train_and_report(settings, run, screen, stop_request)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended; logs: {run.logs}")
             return stopped.exit_status
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
     return 0
 
 
@@ -69,9 +71,9 @@ def _train_and_report(
         HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request, memory.watch) as stack,
     ):
-        launch = Launch(ServiceFactory(settings, sizes, run, probe), stack, screen)
+        factory = ServiceFactory(settings, sizes, run, probe)
         try:
-            hand_off = launch.all_services(weights_socket_path(Path(temporary)))
+            hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
             records = follow_training(stack, run, sizes, settings.weight_mode, screen)
             training_s = time.monotonic() - training_started
@@ -92,6 +94,36 @@ def _train_and_report(
     write_facts(facts, run.summary)
     screen.line("")
     screen.lines(summary_lines(facts.summary, run, settings.weight_mode, facts.publication), "bold")
+
+
+def start_services(
+    factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
+) -> HandOff:
+    """Start the services in the order in which they need each other, each on a port of its own.
+
+    Raises:
+        ProcessFailed: one of them did not become ready.
+        StopRequested: a stop signal arrived.
+    """
+
+    def start(service: Service) -> None:
+        start_on_screen(stack, service, screen)
+
+    model = factory.settings.model
+    if model is None:
+        path_file = factory.run.path / TINY_MODEL_PATH_FILE
+        start(factory.tiny_model(path_file))
+        model = path_file.read_text().strip()
+    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
+    start(factory.redis(redis_port))
+    start(factory.run_api(api_port, redis_port))
+    hand_off = factory.hand_off(redis_port, weights_socket)
+    hand_off.make_directories()
+    start(factory.vllm_server(vllm_port, model, hand_off))
+    start(factory.trainer(model, api_port, vllm_port, hand_off))
+    for task in factory.settings.task:
+        start(factory.environment(task, model, api_port, vllm_port))
+    return hand_off
 
 
 def _publication(settings: DemoSettings, sizes: Sizes) -> str:
@@ -157,8 +189,7 @@ def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) 
     from grpo_local.report.plots import draw_reward_curve
 
     draw_reward_curve(
-        [record.step for record in records],
-        [record.reward_mean for record in records],
+        records,
         f"GRPO on {task_names(settings)}, seed {settings.seed}",
         run.reward_plot,
     )

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.managed import ManagedProcess
-from grpo_local.commands.run_settings import TRAINERS_RESTART_INTERVAL, RunSettings
-from grpo_local.mode_flags import HandOff
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.launch import timed
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
-from grpo_local.report.growing_file import GrowingFile
-from grpo_local.screen import Screen
+from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.report.metrics_file import GrowingFile
+from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.services import module, weights_socket_path
+from grpo_local.settings import TRAINERS_RESTART_INTERVAL, RunSettings
 
-EXIT_FAILED = 1
+TRAINER = "trainer"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-_POLL_S = 0.05
 
 
 def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Screen) -> int:
-    """Returns the trainer's exit status (128 + n where signal n ended it); 1 where it was not the
-    trainer that failed, 128 + n after signal n before it was there."""
+    """Returns the trainer's exit status, 128 + n if signal n ended it; 1 if something else failed,
+    128 + n after signal n before the trainer was started."""
     with (
         StopRequest() as stop_request,
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
@@ -37,49 +33,34 @@ def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Sc
         try:
             hand_off = hand_off_of(settings, Path(temporary))
             hand_off.make_directories()
-            timed(screen, server_of(settings, hand_off, probe), stack.start, "starting", "ready")
-            trainer = trainer_of(settings, hand_off, trainer_flags)
-            return Training(stack, stop_request, screen, settings).run(trainer)
+            start_on_screen(stack, server_of(settings, hand_off, probe), screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")
             return stopped.exit_status
         except GrpoError as error:
-            screen.failure(f"failed ({type(error).__name__}): {error}")
-            return EXIT_FAILED
+            return screen.failed(error)
+        log = GrowingFile(settings.log_dir / f"{TRAINER}.log")
 
-
-@dataclass(frozen=True)
-class Training:
-    """The time in which the trainer runs. What it says is shown, beside being kept in its log."""
-
-    stack: Stack
-    stop_request: StopRequest
-    screen: Screen
-    settings: RunSettings
-
-    def run(self, trainer: Service) -> int:
-        """Returns the trainer's exit status. Raises `ProcessFailed` where the server failed."""
-        log = GrowingFile(self.settings.log_dir / f"{trainer.name}.log")
-
-        def show() -> None:
-            self.screen.lines(log.new_lines())
+        def show_log() -> None:
+            screen.lines(log.new_lines())
 
         try:
-            code = self.stack.join([trainer], show)[trainer.name]
+            code = stack.join([trainer_of(settings, hand_off, trainer_flags)], show_log)[TRAINER]
         except StopRequested:
-            code = self._end(self.stack.process(trainer.name))
-            show()
+            code = _pass_on(stop_request, stack.process(TRAINER), settings.stop_grace_s)
+            show_log()
+        except GrpoError as error:
+            return screen.failed(error)
         return code if code >= 0 else 128 - code
 
-    def _end(self, trainer: ManagedProcess) -> int:
-        """Pass the signal on and let it finish; a second signal ends the patience."""
-        trainer.signal(self.stop_request.received[0])
-        give_up_at = time.monotonic() + self.settings.stop_grace_s
-        while (code := trainer.exit_code) is None:
-            if self.stop_request.is_urgent or time.monotonic() > give_up_at:
-                return EXIT_FAILED
-            time.sleep(_POLL_S)
-        return code
+
+def _pass_on(stop_request: StopRequest, trainer: ManagedProcess, grace_s: float) -> int:
+    """Pass the stop signal on and wait for the trainer's end, at most until a second signal."""
+    trainer.signal(stop_request.received[0])
+    try:
+        return trainer.wait(grace_s, hurry=lambda: stop_request.is_urgent)
+    except ProcessFailed:
+        return EXIT_FAILED
 
 
 def hand_off_of(settings: RunSettings, temporary: Path) -> HandOff:
@@ -116,7 +97,7 @@ def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> S
 
 def trainer_of(settings: RunSettings, hand_off: HandOff, flags: Sequence[str]) -> Service:
     return Service(
-        name="trainer",
+        name=TRAINER,
         command=module(
             "grpo_trainer",
             *("--model-name", settings.model),

@@ -1,1 +1,3 @@
-"""Starts, watches and ends the processes of a run."""
+"""Processes: started, probed, measured, ended. Nothing about what a service does or is told,
+except for Redis.
+"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Self
 from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
 from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.signals import StopRequest
+from grpo_local.screen import Screen
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.05
@@ -58,7 +58,8 @@ class Stack:
     def start(self, service: Service) -> float:
         """Start it and wait until it is healthy; returns the seconds that took.
 
-        One that may finish, and has by then, is waited for no longer.
+        One that may finish, and has by then, is waited for no longer: a job is a service that may
+        finish and is never healthy.
 
         Raises:
             ProcessFailed: it, or a service started before it, ended; or its deadline passed.
@@ -67,30 +68,6 @@ class Stack:
         self.check()
         process = self._spawn(service)
         return process.wait_until(lambda: self._is_healthy(service), service.deadline_s)
-
-    def run(self, job: Service) -> float:
-        """Start a process that works and ends, and wait for that; returns the seconds it took.
-
-        The job must be marked `may_finish`.
-
-        Raises:
-            ProcessFailed: it ended with another status than 0, or its deadline passed.
-            StopRequested: a stop signal arrived.
-        """
-        process = self._spawn(job)
-        started = time.monotonic()
-        while process.exit_code is None:
-            self.check()
-            if time.monotonic() - started > job.deadline_s:
-                raise ProcessFailed(
-                    f"{job.name} not finished after {job.deadline_s:g} s; see {process.log_path}\n"
-                    f"{process.log_tail()}"
-                )
-            time.sleep(_POLL_S)
-        self.check()
-        process.kill()
-        self._running.pop()
-        return time.monotonic() - started
 
     def check(self) -> None:
         """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
@@ -134,13 +111,7 @@ class Stack:
         """End everything, last started first; a second stop signal ends the patience."""
         while self._running:
             _, process = self._running[-1]
-            process.signal(signal.SIGTERM)
-            give_up_at = time.monotonic() + self._grace_s
-            while process.exit_code is None and time.monotonic() < give_up_at:
-                if self._stop_request.is_urgent:
-                    break
-                time.sleep(_POLL_S)
-            process.kill()
+            process.stop(self._grace_s, hurry=lambda: self._stop_request.is_urgent)
             self._running.pop()
         end_orphans(self._not_ours)
 
@@ -179,6 +150,13 @@ class Stack:
         failed = [process for service, process in running if _has_failed(service, process)]
         if failed:
             raise ProcessFailed(describe_failures(failed))
+
+
+def start_on_screen(stack: Stack, service: Service, screen: Screen) -> None:
+    """Start a service; the screen shows what is waited for, and how long it took."""
+    with screen.activity(f"starting {service.name}, at most {service.deadline_s:g} s"):
+        seconds = stack.start(service)
+    screen.line(f"{service.name + ' ':<12}ready after {seconds:5.1f} s", style="green")
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:

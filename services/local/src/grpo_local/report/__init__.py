@@ -1,1 +1,1 @@
-"""What a run prints and draws."""
+"""The figures of runs, as tables, files and plots. Starts nothing."""

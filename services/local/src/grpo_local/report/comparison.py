@@ -1,8 +1,8 @@
-"""What each mode took, as a record and as a table."""
+"""The modes compared: progress while they run, then a record and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,12 @@ from pydantic import BaseModel, ConfigDict
 
 from grpo_local.modes import ModeName
 from grpo_local.process.memory import MIB
-from grpo_local.report.run_facts import RunFacts
+from grpo_local.report.metrics_file import MetricsFile, StepRecord
+from grpo_local.report.summary import RunFacts
+from grpo_local.screen import Screen
 
 NOT_KNOWN = "-"
+LINES_PER_RUN = 10
 
 
 class ModeResult(BaseModel):
@@ -130,3 +133,29 @@ def _cell(row: Row, facts: RunFacts | None) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+class StepNews:
+    """A line after a run's first step, and then one per tenth of it.
+
+    Args:
+        metrics: name and metrics file of each run
+    """
+
+    def __init__(self, metrics: Iterable[tuple[str, Path]], screen: Screen) -> None:
+        self._metrics = {name: MetricsFile(path) for name, path in metrics}
+        self._screen = screen
+
+    def tell(self) -> None:
+        """Raises `ProtocolViolation` where the metrics file breaks its contract."""
+        for name, metrics in self._metrics.items():
+            for record in metrics.read_new():
+                if record.step == 1 or record.step % max(1, record.steps // LINES_PER_RUN) == 0:
+                    self._screen.line(_news(name, record))
+
+
+def _news(name: str, record: StepRecord) -> str:
+    return (
+        f"{name:<12} step {record.step:>4}/{record.steps}  "
+        f"reward {record.reward_mean:.3f}  {record.time_s:7.1f} s"
+    )

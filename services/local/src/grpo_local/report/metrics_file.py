@@ -7,7 +7,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_local.report.growing_file import GrowingFile
 
 
 class StepRecord(BaseModel):
@@ -61,3 +60,22 @@ class MetricsFile:
                 for problem in error.errors()
             )
             raise ProtocolViolation(f"{self._path} line {self._lines}: {problems}") from None
+
+
+class GrowingFile:
+    """Remembers how far it has read; a line that is still being written waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0  # bytes, always just behind a newline
+
+    def new_lines(self) -> list[str]:
+        """The lines that were completed since the last call; none while there is no file."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()

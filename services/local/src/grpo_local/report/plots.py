@@ -1,17 +1,52 @@
-"""The reward curve. Importing this imports matplotlib."""
+"""The reward of one run, and of several modes. Importing this imports matplotlib."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from grpo_local.report.drawing import Figure, FigureCanvasAgg, MaxNLocator
+from grpo_local.modes import ModeName
+from grpo_local.report.metrics_file import StepRecord
 
-SIZE_INCHES = (8.0, 4.5)
+# Importing matplotlib without a cache of fonts builds one, and says so on stderr after 5 s, as if
+# something were wrong with the first run on a new machine.
+_font_log = logging.getLogger("matplotlib.font_manager")
+_font_log.setLevel(logging.ERROR)
+
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+_font_log.setLevel(logging.NOTSET)
+
 DOTS_PER_INCH = 150
 COLOUR = "#1f5fa8"
 SHORTEST_WINDOW = 3
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    dashes: str
+
+
+STYLES: dict[ModeName, Style] = {
+    "shared_vllm": Style("#0072B2", "-"),
+    "lora_only": Style("#D55E00", "--"),
+    "lora_restart": Style("#009E73", "-."),
+    "none": Style("#CC79A7", ":"),
+}
+"""Colours of Okabe and Ito, which colour-blind readers tell apart; dashes do without colour."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    mode: ModeName
+    records: Sequence[StepRecord]
 
 
 def average_window(steps: int) -> int:
@@ -24,13 +59,12 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_reward_curve(
-    steps: Sequence[int], rewards: Sequence[float], title: str, path: Path
-) -> None:
+def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> None:
     """Write a PNG of the mean reward per training step and its moving average."""
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure((8.0, 4.5))
     axes = figure.add_subplot()
+    steps = [record.step for record in records]
+    rewards = [record.reward_mean for record in records]
     window = average_window(len(rewards))
     axes.plot(steps, rewards, color=COLOUR, alpha=0.35, linewidth=1.0, marker=".", label="one step")
     axes.plot(
@@ -44,7 +78,49 @@ def draw_reward_curve(
     axes.set_xlabel("training step (optimizer updates)")
     axes.set_ylabel("mean reward (score per completion)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    _open_frame(axes)
     axes.legend(frameon=False, loc="best")
     figure.savefig(path, format="png")
+
+
+def draw_comparison(curves: Sequence[Curve], title: str, path: Path) -> None:
+    """Write a PNG: moving averages of the reward, over steps on the left, over seconds right."""
+    figure = _figure((12.0, 4.8))
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for curve in curves:
+        _draw_curve(by_step, curve, [record.step for record in curve.records])
+        _draw_curve(by_time, curve, [record.time_s for record in curve.records])
+    by_step.set_xlabel("training step", fontsize=12)
+    by_time.set_xlabel("seconds since the first step began", fontsize=12)
+    by_step.set_ylabel("mean reward (moving average)", fontsize=12)
+    for axes in (by_step, by_time):
+        _open_frame(axes)
+        axes.tick_params(labelsize=11)
+    by_step.legend(frameon=False, loc="best", fontsize=11)
+    figure.suptitle(title, fontsize=13)
+    figure.savefig(path, format="png")
+
+
+def _figure(size_inches: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size_inches, dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _open_frame(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_curve(axes: Axes, curve: Curve, positions: Sequence[float]) -> None:
+    style = STYLES[curve.mode]
+    rewards = [record.reward_mean for record in curve.records]
+    axes.plot(positions, rewards, color=style.colour, alpha=0.2, linewidth=0.8)
+    axes.plot(
+        positions,
+        moving_average(rewards, average_window(len(rewards))),
+        color=style.colour,
+        linestyle=style.dashes,
+        linewidth=2.4,
+        label=curve.mode,
+    )

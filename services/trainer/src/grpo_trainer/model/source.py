@@ -21,8 +21,6 @@ from grpo_trainer.errors import UnusableSavePath
 log = structlog.get_logger()
 
 EXIT_FAILED = 1
-TINY = "tiny"
-"""A directory of this name that is not there yet receives the tiny model."""
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Of a repository on the hub: no second copy of the weights in another format."""
 
@@ -32,12 +30,12 @@ class ModelNotFound(GrpoError):
 
 
 class ModelSourceSettings(CommandSettings):
-    """Make sure that a model is at hand: make the tiny one, find a directory, or fetch it."""
+    """Make sure that a model is at hand: find a directory, or fetch it."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.source")
 
-    model: CliPositionalArg[str] = Field(
-        description=f"Hub id, or absolute directory; one named {TINY} is made where it is missing"
+    model: CliPositionalArg[str | None] = Field(
+        None, description="Hub id, or absolute directory; unset: the save path is looked at alone"
     )
     save_path: Path | None = Field(
         None, description="Directory that the trainer will save into: found out now if it cannot"
@@ -53,10 +51,6 @@ def provide(model: str) -> Path:
     if not model.startswith(("/", ".")):
         return _fetched(model)
     directory = Path(model)
-    if directory.name == TINY and not directory.exists():
-        from grpo_trainer.tiny_model import ensure_tiny_model
-
-        return ensure_tiny_model(directory)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
             f"{model}: no config.json there; name a directory that transformers saved a model "
@@ -84,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if settings.save_path is not None:
             require_writable(settings.save_path)
+        if settings.model is None:
+            return
         directory = provide(settings.model)
     except (ModelNotFound, UnusableSavePath) as error:
         log.error(type(error).__name__, reason=str(error))

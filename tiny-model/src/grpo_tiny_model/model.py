@@ -12,19 +12,12 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
-
-from grpo_core.logs import configure_logging
-from grpo_core.settings import CommandSettings, load_settings
 
 if TYPE_CHECKING:
     import torch
@@ -194,25 +187,3 @@ def expected_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torc
     targets = labels[:, 1:]
     picked = logp.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return float((picked * (targets != IGNORE_INDEX)).sum(-1).exp().mean())
-
-
-class _Arguments(CommandSettings):
-    """Make the tiny model, or find it in the cache."""
-
-    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.tiny_model")
-
-    directory: Path | None = Field(None, description="Where to put it (default: a cache entry)")
-    path_file: Path | None = Field(None, description="File that receives the model's directory")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = load_settings(_Arguments, sys.argv[1:] if argv is None else argv)
-    configure_logging("tiny-model")
-    directory = ensure_tiny_model(arguments.directory)
-    log.info("tiny model ready", directory=str(directory))
-    if arguments.path_file is not None:
-        arguments.path_file.write_text(str(directory))
-
-
-if __name__ == "__main__":
-    main()

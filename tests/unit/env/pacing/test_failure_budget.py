@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.pacing.failure_budget import EveryGroupRefused, Patience, RefusalLimit
-from grpo_env.registration import ENDLESS, Membership, NoTrainer, Standstill
+from grpo_env.pacing.failure_budget import EveryGroupRefused, FailureBudget, RefusalLimit
+from grpo_env.registration import ENDLESS, Membership, NoTrainer, StallDetector
 
 
 class Clock:
@@ -16,23 +16,23 @@ class Clock:
         return self.now
 
 
-def test_failures_in_a_row_are_borne_until_the_deadline_after_the_first() -> None:
+def test_failures_in_a_row_are_allowed_until_the_deadline_after_the_first() -> None:
     clock = Clock()
-    patience = Patience("vllm-server", 10.0, clock)
+    budget = FailureBudget("vllm-server", 10.0, clock)
 
-    patience.failed(ServiceUnavailable("one"))
+    budget.failed(ServiceUnavailable("one"))
     clock.now += 9.0
-    patience.succeeded()
-    assert patience.delay_s == 0.0
+    budget.succeeded()
+    assert budget.delay_s == 0.0
     clock.now += 9.0
-    patience.failed(ServiceUnavailable("two"))
-    assert patience.delay_s == pytest.approx(0.2)
+    budget.failed(ServiceUnavailable("two"))
+    assert budget.delay_s == pytest.approx(0.2)
     clock.now += 9.9
-    patience.failed(ServiceUnavailable("three"))
-    assert patience.delay_s == pytest.approx(5.0)
+    budget.failed(ServiceUnavailable("three"))
+    assert budget.delay_s == pytest.approx(5.0)
     clock.now += 0.1
     with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for 10 s in a row.*four"):
-        patience.failed(ServiceUnavailable("four"))
+        budget.failed(ServiceUnavailable("four"))
 
 
 def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
@@ -47,17 +47,17 @@ def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
         limit.refused("beyond the context")
 
 
-def test_standing_still_is_borne_until_the_deadline() -> None:
+def test_a_stall_is_allowed_until_the_deadline() -> None:
     clock = Clock()
-    standstill = Standstill(10.0, clock)
-    standstill.look(step=3, idle=True)
+    stall = StallDetector(10.0, clock)
+    stall.observe(step=3, idle=True)
     # A step, or work to do, starts the count again.
     for step, idle in ((4, True), (4, False), (4, True)):
         clock.now += 9.9
-        standstill.look(step, idle)
+        stall.observe(step, idle)
     clock.now += 0.1
     with pytest.raises(NoTrainer, match="no batch was taken for 10 s"):
-        standstill.look(step=4, idle=True)
+        stall.observe(step=4, idle=True)
 
 
 def test_a_trainer_that_names_no_number_of_steps_leaves_the_run_open() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_env.rollout.prompts import ChatPrompts, TokenizerUnusable
 from grpo_env.tasks import Answer, KeptItems
 from grpo_env.tasks.arithmetic import Sum
-from grpo_env.tasks.shuffled import Shuffled
+from grpo_env.tasks.gsm8k import Shuffled
 
 COUNTS, SEEDS = st.integers(1, 40), st.integers()
 

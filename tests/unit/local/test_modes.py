@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local.mode_flags import HandOff
+from grpo_local.modes import HandOff
 from grpo_local.settings import DemoSettings
 
 OF_FILES = {"--weights-dir"}
