@@ -18,7 +18,7 @@ from grpo_core.weights.manifest import ParameterMapping, WeightManifest
 from grpo_core.weights.socket import send_grant, send_refusal
 from grpo_core.weights.transport import WeightGrant
 from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
-from grpo_vllm.weights.device_memory import DeviceMemory
+from grpo_vllm.weights.memory import DeviceMemory
 
 ROWS, COLUMNS = 4096, 4096
 """64 MiB in float32: a block of its own in torch's allocator, beside a small one."""

@@ -60,7 +60,7 @@ def reuse_adapter_names() -> None:
 def register_layers(control: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
-    from grpo_vllm.engine.plugin_names import LOAD_FORMAT
+    from grpo_vllm.engine.plugin import LOAD_FORMAT
     from grpo_vllm.weights.loader import SharedModelLoader
     from grpo_vllm.weights.plain_layers import PlainLinearMethod
 

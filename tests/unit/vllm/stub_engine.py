@@ -23,8 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from grpo_vllm.forkserver.channel import EngineEnd
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.connection_handover import ParkingLot
 from grpo_vllm.http.draining import Drain
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter

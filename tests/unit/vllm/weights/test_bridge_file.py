@@ -17,7 +17,7 @@ from grpo_core.weights.bridge_config import (
     write_bridge_config,
 )
 from grpo_core.weights.manifest import ParameterMapping
-from grpo_vllm.weights.bridge_file import announced
+from grpo_vllm.weights.socket_server import announced
 
 NOBODY_UID = 65534
 PLACES = ("explicit", "logs", "cwd", "common")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.arena import Arena
 from grpo_vllm.weights.checkpoint_map import CheckpointMap
+from grpo_vllm.weights.memory import Arena
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4

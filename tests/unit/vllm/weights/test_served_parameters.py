@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.arena import Arena
-from grpo_vllm.weights.served_parameters import ServedParameters, followed
+from grpo_vllm.weights.checkpoint_map import ServedParameters, followed
+from grpo_vllm.weights.memory import Arena
 
 ROWS, WIDTH = 6, 4
 ROW_BYTES = WIDTH * 4

@@ -10,8 +10,7 @@ import pytest
 
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.main import supervise
-from grpo_vllm.weights.socket_directory import UnsafeSocketDirectory
-from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.socket_server import UnsafeSocketDirectory, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.http.readiness import ServingState
 from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine, Record

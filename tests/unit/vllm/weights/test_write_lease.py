@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import EngineTimeout
-from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.http.readiness import ServingState
 from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 

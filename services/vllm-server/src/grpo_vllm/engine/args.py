@@ -8,7 +8,7 @@ import structlog
 
 from grpo_core.security.bearer_token import plain
 from grpo_vllm.engine.admission import PROCESSOR
-from grpo_vllm.engine.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat import (
     check_requests_with,
     current_platform,
@@ -16,7 +16,7 @@ from grpo_vllm.engine.vllm_compat import (
     refuse_parallel_engines,
     switch_lora_pdl_off,
 )
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 

@@ -12,9 +12,8 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_vllm.engine.lifeline import hold_lifeline
-from grpo_vllm.engine.plugin_names import SHARE_WEIGHTS_VARIABLE
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, hold_lifeline
+from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
 EXIT_FAILED = 1

@@ -29,8 +29,7 @@ from grpo_vllm.engine.vllm_compat import (
     let_handlers_stop,
     open_engine,
 )
-from grpo_vllm.forkserver.channel import EngineEnd
-from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan, PlannedWeights
 from grpo_vllm.http.api_key import ApiKeyGuard
 from grpo_vllm.http.connection_handover import ParkingLot
 from grpo_vllm.http.draining import Drain
@@ -39,12 +38,11 @@ from grpo_vllm.http.readiness import ReadinessGate
 from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.beginning import Beginning, begin_after
-from grpo_vllm.weights.bridge_file import announced
 from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
-from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.socket_server import announced, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 
 log = structlog.get_logger()

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_vllm.weights.arena import Arena
 from grpo_vllm.weights.cuda_ipc import exported
-from grpo_vllm.weights.device_memory import DeviceMemory
 from grpo_vllm.weights.loader import SharedParameters, shared_parameters
+from grpo_vllm.weights.memory import Arena, DeviceMemory
 
 
 class WeightExport:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
-from grpo_vllm.forkserver.protocol import Ended, Forked, receive_fact, send_plan
+from grpo_vllm.forkserver.protocol import Ended, EnginePlan, Forked, receive_fact, send_plan
 from grpo_vllm.forkserver.server import die_with_parent
 
 log = structlog.get_logger()

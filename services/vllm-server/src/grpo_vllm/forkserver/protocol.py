@@ -1,17 +1,99 @@
-"""What the supervisor and the engine host tell each other, over a SOCK_SEQPACKET pair."""
+"""Messages between the supervisor, the fork server and the engine process.
+
+- supervisor → fork server: an `EnginePlan` with its descriptors, over a SOCK_SEQPACKET pair
+- fork server → supervisor: `Forked`, then `Ended`, over the same pair
+- engine process → supervisor: one byte a message over a stream pair, PARKED with a descriptor
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_core.weights.files import WeightKind
+from grpo_core.wire import PolicyVersion
 
+UNTRAINED = PolicyVersion(epoch=0, step=0)
+"""The weights of the model that the server was started with, before any trainer."""
 _PLAN_BYTES = 1024 * 1024
 _FACT_BYTES = 1024
 _DESCRIPTORS_PER_PACKET = 200
 """The kernel takes 253."""
+SERVING, PARKED, DROPPED = b"s", b"p", b"d"
+
+
+class PlannedWeights(BaseModel):
+    """`directory`: None for the model that the server was started with.
+
+    `trained`: a trainer made them. `in_memory`: it wrote them in place, so nobody can load them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: PolicyVersion = UNTRAINED
+    kind: WeightKind | None = None
+    directory: Path | None = None
+    sha256: str = ""
+    trained: bool = False
+    in_memory: bool = False
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.directory if self.kind is WeightKind.CHECKPOINT else None
+
+    @property
+    def adapter(self) -> Path | None:
+        return self.directory if self.kind is WeightKind.ADAPTER else None
+
+    @property
+    def kind_name(self) -> str:
+        """`kind` of `grpo_core.weights.handoff.ServerStatus`."""
+        if self.in_memory:
+            return "memory"
+        return self.kind.value if self.kind else "base"
+
+
+class EnginePlan(BaseModel):
+    """File descriptors are open in the process that has the plan, under these numbers.
+
+    `channel`: a stream socket to the supervisor (`EngineEnd`); `public`, `control`,
+    `private`: listening; `parked`: connections of clients that wait to be answered.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    channel: int
+    public: int
+    control: int | None = None
+    private: int
+    parked: tuple[int, ...] = ()
+    weights: PlannedWeights = Field(default_factory=PlannedWeights)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the engine process gets."""
+        control = () if self.control is None else (self.control,)
+        return (self.channel, self.public, self.private, *control, *self.parked)
+
+    def renumbered(self, numbers: Sequence[int]) -> EnginePlan:
+        """The same, where `descriptors` have other numbers, in that order."""
+        rest = iter(numbers)
+        return self.model_copy(
+            update={
+                "channel": next(rest),
+                "public": next(rest),
+                "private": next(rest),
+                "control": None if self.control is None else next(rest),
+                "parked": tuple(rest),
+            }
+        )
 
 
 class Forked(BaseModel):
@@ -70,3 +152,87 @@ def receive_fact(host: socket.socket) -> tuple[Forked | Ended | None, int | None
     if descriptors:
         return Forked.model_validate_json(message), descriptors[0]
     return Ended.model_validate_json(message), None
+
+
+class EngineEnd:
+    """The engine process's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+
+    def serving(self) -> None:
+        """Requests are answered from now on, on adopted connections too."""
+        self._socket.send(SERVING)
+
+    def park(self, descriptor: int) -> None:
+        socket.send_fds(self._socket, [PARKED], [descriptor])
+
+    def dropped(self) -> None:
+        """A request was given up at the end of a drain."""
+        self._socket.send(DROPPED)
+
+
+@dataclass
+class SupervisorEnd:
+    """The supervisor's end, on a running event loop.
+
+    `parked`: descriptors of client connections that the engine process has handed over.
+    """
+
+    parked: list[int] = field(default_factory=list)
+    dropped: int = 0
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _socket: socket.socket | None = None
+
+    def open(self) -> socket.socket:
+        """A new pair; returns the engine process's end, which is inheritable."""
+        self.close()
+        self.serving = asyncio.Event()
+        self.dropped = 0
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        return theirs
+
+    def close(self) -> None:
+        """Take in what was sent before the engine process ended, then close."""
+        if self._socket is None:
+            return
+        while self._socket is not None and self._read():
+            pass
+        self._forget()
+
+    def take_parked(self) -> list[int]:
+        """All that are parked; the caller closes them."""
+        taken, self.parked = self.parked, []
+        return taken
+
+    def _read(self) -> bool:
+        """One message. False where there is none."""
+        assert self._socket is not None
+        try:
+            # One byte at a time: descriptors come with the byte that they were sent with.
+            message, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            message, descriptors = b"", []
+        if message == SERVING:
+            self.serving.set()
+        elif message == DROPPED:
+            self.dropped += 1
+        self.parked += descriptors
+        if not message:
+            self._forget()
+        return bool(message)
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+
+
+def close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

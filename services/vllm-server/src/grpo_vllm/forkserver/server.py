@@ -18,8 +18,7 @@ from typing import Protocol, cast
 
 import structlog
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
-from grpo_vllm.forkserver.protocol import Ended, Forked, receive_plan, send_fact
+from grpo_vllm.forkserver.protocol import Ended, EnginePlan, Forked, receive_plan, send_fact
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from grpo_vllm.forkserver.channel import EngineEnd
+from grpo_vllm.forkserver.protocol import EngineEnd
 from grpo_vllm.http.connection_handover import ParkingLot
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.server import HttpServer

@@ -1,8 +1,8 @@
-"""Requests under way. Plain ASGI, behind the readiness gate.
+"""Requests under way, behind the readiness gate. Plain ASGI.
 
-Each request remembers which *generation of weights* was current when it came in, so that an
-adapter is let go of only when nothing can use it any more; and each can be given up, with a 503,
-when a drain takes too long.
+Each request remembers which *generation of weights* was current when it came in, so that an adapter
+is unloaded only when no request can use it any more. A drain that takes too long ends each of them
+with 503.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -115,3 +116,29 @@ class _Answer:
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
     await JSONResponse({"detail": GIVEN_UP}, 503, headers=headers)(scope, receive, send)
+
+
+T = TypeVar("T")
+
+
+async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:
+    """The work's result; None, with the work cancelled, once the client has gone.
+
+    The request's body must have been read.
+    """
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        return None
+    finally:
+        gone.cancel()
+        work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    # The body has been read, so the next message can only be the end of the connection.
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from grpo_vllm.generate.request import parse_generate_request
 from grpo_vllm.generate.runner import Generation, GenerationFailed
 from grpo_vllm.generate.streaming import JsonLines, json_lines
-from grpo_vllm.http.disconnection import unless_disconnected
+from grpo_vllm.http.in_flight import unless_disconnected
 from grpo_vllm.routes.answers import AnsweringRoute, BodyTooLarge
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge

@@ -12,8 +12,8 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.forkserver.channel import SupervisorEnd
 from grpo_vllm.forkserver.client import ForkedEngine
+from grpo_vllm.forkserver.protocol import SupervisorEnd
 
 log = structlog.get_logger()
 

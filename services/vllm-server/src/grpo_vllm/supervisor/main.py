@@ -22,7 +22,7 @@ from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.supervisor.unavailable import health_app
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord
-from grpo_vllm.weights.socket_directory import own_directory
+from grpo_vllm.weights.socket_server import own_directory
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
-from grpo_vllm.weights.device_memory import DeviceMemory, Segment
+from grpo_vllm.weights.memory import DeviceMemory, Segment
 
 NATIVE = "native"
 EXPANDABLE_ADVICE = (

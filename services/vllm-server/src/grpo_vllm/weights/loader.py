@@ -16,7 +16,7 @@ from torch import nn
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.manifest import TensorRegion, WeightManifest
-from grpo_vllm.engine.plugin_names import LOAD_FORMAT
+from grpo_vllm.engine.plugin import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat import (
     DefaultModelLoader,
     LoadConfig,
@@ -25,14 +25,11 @@ from grpo_vllm.engine.vllm_compat import (
     register_model_loader,
     replace_config,
 )
-from grpo_vllm.weights.arena import Arena
-from grpo_vllm.weights.checkpoint_map import CheckpointMap
+from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters, followed
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
-from grpo_vllm.weights.device_memory import DeviceMemory
 from grpo_vllm.weights.layout_checks import why_not_shareable
-from grpo_vllm.weights.memory import ParameterMemory, aligned, dtype_name
+from grpo_vllm.weights.memory import Arena, DeviceMemory, ParameterMemory, aligned, dtype_name
 from grpo_vllm.weights.plain_layers import packed_layers, use_plain_layout
-from grpo_vllm.weights.served_parameters import ServedParameters, followed
 
 _ATTRIBUTE = "grpo_shared_parameters"
 

@@ -1,4 +1,4 @@
-"""Who may write the weights, when, and which version is served.
+"""Lease for writing the weights in place, and the version that is served.
 
 One object owns pause, version and resume. One trainer at a time is attached; its session is its
 open connection to the weight socket. A pause is a lease that this session holds. It ends when the
@@ -7,8 +7,9 @@ a trainer that dies or hangs in the middle of a write never leaves the server si
 leaves in memory may then be half an update: the server says so (`weights_intact`) until a trainer
 has written everything again.
 
-An engine that starts in the middle of a run holds the checkpoint's weights. Nobody is answered from
-them: a trainer first writes back the version that was served last, or a later one.
+An engine that starts in the middle of a run holds the checkpoint's weights. No request is answered
+from them: a trainer first writes back the version that was served last, or a later one. After a
+deadline requests are refused at once, and a trainer may still come.
 """
 
 from __future__ import annotations
@@ -23,13 +24,61 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import Engine, EngineSwitch
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
-from grpo_vllm.http.readiness import Refusal
-from grpo_vllm.http.serving_state import ServingState, refusal_in
+from grpo_vllm.forkserver.protocol import UNTRAINED
+from grpo_vllm.http.readiness import Refusal, ServingState, refusal_in
 from grpo_vllm.weights.served_store import NoRecord, ServedWeights, WeightsRecord
-from grpo_vllm.weights.write_back import WriteBack
 
 log = structlog.get_logger()
+
+
+class WriteBack:
+    """Nothing is missing until `begin`. Lives on the running event loop."""
+
+    def __init__(self) -> None:
+        self.missing = False
+        self.overdue = False
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, version: PolicyVersion, deadline_s: float) -> None:
+        """The weights of `version` are missing; a trainer has `deadline_s` seconds."""
+        self.missing = True
+        self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
+        log.warning(
+            "this run was served other weights than the checkpoint's; waiting for a trainer to "
+            "write them back",
+            policy_version=tuple(version),
+            deadline_s=deadline_s,
+        )
+
+    def done(self) -> None:
+        """A trainer has written everything."""
+        if not self.missing:
+            return
+        log.info("the weights are back; serving", after_deadline=self.overdue)
+        self.missing = self.overdue = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._changed.set()
+
+    async def wait(self, at_most_s: float) -> None:
+        """Until the weights are back or overdue, and no longer than `at_most_s` seconds."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _give_up(self, deadline_s: float) -> None:
+        self.overdue = True
+        self._changed.set()
+        log.error(
+            "no trainer has written the weights back; requests are refused",
+            deadline_s=deadline_s,
+            next="start the trainer again, or this server with another --run-id or with "
+            "--no-await-weights to serve the checkpoint",
+        )
+
 
 HANDOVER_S = 2.0
 """How long a new trainer waits at the door for the connection of the one before to close."""

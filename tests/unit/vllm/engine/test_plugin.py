@@ -21,7 +21,7 @@ child.stdout.readline()  # it has loaded the plugin
 """
 ENGINE_PROCESS = """
 import multiprocessing, subprocess, sys, time
-from grpo_vllm.engine.lifeline import hold_lifeline
+from grpo_vllm.engine.plugin import hold_lifeline
 hold_lifeline([])
 {start}
 print(child.pid, flush=True)
@@ -53,7 +53,7 @@ def test_what_it_started_ends_with_it(start: str) -> None:
 def test_what_it_forks_does_not_hold_its_connections_open() -> None:
     code = """
 import multiprocessing, os, socket, sys
-from grpo_vllm.engine.lifeline import hold_lifeline
+from grpo_vllm.engine.plugin import hold_lifeline
 ours, other = socket.socketpair()
 before = os.stat(ours.fileno())
 hold_lifeline([ours.fileno()])
