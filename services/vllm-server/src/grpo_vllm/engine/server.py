@@ -23,8 +23,8 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
+from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.engine.vllm_compat import (
-    EngineControl,
     device_type,
     let_handlers_stop,
     open_engine,

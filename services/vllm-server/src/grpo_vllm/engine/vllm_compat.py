@@ -76,7 +76,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DefaultModelLoader",
-    "EngineControl",
     "EngineDeadError",
     "EngineGenerateError",
     "EngineRefusal",
@@ -106,7 +105,6 @@ __all__ = [
     "replace_config",
     "resolve_adapters_with",
     "stamped_versions",
-    "stamps_versions",
     "switch_lora_pdl_off",
     "why_no_sleep",
 ]
@@ -216,41 +214,6 @@ def let_handlers_stop(app: FastAPI, server: uvicorn.Server) -> None:
     app.state.server = server
 
 
-class EngineControl:
-    """Pauses, names and resumes vLLM's engine client (a `write_lease.PausableEngine`).
-
-    Args:
-        shares_weights: the worker has the methods of `grpo_vllm.engine.worker_extension`
-    """
-
-    def __init__(self, engine: Any, shares_weights: bool = False) -> None:
-        self._engine = engine
-        self._shares_weights = shares_weights
-
-    async def pause(self) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        if self._shares_weights:
-            # The scheduler is at rest, and kernels that read the weights may still be queued.
-            await self._engine.collective_rpc("wait_for_device")
-
-    async def resume(self) -> None:
-        await self._engine.resume_generation()
-
-    async def name_weights(self, version: PolicyVersion) -> None:
-        """Have the engine stamp what it samples, where it can (vLLM 0.32)."""
-        if stamps_versions(self._engine):
-            await self._engine.update_weight_version(version_label(version))
-
-    async def reset_prefix_cache(self) -> bool:
-        return bool(await self._engine.reset_prefix_cache())
-
-    async def sleep(self) -> None:
-        await self._engine.sleep()
-
-    async def wake_up(self) -> None:
-        await self._engine.wake_up()
-
-
 def device_type(engine: Any) -> str:
     """ "cpu", "cuda"."""
     name: str = engine.vllm_config.device_config.device_type
@@ -289,15 +252,6 @@ def longest_token_chars(tokenizer: Any) -> int:
     """Characters of the longest token."""
     length: int = tokenizer.max_chars_per_token
     return length
-
-
-def stamps_versions(engine: Any) -> bool:
-    """True where finished outputs say which weights sampled which tokens."""
-    return hasattr(engine, "update_weight_version")
-
-
-def version_label(version: PolicyVersion) -> str:
-    return f"{version.epoch}.{version.step}"
 
 
 def stamped_versions(output: Any) -> list[PolicyVersion]:

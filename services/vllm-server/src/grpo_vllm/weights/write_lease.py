@@ -23,7 +23,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine.control import Engine, EngineSwitch
+from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.forkserver.protocol import UNTRAINED
 from grpo_vllm.http.readiness import Refusal, ServingState, refusal_in
 from grpo_vllm.weights.served_store import NoRecord, ServedWeights, WeightsRecord
@@ -106,11 +106,11 @@ class WeightBridge:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineControl,
         version: PolicyVersion = UNTRAINED,
         record: WeightsRecord | None = None,
     ) -> None:
-        self.engine = EngineSwitch(engine)
+        self.engine = engine
         self.write_back = WriteBack()
         self.version = version
         self.weights_intact = True
