@@ -1,4 +1,4 @@
-"""Everything of vLLM that `grpo_vllm` depends on, as a table (docstring of `engine_internals`)."""
+"""Everything of vLLM that `grpo_vllm` depends on, as a table (docstring of `vllm_compat`)."""
 
 from __future__ import annotations
 

@@ -67,12 +67,10 @@ def _fork_on_request(path: str) -> None:
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from grpo_vllm.engine import (
-        server,  # noqa: F401
-        vllm_compat,
-    )
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine.vllm_compat import launch
 
-    obstacle = vllm_compat.preload()
+    obstacle = launch.preload()
     assert obstacle is None, obstacle
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.vllm_compat.launch import (
     build_openai_app,
     device_type,
     kv_block_size,

@@ -26,12 +26,10 @@ def preload(options: list[str]) -> str | None:
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
-    from grpo_vllm.engine import (
-        server,  # noqa: F401
-        vllm_compat,
-    )
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine.vllm_compat import launch
 
-    return vllm_compat.preload()
+    return launch.preload()
 
 
 def run_engine(plan: EnginePlan, options: list[str]) -> None:

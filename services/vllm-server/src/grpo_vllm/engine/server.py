@@ -24,11 +24,7 @@ from grpo_vllm.engine.apps import (
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.engine.vllm_compat import (
-    device_type,
-    let_handlers_stop,
-    open_engine,
-)
+from grpo_vllm.engine.vllm_compat.launch import device_type, let_handlers_stop, open_engine
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan, PlannedWeights
 from grpo_vllm.http.api_key import ApiKeyGuard
 from grpo_vllm.http.connection_handover import ParkingLot

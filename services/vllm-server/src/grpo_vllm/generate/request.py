@@ -12,7 +12,7 @@ import orjson
 
 from grpo_core.errors import GrpoError
 from grpo_vllm.engine.admission import refusal_of
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.vllm_compat.requests import (
     EngineRefusal,
     SamplingParams,
     StructuredOutputsParams,

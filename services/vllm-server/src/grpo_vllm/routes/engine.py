@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_vllm.engine.vllm_compat import generation_tokens
+from grpo_vllm.engine.vllm_compat.launch import generation_tokens
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.routes.answers import AnsweringRoute
 from grpo_vllm.routes.lora import AdapterControl, described

@@ -17,19 +17,20 @@ from torch import nn
 from grpo_core.errors import GrpoError
 from grpo_core.weights.manifest import TensorRegion, WeightManifest
 from grpo_vllm.engine.plugin import LOAD_FORMAT
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.vllm_compat.layers import (
     DefaultModelLoader,
     LoadConfig,
     current_platform,
     layout_facts,
+    packed_layers,
     register_model_loader,
     replace_config,
+    use_plain_layout,
 )
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters, followed
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
 from grpo_vllm.weights.layout_checks import why_not_shareable
 from grpo_vllm.weights.memory import Arena, DeviceMemory, ParameterMemory, aligned, dtype_name
-from grpo_vllm.weights.plain_layers import packed_layers, use_plain_layout
 
 _ATTRIBUTE = "grpo_shared_parameters"
 

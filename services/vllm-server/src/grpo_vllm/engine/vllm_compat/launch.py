@@ -1,38 +1,4 @@
-"""Everything of vLLM that this package touches, in one place.
-
-vLLM moves between minor versions; when one breaks us, the repair belongs here. Touched:
-
-1. model loading: `register_model_loader`, `DefaultModelLoader` (methods `load_weights`,
-   `get_all_weights`, `load_model`), `LoadConfig`
-2. layers: `UnquantizedLinearMethod`, `UnquantizedEmbeddingMethod`, the attributes `quant_method`
-   and `cpu_linear`; what `layout_facts` reads of layers and configurations. On CUDA the two methods
-   leave weights where they were allocated (`process_weights_after_loading` does nothing), and no
-   graph has them as constants
-3. platform: `current_platform` with `is_cpu()`, `is_cuda()`, `device_name`,
-   `is_sleep_mode_available()`, and `get_device_capability()`, which asks NVML and leaves CUDA alone
-4. server: `make_arg_parser`, `validate_parsed_serve_args`, `AsyncEngineArgs`, `AsyncLLM`,
-   `build_app`, `init_app_state`, `cli_env_setup`; what `preload` imports
-5. engine (the client that `open_engine` yields): `generate`, `add_lora`, `remove_lora`,
-   `pause_generation`, `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`,
-   `sleep`, `wake_up`, `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`. Only
-   in 0.32 does a pause wait for the device. What a worker answers must be made of None, bool, int,
-   float, str, bytes, list and dict: anything else ends the thread that sends all answers
-6. requests: `SamplingParams`, `StructuredOutputsParams`, `RequestOutputKind`, `TokensPrompt`, the
-   outputs' `weight_versions`, the tokenizer's `max_chars_per_token`
-7. admission: a `LogitsProcessor`'s `validate_params`, called for every request on every route
-8. errors: `VLLMClientError` (the request is wrong; `ValueError` in 0.24), `EngineDeadError`,
-   `EngineGenerateError`; the handlers for its own routes read `app.state.server`
-9. switches: `VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_WORKER_MULTIPROC_METHOD`,
-   `VLLM_LORA_DISABLE_PDL`
-10. adapters: `LoRARequest`; the mapping `lora_requests` of `app.state.openai_serving_models`, which
-    every route asks before it takes a name for the base model's
-11. the cache of what model classes can do: `VLLM_CACHE_ROOT`/modelinfos
-12. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
-    `cache_config.block_size`
-
-Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested). `tests/inference/
-test_vllm_internals.py` checks that each is still there.
-"""
+"""Starting vLLM: its options, preloading, engine, application and facts about them."""
 
 from __future__ import annotations
 
@@ -47,67 +13,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from vllm import envs
-from vllm.config.load import LoadConfig
-from vllm.config.utils import replace as replace_config
-from vllm.inputs import TokensPrompt
-from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from grpo_core.wire import PolicyVersion
-from grpo_vllm.weights.layout_checks import LayoutFacts
-
-try:
-    from vllm.exceptions import VLLMClientError as EngineRefusal
-except ImportError:  # vLLM 0.24
-    EngineRefusal = ValueError
+from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
-
-__all__ = [
-    "DefaultModelLoader",
-    "EngineDeadError",
-    "EngineGenerateError",
-    "EngineRefusal",
-    "LoRARequest",
-    "LoadConfig",
-    "LogitsProcessor",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TokensPrompt",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedLinearMethod",
-    "build_openai_app",
-    "check_requests_with",
-    "current_platform",
-    "device_type",
-    "generation_tokens",
-    "kv_block_size",
-    "layout_facts",
-    "let_handlers_stop",
-    "longest_token_chars",
-    "open_engine",
-    "parse_engine_arguments",
-    "preload",
-    "refuse_parallel_engines",
-    "register_model_loader",
-    "replace_config",
-    "resolve_adapters_with",
-    "stamped_versions",
-    "switch_lora_pdl_off",
-    "why_no_sleep",
-]
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -115,13 +28,6 @@ ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
 SM100_MAJOR = 10
 """Compute capability 10.x: B200, B300."""
-PARALLEL_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-)
-DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -248,18 +154,6 @@ def generation_tokens() -> int:
     return int(sum(s.value for s in samples if s.name == "vllm:generation_tokens_total"))
 
 
-def longest_token_chars(tokenizer: Any) -> int:
-    """Characters of the longest token."""
-    length: int = tokenizer.max_chars_per_token
-    return length
-
-
-def stamped_versions(output: Any) -> list[PolicyVersion]:
-    """The versions on a finished completion, in the order of its tokens; [] without any."""
-    spans = getattr(output, "weight_versions", None) or ()
-    return [PolicyVersion(*map(int, span.version.split("."))) for span in spans]
-
-
 def switch_lora_pdl_off() -> bool:
     """On SM100 Triton cannot compile vLLM's LoRA kernels with programmatic dependent launch: have
     vLLM leave it out there, unless the environment says otherwise. True where that was done.
@@ -274,50 +168,6 @@ def switch_lora_pdl_off() -> bool:
         return False
     os.environ[name] = off
     return True
-
-
-def layout_facts(vllm_config: Any, model: nn.Module | None = None) -> LayoutFacts:
-    """What was configured; with the model, what became of its layers too."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    offload, speculative = vllm_config.offload_config, vllm_config.speculative_config
-    quantization = model_config.quantization
-    if quantization is None and vllm_config.quant_config is not None:
-        quantization = type(vllm_config.quant_config).__name__
-    return LayoutFacts(
-        quantization=quantization,
-        latent_attention=model_config.use_mla,
-        experts=model_config.get_num_experts(),
-        parallel_sizes={name: getattr(parallel, name) for name in PARALLEL_SIZES},
-        expert_parallel=parallel.enable_expert_parallel,
-        sleep_mode=model_config.enable_sleep_mode,
-        cumem_allocator=model_config.enable_cumem_allocator,
-        uva_offload_gb=offload.uva.cpu_offload_gb,
-        prefetch_offload_groups=offload.prefetch.offload_group_size,
-        draft=None if speculative is None else _draft_with_weights(speculative.method),
-        special_layers={} if model is None else _special_layers(model),
-    )
-
-
-def _draft_with_weights(method: str) -> str | None:
-    return None if method in DRAFTS_WITHOUT_WEIGHTS else method
-
-
-def _special_layers(model: nn.Module) -> dict[str, str]:
-    """Layers that may keep their weights in another form than the checkpoint's: name → what serves
-    them."""
-    from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-
-    harmless = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, BaseKVCacheMethod)
-    special: dict[str, str] = {}
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module, MLAAttention):
-            special[name] = type(module).__name__
-        elif isinstance(method, QuantizeMethodBase) and not isinstance(method, harmless):
-            special[name] = type(method).__name__
-    return special
 
 
 def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
