@@ -24,8 +24,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
-from grpo_vllm.http.connection_handover import ParkingLot
-from grpo_vllm.http.draining import Drain
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
 
@@ -84,7 +82,6 @@ class StubEngine:
     async def serve(self) -> None:
         channel = EngineEnd(self.plan.channel)
         self.in_flight.on_dropped = channel.dropped
-        lot = ParkingLot()
         app = Starlette(
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
@@ -92,11 +89,11 @@ class StubEngine:
                 Route("/bridge/in-flight", self.count),
             ]
         )
-        public = HttpServer(InFlightCounter(app, self.in_flight), lot=lot)
-        drain = Drain(public, lot, self.in_flight, channel)
+        public = HttpServer(InFlightCounter(app, self.in_flight))
 
         async def post_drain(request: Request) -> Response:
-            drain.begin((await request.json())["within_s"])
+            within_s = (await request.json())["within_s"]
+            public.drain(within_s, channel.park, self.in_flight)
             return JSONResponse({})
 
         private = Starlette(

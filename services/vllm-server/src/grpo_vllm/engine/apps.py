@@ -13,7 +13,6 @@ from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.engine.vllm_compat.launch import (
     build_openai_app,
     device_type,
-    kv_block_size,
     resolve_adapters_with,
     why_no_sleep,
 )
@@ -61,7 +60,7 @@ async def public_app(
         device=device_type(engine),
         shared=shared,
         max_model_len=engine.model_config.max_model_len,
-        kv_block_size=kv_block_size(engine),
+        kv_block_size=engine.vllm_config.cache_config.block_size,
     )
     app.include_router(generation_router(engine, bridge, adapters))
     app.include_router(bridge_facts_router(bridge, model, adapters))

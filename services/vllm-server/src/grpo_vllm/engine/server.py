@@ -24,11 +24,9 @@ from grpo_vllm.engine.apps import (
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.engine.vllm_compat.launch import device_type, let_handlers_stop, open_engine
+from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan, PlannedWeights
 from grpo_vllm.http.api_key import ApiKeyGuard
-from grpo_vllm.http.connection_handover import ParkingLot
-from grpo_vllm.http.draining import Drain
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 from grpo_vllm.http.readiness import ReadinessGate
 from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
@@ -76,17 +74,19 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         app = await public_app(serving, arguments, shared)
         if plan.control is None and settings.public_is_loopback:
             include_control(app, serving)
-        lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
         guarded = ApiKeyGuard(gated, settings.api_key)
         hosts = listed(settings.allowed_hosts)
-        public = HttpServer(SameSiteOnly(guarded, pages, hosts), lot=lot)
-        let_handlers_stop(app, public)
-        drain = Drain(public, lot, in_flight, channel)
+        public = HttpServer(SameSiteOnly(guarded, pages, hosts))
+        app.state.server = public  # vLLM's handler of engine errors ends it when the engine is dead
+
+        def drain(within_s: float) -> None:
+            public.drain(within_s, channel.park, in_flight)
+
         endpoints = [
             Endpoint(public, _listening(plan.public)),
-            Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
+            Endpoint(HttpServer(private_app(serving, drain)), _listening(plan.private)),
         ]
         if plan.control is not None:
             control = ApiKeyGuard(control_app(serving), settings.api_key)

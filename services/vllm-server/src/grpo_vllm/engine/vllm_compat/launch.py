@@ -19,7 +19,6 @@ from vllm.platforms import current_platform
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -115,11 +114,6 @@ async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAP
     return app
 
 
-def let_handlers_stop(app: FastAPI, server: uvicorn.Server) -> None:
-    """vLLM's handler of engine errors ends the server when the engine is dead."""
-    app.state.server = server
-
-
 def device_type(engine: Any) -> str:
     """ "cpu", "cuda"."""
     name: str = engine.vllm_config.device_config.device_type
@@ -138,12 +132,6 @@ def why_no_sleep(engine: Any) -> str | None:
 def resolve_adapters_with(app: FastAPI, adapters: MutableMapping[Any, Any]) -> None:
     """Have every route of vLLM ask `adapters` (model name → LoRARequest) for the model it names."""
     app.state.openai_serving_models.lora_requests = adapters
-
-
-def kv_block_size(engine: Any) -> int:
-    """Tokens whose keys and values are cached and reused together."""
-    size: int = engine.vllm_config.cache_config.block_size
-    return size
 
 
 def generation_tokens() -> int:
@@ -171,7 +159,8 @@ def switch_lora_pdl_off() -> bool:
 
 
 def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
-    """Weights are shared with one worker: others would go on serving what is on disk.
+    """Weights are shared with one worker: others would go on serving the checkpoint. Workers cannot
+    refuse by themselves, since vLLM hides data parallelism of dense models from them.
 
     Raises:
         SystemExit: status 2, naming the flags.

@@ -27,15 +27,8 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "TokensPrompt",
-    "longest_token_chars",
     "stamped_versions",
 ]
-
-
-def longest_token_chars(tokenizer: Any) -> int:
-    """Characters of the longest token."""
-    length: int = tokenizer.max_chars_per_token
-    return length
 
 
 def stamped_versions(output: Any) -> list[PolicyVersion]:
