@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_core.weights.manifest import ParameterMapping, TensorRegion
-from grpo_vllm.weights.memory import ParameterMemory, dtype_name
+from grpo_vllm.weights.memory import WeightMemory, region_at
 
 
 class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, records every copy into the weight memory under the current checkpoint name."""
 
-    def __init__(self, memory: ParameterMemory) -> None:
+    def __init__(self, memory: WeightMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._name: str | None = None
@@ -83,13 +83,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not target.is_contiguous():
             self._scattered.add(self._name)
-        region = TensorRegion(
-            offset=offset,
-            nbytes=target.numel() * target.element_size(),
-            shape=tuple(target.shape),
-            dtype=dtype_name(target.dtype),
-        )
-        self._copies.setdefault(self._name, []).append(region)
+        self._copies.setdefault(self._name, []).append(region_at(offset, target))
 
 
 def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
@@ -105,12 +99,8 @@ def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
         rows, end = rows + piece.shape[0], piece.end
     if not rest:
         return first
-    return TensorRegion(
-        offset=first.offset,
-        nbytes=end - first.offset,
-        shape=(rows, *first.shape[1:]),
-        dtype=first.dtype,
-    )
+    merged = {"nbytes": end - first.offset, "shape": (rows, *first.shape[1:])}
+    return first.model_copy(update=merged)
 
 
 @dataclass(frozen=True)
@@ -135,7 +125,7 @@ class _Holder:
 class ServedParameters:
     """The parameters of a model that lie in the weight memory, ordered by place."""
 
-    def __init__(self, model: nn.Module, memory: ParameterMemory) -> None:
+    def __init__(self, model: nn.Module, memory: WeightMemory) -> None:
         self._holders = sorted(
             (
                 _Holder(
@@ -165,7 +155,7 @@ class ServedParameters:
 
 
 def followed(
-    mappings: Mapping[str, ParameterMapping], model: nn.Module, memory: ParameterMemory
+    mappings: Mapping[str, ParameterMapping], model: nn.Module, memory: WeightMemory
 ) -> dict[str, ParameterMapping]:
     """The same, where the server's parameters lie now: vLLM ties `lm_head` to the embedding after
     both were loaded, where a checkpoint holds both and they are equal. What has left the memory

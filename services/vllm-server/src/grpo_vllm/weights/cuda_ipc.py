@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
-from grpo_vllm.weights.memory import DeviceMemory, Segment
+from grpo_vllm.weights.memory import Segment, WeightMemory
 
 NATIVE = "native"
 EXPANDABLE_ADVICE = (
@@ -22,7 +22,7 @@ EXPANDABLE_ADVICE = (
 )
 
 
-def exported(memory: DeviceMemory) -> CudaMemory:
+def exported(memory: WeightMemory) -> CudaMemory:
     """For one consumer. Raises RuntimeError where CUDA refuses."""
     return CudaMemory(
         place=cuda_place(memory.segments[0].storage.device),
@@ -41,7 +41,7 @@ def cuda_place(device: torch.device) -> CudaPlace:
     )
 
 
-def why_not_exportable(memory: DeviceMemory) -> str | None:
+def why_not_exportable(memory: WeightMemory) -> str | None:
     """What torch's allocator has done that CUDA cannot export; None where nothing is."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != NATIVE:

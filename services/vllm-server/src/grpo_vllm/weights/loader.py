@@ -30,7 +30,7 @@ from grpo_vllm.engine.vllm_compat.layers import (
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters, followed
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
 from grpo_vllm.weights.layout_checks import why_not_shareable
-from grpo_vllm.weights.memory import Arena, DeviceMemory, ParameterMemory, aligned, dtype_name
+from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
@@ -39,7 +39,7 @@ _ATTRIBUTE = "grpo_shared_parameters"
 class SharedParameters:
     """What the loader leaves on the model for the worker extension to export."""
 
-    memory: ParameterMemory
+    memory: WeightMemory
     manifest: WeightManifest
 
 
@@ -93,7 +93,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self.check_shareable(model)
         return model
 
-    def weight_memory(self, model: nn.Module) -> ParameterMemory:
+    def weight_memory(self, model: nn.Module) -> WeightMemory:
         """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
         if current_platform.is_cpu():
             arena = move_into_arena(model)
@@ -104,7 +104,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"--share-weights works on CPU and on NVIDIA GPUs, not on "
                 f"{current_platform.device_name}; start without it"
             )
-        memory = DeviceMemory(model.parameters())
+        memory = WeightMemory(model.parameters())
         obstacle = why_not_exportable(memory)
         if obstacle is not None:
             raise UnshareableWeights(f"--share-weights: {obstacle}")
@@ -132,21 +132,14 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
             )
 
 
-def move_into_arena(model: nn.Module) -> Arena:
+def move_into_arena(model: nn.Module) -> WeightMemory:
     """Give every parameter storage in one new arena; values are left for the checkpoint."""
     regions: list[tuple[nn.Parameter, TensorRegion]] = []
     offset = 0
     for _, parameter in model.named_parameters():  # tied parameters come once
-        nbytes = parameter.numel() * parameter.element_size()
-        region = TensorRegion(
-            offset=offset,
-            nbytes=nbytes,
-            shape=tuple(parameter.shape),
-            dtype=dtype_name(parameter.dtype),
-        )
-        regions.append((parameter, region))
-        offset += aligned(nbytes)
-    arena = Arena.create(offset)
+        regions.append((parameter, region_at(offset, parameter)))
+        offset += aligned(parameter.nbytes)
+    arena = WeightMemory.arena(offset)
     for parameter, region in regions:
         # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
         parameter.data = arena.view(region)
@@ -158,8 +151,7 @@ def _follow_parameters(model: nn.Module) -> None:
     where = followed(shared.manifest.parameters, model, shared.memory)
     manifest = shared.manifest.model_copy(update={"parameters": where})
     setattr(model, _ATTRIBUTE, SharedParameters(shared.memory, manifest))
-    if isinstance(shared.memory, DeviceMemory):
-        shared.memory.forget_all_but(model.parameters())
+    shared.memory.keep_only(model.parameters())
 
 
 def _require_no(problems: list[str], model_config: Any) -> None:
@@ -178,7 +170,7 @@ def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
     }
 
 
-def _outside(model: nn.Module, memory: ParameterMemory) -> dict[str, str]:
+def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
     return {
         name: "moved elsewhere while the model was prepared for serving"
         for name, parameter in model.named_parameters()

@@ -12,8 +12,7 @@ import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -22,19 +21,6 @@ from grpo_core.weights.manifest import TensorRegion
 ALIGNMENT_BYTES = 256
 """Start of every tensor: a multiple of any vector register and cache line."""
 MEMFD_NAME = "grpo-weights"
-
-
-class ParameterMemory(Protocol):
-    """`Arena` on the host, `DeviceMemory` on a GPU."""
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    def view(self, region: TensorRegion) -> torch.Tensor:
-        """The tensor that lies in `region`, sharing memory."""
-
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Bytes from the start of the memory, or None when the tensor lies elsewhere."""
 
 
 def aligned(size_bytes: int) -> int:
@@ -47,33 +33,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass
-class Arena:
-    """`base` is the whole memory as bytes [total_bytes] uint8."""
-
-    fd: int
-    total_bytes: int
-    base: torch.Tensor = field(repr=False)
-
-    @classmethod
-    def create(cls, total_bytes: int) -> Arena:
-        """Allocate. Raises `OSError` when the memory is not to be had."""
-        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, total_bytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        mapping = mmap.mmap(fd, total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        return cls(fd, total_bytes, torch.frombuffer(mapping, dtype=torch.uint8))
-
-    def view(self, region: TensorRegion) -> torch.Tensor:
-        """The tensor that lies in `region`, sharing memory."""
-        raw = self.base[region.offset : region.end]
-        return raw.view(getattr(torch, region.dtype)).view(region.shape)
-
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Bytes from the start of the arena, or None when the tensor lies elsewhere."""
-        offset = tensor.data_ptr() - self.base.data_ptr()
-        return offset if tensor.numel() and 0 <= offset < self.total_bytes else None
+def region_at(offset: int, tensor: torch.Tensor) -> TensorRegion:
+    """The region that a contiguous tensor like this one takes there."""
+    return TensorRegion(
+        offset=offset,
+        nbytes=tensor.nbytes,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+    )
 
 
 @dataclass(frozen=True)
@@ -92,10 +59,17 @@ class Segment:
         return self.storage.nbytes()
 
 
-class DeviceMemory:
-    """Args: tensors: what is to be shared; those that lie in one allocation share its segment."""
+class WeightMemory:
+    """Offsets are counted as if the allocations lay one behind the other.
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    `fd`: the memfd of an arena; None on a GPU.
+
+    Args:
+        tensors: to be shared; those that lie in one allocation share its segment
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], fd: int | None = None) -> None:
+        self.fd = fd
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         segments, total_bytes = [], 0
         for storage in storages.values():
@@ -104,8 +78,18 @@ class DeviceMemory:
         self.total_bytes = total_bytes
         self._take(segments)
 
-    def forget_all_but(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let go of segments that hold none of `tensors`; the others keep their places."""
+    @classmethod
+    def arena(cls, total_bytes: int) -> WeightMemory:
+        """Allocate on the host. Raises `OSError` when the memory is not to be had."""
+        fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, total_bytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        mapping = mmap.mmap(fd, total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return cls([torch.frombuffer(mapping, dtype=torch.uint8)], fd)
+
+    def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Release segments that hold none of `tensors`; the others keep their places."""
         offsets = [offset for t in tensors if (offset := self.offset_of(t)) is not None]
         starts = {self._starts[bisect_right(self._starts, offset) - 1] for offset in offsets}
         self._take([segment for segment in self.segments if segment.start in starts])
