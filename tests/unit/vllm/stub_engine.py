@@ -29,7 +29,7 @@ from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
-"""Why the engine host is not to fork it."""
+"""Why the fork server is not to fork it."""
 BROKEN = "broken"
 HELD = "held"
 BAD_RANK = "bad-rank"

@@ -1,4 +1,4 @@
-"""The engine process, as the engine host forks it.
+"""The engine process, as the fork server forks it.
 
 `python -m grpo_vllm.engine.process PLAN OPTION...` is how it starts one where it cannot fork.
 """

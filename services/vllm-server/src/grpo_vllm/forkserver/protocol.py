@@ -1,7 +1,7 @@
 """Messages between the supervisor, the fork server and the engine process.
 
 - supervisor → fork server: an `EnginePlan` with its descriptors, over a SOCK_SEQPACKET pair
-- fork server → supervisor: `Forked`, then `Ended`, over the same pair
+- fork server → supervisor: start and end of each engine process, over the same pair
 - engine process → supervisor: one byte a message over a stream pair, PARKED with a descriptor
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,7 +23,7 @@ from grpo_core.wire import PolicyVersion
 UNTRAINED = PolicyVersion(epoch=0, step=0)
 """The weights of the model that the server was started with, before any trainer."""
 _PLAN_BYTES = 1024 * 1024
-_FACT_BYTES = 1024
+_FACT = struct.Struct("i")
 _DESCRIPTORS_PER_PACKET = 200
 """The kernel takes 253."""
 SERVING, PARKED, DROPPED = b"s", b"p", b"d"
@@ -69,7 +69,6 @@ class EnginePlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
     channel: int
     public: int
     control: int | None = None
@@ -96,29 +95,13 @@ class EnginePlan(BaseModel):
         )
 
 
-class Forked(BaseModel):
-    """An engine process was started; a pidfd of it comes with this packet."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    pid: int
-
-
-class Ended(BaseModel):
-    """It has ended and was reaped. `exit_code`: negative is the signal that ended it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    exit_code: int
-
-
-def send_plan(host: socket.socket, plan: EnginePlan) -> None:
-    """Raises OSError where the host is gone."""
-    host.send(plan.model_dump_json().encode())
+def send_plan(fork_server: socket.socket, plan: EnginePlan) -> None:
+    """Raises OSError where the fork server is gone."""
+    fork_server.send(plan.model_dump_json().encode())
     descriptors = plan.descriptors()
     for begin in range(0, len(descriptors), _DESCRIPTORS_PER_PACKET):
         some = descriptors[begin : begin + _DESCRIPTORS_PER_PACKET]
-        socket.send_fds(host, [b"\0"], list(some))
+        socket.send_fds(fork_server, [b"\0"], list(some))
 
 
 def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
@@ -136,22 +119,23 @@ def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
     return plan.renumbered(ours)
 
 
-def send_fact(supervisor: socket.socket, fact: Forked | Ended, pidfd: int | None = None) -> None:
+def send_fact(supervisor: socket.socket, number: int, pidfd: int | None = None) -> None:
+    """Start of an engine process: its pid, with a pidfd. End, once it is reaped: its exit code;
+    negative is the signal that ended it."""
     descriptors = [] if pidfd is None else [pidfd]
-    socket.send_fds(supervisor, [fact.model_dump_json().encode()], descriptors)
+    socket.send_fds(supervisor, [_FACT.pack(number)], descriptors)
 
 
-def receive_fact(host: socket.socket) -> tuple[Forked | Ended | None, int | None]:
-    """(what happened, pidfd); None where the host has ended. Raises BlockingIOError."""
+def receive_fact(fork_server: socket.socket) -> tuple[int, int | None] | None:
+    """(number, pidfd) as sent; None where the fork server has ended. Raises BlockingIOError."""
     try:
-        message, descriptors, _, _ = socket.recv_fds(host, _FACT_BYTES, 1)
+        message, descriptors, _, _ = socket.recv_fds(fork_server, _FACT.size, 1)
     except ConnectionResetError:
-        return None, None
+        return None
     if not message:
-        return None, None
-    if descriptors:
-        return Forked.model_validate_json(message), descriptors[0]
-    return Ended.model_validate_json(message), None
+        return None
+    (number,) = _FACT.unpack(message)
+    return number, next(iter(descriptors), None)
 
 
 class EngineEnd:

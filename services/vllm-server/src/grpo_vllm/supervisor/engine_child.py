@@ -33,7 +33,7 @@ class EngineChild:
     """Lives on the running event loop.
 
     Args:
-        process: as the engine host started it
+        process: as the fork server started it
         channel: its messages
         private_path: unix socket that it answers on
     """
