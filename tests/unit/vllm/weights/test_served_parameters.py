@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.checkpoint_map import ServedParameters, followed
+from grpo_core.weights.manifest import ParameterMapping, TensorRegion
+from grpo_vllm.weights.checkpoint_map import ServedParameters
 from grpo_vllm.weights.memory import WeightMemory
 
 ROWS, WIDTH = 6, 4
@@ -78,10 +78,15 @@ def test_a_parameter_that_is_tied_after_loading_is_followed(arena: WeightMemory)
     model = fused(arena)
     served = ServedParameters(model, arena)
     loaded = {"e": rows(0, ROWS), "h": rows(0, ROWS, HEAD_AT), "part": rows(1, 3, HEAD_AT)}
-    found = {name: served.mapping(where) for name, where in loaded.items()}
-    mappings = {name: mapping for name, mapping in found.items() if mapping is not None}
-    assert followed(mappings, model, arena) == mappings
+
+    def mappings() -> dict[str, ParameterMapping]:
+        found = {name: served.mapping(where) for name, where in loaded.items()}
+        return {name: mapping for name, mapping in found.items() if mapping is not None}
+
+    assert {n: (m.offset, m.nbytes) for n, m in mappings().items()} == {
+        name: (where.offset, where.nbytes) for name, where in loaded.items()
+    }
     model.head = model.qkv
-    tied = followed(mappings, model, arena)
+    tied = mappings()
     assert [tied[name].offset - FUSED_AT for name in ("e", "h", "part")] == [0, 0, ROW_BYTES]
     assert torch.equal(arena.view(tied["part"]), model.head[1:3])

@@ -29,10 +29,9 @@ class _Request:
 
 @dataclass
 class InFlight:
-    """`dropped`: requests that were given up. `on_dropped`: told of each."""
+    """`on_dropped`: called for each request that is given up."""
 
     generation: int = 0
-    dropped: int = 0
     on_dropped: Callable[[], None] = field(default=lambda: None)
     _requests: set[_Request] = field(default_factory=set)
     _fewer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,7 +56,6 @@ class InFlight:
         for request in self._requests:
             request.given_up = True
             request.task.cancel()
-            self.dropped += 1
             self.on_dropped()
 
     def enter(self, task: asyncio.Task[None]) -> _Request:
@@ -84,9 +82,18 @@ class InFlightCounter:
         if scope["type"] != "http" or samples_nothing(scope):
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        begun = False
+
+        async def run() -> None:
+            await self._app(scope, receive, note_and_send)
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         # A task of its own: cancelling it must not cancel the server's.
-        task = asyncio.create_task(self._run(scope, receive, answer))
+        task = asyncio.create_task(run())
         request = self._in_flight.enter(task)
         try:
             await asyncio.wait([task])
@@ -94,23 +101,10 @@ class InFlightCounter:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             self._in_flight.leave(request)
-        if request.given_up and not answer.begun:
+        if request.given_up and not begun:
             await _refuse(scope, receive, send)
         elif not task.cancelled():
             task.result()
-
-    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        await self._app(scope, receive, answer.send)
-
-
-class _Answer:
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def send(self, message: Message) -> None:
-        self.begun = True
-        await self._send(message)
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

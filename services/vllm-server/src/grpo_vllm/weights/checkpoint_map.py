@@ -8,7 +8,7 @@ records every copy under the checkpoint's name, so no table of fused layers is n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +123,11 @@ class _Holder:
 
 
 class ServedParameters:
-    """The parameters of a model that lie in the weight memory, ordered by place."""
+    """The parameters of a model that lie in the weight memory after loading, ordered by place."""
 
     def __init__(self, model: nn.Module, memory: WeightMemory) -> None:
+        self._model = model
+        self._memory = memory
         self._holders = sorted(
             (
                 _Holder(
@@ -139,7 +141,12 @@ class ServedParameters:
         self._offsets = [holder.offset for holder in self._holders]
 
     def mapping(self, region: TensorRegion) -> ParameterMapping | None:
-        """None where no parameter holds the region as whole rows."""
+        """Of a region that was loaded; None where no parameter holds it as whole rows.
+
+        The place is where the parameter lies now: vLLM ties `lm_head` to the embedding after both
+        were loaded, where a checkpoint holds both and they are equal. A parameter that has left the
+        memory keeps its place.
+        """
         index = bisect_right(self._offsets, region.offset) - 1
         if index < 0:
             return None
@@ -147,30 +154,11 @@ class ServedParameters:
         rows = holder.rows_of(region)
         if rows is None:
             return None
+        now = self._memory.offset_of(self._model.get_parameter(holder.name))
+        moved_by = 0 if now is None else now - holder.offset
+        place = region.model_copy(update={"offset": region.offset + moved_by})
         return ParameterMapping(
-            **region.model_dump(),
+            **place.model_dump(),
             vllm_name=holder.name,
             slice=None if rows == (0, holder.rows) else rows,
         )
-
-
-def followed(
-    mappings: Mapping[str, ParameterMapping], model: nn.Module, memory: WeightMemory
-) -> dict[str, ParameterMapping]:
-    """The same, where the server's parameters lie now: vLLM ties `lm_head` to the embedding after
-    both were loaded, where a checkpoint holds both and they are equal. What has left the memory
-    stays as it was.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: _moved(mapping, memory.offset_of(parameters[mapping.vllm_name]))
-        for name, mapping in mappings.items()
-    }
-
-
-def _moved(mapping: ParameterMapping, holder_offset: int | None) -> ParameterMapping:
-    if holder_offset is None:
-        return mapping
-    start, stop = mapping.slice or (0, 1)
-    offset = holder_offset + start * mapping.nbytes // (stop - start)
-    return mapping.model_copy(update={"offset": offset})

@@ -27,7 +27,7 @@ from grpo_vllm.engine.vllm_compat.layers import (
     replace_config,
     use_plain_layout,
 )
-from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters, followed
+from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
 from grpo_vllm.weights.layout_checks import why_not_shareable
 from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
@@ -63,19 +63,11 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Called after the modules exist and before any layer processes its weights."""
-        memory = self.weight_memory(model)
-        self._map = CheckpointMap(memory)
+        self._memory = self.weight_memory(model)
+        self._map = CheckpointMap(self._memory)
         with self._map:
             super().load_weights(model, model_config)
-        served = ServedParameters(model, memory)
-        mappings = {name: served.mapping(region) for name, region in self._map.regions().items()}
-        manifest = WeightManifest(
-            generation=uuid.uuid4().hex,
-            model=str(model_config.model),
-            total_bytes=memory.total_bytes,
-            parameters={name: mapping for name, mapping in mappings.items() if mapping},
-        )
-        setattr(model, _ATTRIBUTE, SharedParameters(memory, manifest))
+        self._served = ServedParameters(model, self._memory)
 
     def get_all_weights(
         self, model_config: Any, model: nn.Module
@@ -89,9 +81,22 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
-        _follow_parameters(model)
+        self._describe(model, str(model_config.model))
         self.check_shareable(model)
         return model
+
+    def _describe(self, model: nn.Module, model_name: str) -> None:
+        """For `shared_parameters`, once all parameters are where they are served from."""
+        assert self._map is not None, "vLLM built the model without calling load_weights"
+        found = {name: self._served.mapping(at) for name, at in self._map.regions().items()}
+        manifest = WeightManifest(
+            generation=uuid.uuid4().hex,
+            model=model_name,
+            total_bytes=self._memory.total_bytes,
+            parameters={name: mapping for name, mapping in found.items() if mapping},
+        )
+        self._memory.keep_only(model.parameters())
+        setattr(model, _ATTRIBUTE, SharedParameters(self._memory, manifest))
 
     def weight_memory(self, model: nn.Module) -> WeightMemory:
         """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
@@ -115,7 +120,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         use_plain_layout(model)
 
     def check_shareable(self, model: nn.Module) -> None:
-        assert self._map is not None, "vLLM built the model without calling load_weights"
+        assert self._map is not None
         shared = shared_parameters(model)
         problems = {
             **self._map.unshareable(),
@@ -144,14 +149,6 @@ def move_into_arena(model: nn.Module) -> WeightMemory:
         # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
         parameter.data = arena.view(region)
     return arena
-
-
-def _follow_parameters(model: nn.Module) -> None:
-    shared = shared_parameters(model)
-    where = followed(shared.manifest.parameters, model, shared.memory)
-    manifest = shared.manifest.model_copy(update={"parameters": where})
-    setattr(model, _ATTRIBUTE, SharedParameters(shared.memory, manifest))
-    shared.memory.keep_only(model.parameters())
 
 
 def _require_no(problems: list[str], model_config: Any) -> None:
