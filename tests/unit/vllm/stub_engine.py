@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from starlette.routing import Route
 
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
-from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
+from grpo_vllm.http.server import HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
@@ -103,12 +102,9 @@ class StubEngine:
                 Route("/lora/load", self.load, methods=["POST"]),
             ]
         )
-        endpoints = [
-            Endpoint(public, socket.socket(fileno=self.plan.public)),
-            Endpoint(HttpServer(private), socket.socket(fileno=self.plan.private)),
-        ]
+        servers = {public: self.plan.public, HttpServer(private): self.plan.private}
         arrival = asyncio.create_task(self._arrive(public, channel))
-        await serve_until(lambda: False, endpoints)
+        await serve_until(lambda: False, servers)
         await arrival
 
     async def _arrive(self, public: HttpServer, channel: EngineEnd) -> None:

@@ -7,8 +7,7 @@ import contextlib
 import math
 import signal
 import socket
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import structlog
 import uvicorn
@@ -80,14 +79,6 @@ class HttpServer(uvicorn.Server):
         return protocol
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """A server and the socket it answers on."""
-
-    server: HttpServer
-    socket: socket.socket
-
-
 def bound_socket(host: str, port: int) -> socket.socket:
     """Raises `OSError` where the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -101,17 +92,24 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def serve_until(ended: Callable[[], bool], endpoints: list[Endpoint]) -> None:
-    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`."""
+async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:
+    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`.
+
+    Args:
+        servers: with the descriptors of their listening sockets
+    """
     stop = _stop_event()
     watch = asyncio.create_task(_stop_when(ended, stop))
-    running = [asyncio.create_task(e.server.serve(sockets=[e.socket])) for e in endpoints]
+    running = [
+        asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
+        for server, descriptor in servers.items()
+    ]
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")
-        for endpoint in endpoints:
-            endpoint.server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         await asyncio.gather(*running)
     finally:
         watch.cancel()

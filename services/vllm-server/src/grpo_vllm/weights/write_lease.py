@@ -81,7 +81,7 @@ class WriteBack:
 
 
 HANDOVER_S = 2.0
-"""How long a new trainer waits at the door for the connection of the one before to close."""
+"""How long a new trainer waits for the previous one's connection to close."""
 
 
 class BridgeConflict(GrpoError):
@@ -154,7 +154,7 @@ class WeightBridge:
         """
         try:
             async with asyncio.timeout(HANDOVER_S):
-                while not self._session_ended.is_set():  # it wakes everybody who waits
+                while not self._session_ended.is_set():  # it wakes every trainer that waits
                     await self._session_ended.wait()
         except TimeoutError:
             raise BridgeConflict(
@@ -171,10 +171,7 @@ class WeightBridge:
             return
         log.info("trainer detached", session=session)
         self._session = None
-        try:
-            await self._abandon(self._pause, "the trainer's connection closed")
-        finally:
-            self._let_others_in()
+        await self._detach(self._pause, "the trainer's connection closed")
 
     async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Stop scheduling; keep requests in flight and recompute their KV cache afterwards.
@@ -289,22 +286,18 @@ class WeightBridge:
         # The session is over as well: should the trainer wake up, it must attach anew.
         if self._session == session:
             self._session = None
-        task = asyncio.ensure_future(self._abandon_and_let_others_in(self._pause))
+        task = asyncio.create_task(self._detach(self._pause, "its lease ran out"))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _abandon_and_let_others_in(self, pause: _Pause | None) -> None:
+    async def _detach(self, pause: _Pause | None, why: str) -> None:
         try:
-            await self._abandon(pause, "its lease ran out")
+            await self._abandon(pause, why)
         finally:
-            # Not before: a newcomer must see what these weights are called now.
-            self._let_others_in()
-
-    def _let_others_in(self) -> None:
-        # A lease may run out while its connection closes: the later of the two may find another
-        # trainer attached.
-        if self._session is None:
-            self._session_ended.set()
+            # Not before: a newcomer must see what these weights are called now. A lease may run out
+            # while its connection closes: the later of the two may find another trainer attached.
+            if self._session is None:
+                self._session_ended.set()
 
     async def _end_pause(self, pause: _Pause) -> None:
         pause.timer.cancel()
