@@ -18,7 +18,7 @@ from grpo_vllm.engine.vllm_compat.launch import (
 )
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.routes.bridge_control import bridge_control_router, sleep_router
-from grpo_vllm.routes.bridge_facts import ServedModel, bridge_facts_router
+from grpo_vllm.routes.bridge_info import ServedModel, bridge_info_router
 from grpo_vllm.routes.engine import engine_router
 from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
@@ -63,7 +63,7 @@ async def public_app(
         kv_block_size=engine.vllm_config.cache_config.block_size,
     )
     app.include_router(generation_router(engine, bridge, adapters))
-    app.include_router(bridge_facts_router(bridge, model, adapters))
+    app.include_router(bridge_info_router(bridge, model, adapters))
     app.include_router(lora_status_router(serving.adapter_control))
     return app
 

@@ -29,7 +29,7 @@ def register() -> None:
         import grpo_vllm.weights.loader  # noqa: F401  (importing registers the load format)
 
 
-def hold_lifeline(descriptors: Sequence[int]) -> None:
+def tie_children_to_this_process(descriptors: Sequence[int]) -> None:
     """Called by the engine process: whatever it starts from now on ends with it.
 
     Args:
@@ -39,10 +39,10 @@ def hold_lifeline(descriptors: Sequence[int]) -> None:
     os.environ[VARIABLE] = str(os.getpid())
     own = {number: os.fstat(number).st_ino for number in descriptors}
     # Forked processes do not load the plugin again, spawned ones do.
-    os.register_at_fork(after_in_child=functools.partial(_begin_as_a_fork, own))
+    os.register_at_fork(after_in_child=functools.partial(_begin_as_fork, own))
 
 
-def _begin_as_a_fork(not_ours: Mapping[int, int]) -> None:
+def _begin_as_fork(not_ours: Mapping[int, int]) -> None:
     for number, inode in not_ours.items():
         with contextlib.suppress(OSError):
             if os.fstat(number).st_ino == inode:  # else the number has passed to another file

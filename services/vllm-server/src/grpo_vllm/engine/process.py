@@ -12,7 +12,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, hold_lifeline
+from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
@@ -35,7 +35,7 @@ def preload(options: list[str]) -> str | None:
 def run_engine(plan: EnginePlan, options: list[str]) -> None:
     """Serve until told to end. Ends the process with status 1 where that fails."""
     settings = load_server_settings(options)
-    hold_lifeline(plan.descriptors())
+    tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import server
 

@@ -180,8 +180,6 @@ class SupervisorEnd:
 
     def close(self) -> None:
         """Take in what was sent before the engine process ended, then close."""
-        if self._socket is None:
-            return
         while self._socket is not None and self._read():
             pass
         self._forget()

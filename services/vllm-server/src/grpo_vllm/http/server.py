@@ -98,7 +98,9 @@ async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, in
     Args:
         servers: with the descriptors of their listening sockets
     """
-    stop = _stop_event()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_when(ended, stop))
     running = [
         asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
@@ -114,15 +116,6 @@ async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, in
     finally:
         watch.cancel()
         stopped.cancel()
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _stop_when(ended: Callable[[], bool], stop: asyncio.Event) -> None:

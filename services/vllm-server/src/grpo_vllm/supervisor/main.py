@@ -22,7 +22,7 @@ from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.supervisor.unavailable import health_app
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord
-from grpo_vllm.weights.socket_server import own_directory
+from grpo_vllm.weights.socket_server import make_private_directory
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ def supervise(
     """
     require_shared_memory(settings.engine_arguments)
     if settings.share_weights:
-        own_directory(settings.socket_path.parent)
+        make_private_directory(settings.socket_path.parent)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:

@@ -65,7 +65,7 @@ async def serve_weights(
 
 
 def _listen(path: Path) -> socket.socket:
-    own_directory(path.parent)
+    make_private_directory(path.parent)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -140,7 +140,7 @@ async def _serve_trainer(
             await bridge.close_session(session)
 
 
-def own_directory(directory: Path) -> None:
+def make_private_directory(directory: Path) -> None:
     """Make it, where it is not there. Raises `UnsafeSocketDirectory`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.stat()
@@ -160,7 +160,7 @@ def announced(config: BridgeConfig, path: Path, required: bool) -> Iterator[None
     Raises:
         BridgeConfigUnwritable: it is required and cannot be written.
     """
-    _say_what_is_replaced(path)
+    _log_replaced(path)
     try:
         write_bridge_config(config, path)
     except BridgeConfigUnwritable as error:
@@ -174,10 +174,10 @@ def announced(config: BridgeConfig, path: Path, required: bool) -> Iterator[None
     try:
         yield
     finally:
-        _remove_own(path, config.generation)
+        _remove_if_own(path, config.generation)
 
 
-def _say_what_is_replaced(path: Path) -> None:
+def _log_replaced(path: Path) -> None:
     with contextlib.suppress(BridgeConfigUnreadable):
         other = read_bridge_config(path)
         log.warning(
@@ -189,7 +189,7 @@ def _say_what_is_replaced(path: Path) -> None:
         )
 
 
-def _remove_own(path: Path, generation: str) -> None:
+def _remove_if_own(path: Path, generation: str) -> None:
     with contextlib.suppress(BridgeConfigUnreadable):
         if read_bridge_config(path).generation == generation:
             path.unlink(missing_ok=True)
