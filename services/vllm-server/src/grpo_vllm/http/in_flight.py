@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness import RETRY_AFTER_S, samples_nothing
+from grpo_vllm.http.readiness import refuse, samples_nothing
+
+T = TypeVar("T")
 
 GIVEN_UP = "the engine is about to restart, and this request outlasted the drain; send it again"
 
@@ -102,17 +103,9 @@ class InFlightCounter:
             await asyncio.gather(task, return_exceptions=True)
             self._in_flight.leave(request)
         if request.given_up and not begun:
-            await _refuse(scope, receive, send)
+            await refuse(GIVEN_UP, scope, receive, send, connection="close")
         elif not task.cancelled():
             task.result()
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    await JSONResponse({"detail": GIVEN_UP}, 503, headers=headers)(scope, receive, send)
-
-
-T = TypeVar("T")
 
 
 async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:

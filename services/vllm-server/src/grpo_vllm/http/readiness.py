@@ -68,7 +68,7 @@ class ReadinessGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
         elif scope["path"] in HEALTH_PATHS or not refusal.hold:
-            await _refuse(refusal, scope, receive, send)
+            await refuse(refusal.reason, scope, receive, send)
         else:
             await self._hold(scope, _Lookahead(receive), send)
 
@@ -88,7 +88,7 @@ class ReadinessGate:
         if refusal is None:
             await self._app(scope, incoming.receive, send)
         else:
-            await _refuse(refusal, scope, incoming.receive, send)
+            await refuse(refusal.reason, scope, incoming.receive, send)
 
     async def _wait_for_opening(self) -> Refusal | None:
         """What still stands in the way once the hold is over; None as soon as nothing does."""
@@ -132,11 +132,9 @@ def samples_nothing(scope: Scope) -> bool:
     return scope["method"] in SAFE_METHODS or path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(
-        {"detail": refusal.reason}, 503, headers={"retry-after": str(RETRY_AFTER_S)}
-    )
-    await response(scope, receive, send)
+async def refuse(reason: str, scope: Scope, receive: Receive, send: Send, **headers: str) -> None:
+    headers |= {"retry-after": str(RETRY_AFTER_S)}
+    await JSONResponse({"detail": reason}, 503, headers=headers)(scope, receive, send)
 
 
 class ServingState(StrEnum):
