@@ -36,7 +36,7 @@ from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
-from grpo_vllm.weights.socket_server import announced, serve_weights
+from grpo_vllm.weights.socket_server import bridge_config_written, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 
 log = structlog.get_logger()
@@ -179,7 +179,7 @@ async def _sharing(
         param_mappings=weights.manifest.parameters,
     )
     async with serve_weights(settings.socket_path, weights, bridge):
-        with announced(
+        with bridge_config_written(
             config, settings.bridge_config_file, required=settings.bridge_config_required
         ):
             log.info(

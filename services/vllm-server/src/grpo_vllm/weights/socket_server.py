@@ -154,7 +154,7 @@ def make_private_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def announced(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
+def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
     """The file is there inside the context, unless another server replaces it.
 
     Raises:
