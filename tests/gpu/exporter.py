@@ -18,7 +18,7 @@ from grpo_core.weights.manifest import ParameterMapping, WeightManifest
 from grpo_core.weights.socket import send_grant, send_refusal
 from grpo_core.weights.transport import WeightGrant
 from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
-from grpo_vllm.weights.device_memory import DeviceMemory
+from grpo_vllm.weights.memory import WeightMemory
 
 ROWS, COLUMNS = 4096, 4096
 """64 MiB in float32: a block of its own in torch's allocator, beside a small one."""
@@ -48,7 +48,7 @@ class Graph:
 
 
 def manifest_of(
-    memory: DeviceMemory, generation: str, tensors: dict[str, torch.Tensor]
+    memory: WeightMemory, generation: str, tensors: dict[str, torch.Tensor]
 ) -> WeightManifest:
     parameters = {
         name: ParameterMapping(
@@ -69,7 +69,7 @@ def manifest_of(
     )
 
 
-def serve(listener: socket.socket, memory: DeviceMemory, manifest: WeightManifest) -> None:
+def serve(listener: socket.socket, memory: WeightMemory, manifest: WeightManifest) -> None:
     """An export per consumer; the connections stay open until this process ends."""
     connections = []
     while True:
@@ -86,7 +86,7 @@ def main() -> None:
     path, generation, *flags = sys.argv[1:]
     graph = Graph("--private-copy" in flags)
     tensors = {"weight": graph.weight, "bias": graph.bias}
-    memory = DeviceMemory(tensors.values())
+    memory = WeightMemory(tensors.values())
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(Path(path)))
     listener.listen()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_vllm.weights.arena import MEMFD_NAME
+from grpo_vllm.weights.memory import MEMFD_NAME
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def test_bfloat16_agrees_within_its_own_noise(tmp_path: Path) -> None:
             for step in range(STEPS):
                 trainer.step(step)
                 alignment = trainer.alignment()
-                require_alignment(alignment, trainer.probe.tolerance, f"After step {step}")
+                require_alignment(alignment, tolerance_of(trainer.policy), f"After step {step}")
                 assert alignment.mean < alignment.moved / 5
     finally:
         stop_inference(server)

@@ -27,10 +27,11 @@ def internals() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo_vllm.engine import vllm_compat
-        from grpo_vllm.weights import loader, plain_layers
+        from grpo_vllm.engine.vllm_compat import launch, layers, requests
 
-        assert loader
-        assert plain_layers
+        assert launch
+        assert layers
+        assert requests
     return vllm_compat
 
 
@@ -49,9 +50,9 @@ def test_it_is_there(internals: ModuleType, hook: Hook) -> None:
 
     if installed[:2] < hook.since:
         pytest.skip(f"only from vLLM {hook.since[0]}.{hook.since[1]} on")
-    if hook.device == "cuda" and not internals.current_platform.is_cuda():
+    if hook.device == "cuda" and not internals.launch.current_platform.is_cuda():
         pytest.skip("no GPU: vLLM is built for another platform here")
-    if hook.device == "cpu" and not internals.current_platform.is_cpu():
+    if hook.device == "cpu" and not internals.launch.current_platform.is_cpu():
         pytest.skip("only on CPU: vLLM is built for another platform here")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +67,8 @@ def test_the_table_has_everything_that_is_imported(internals: ModuleType) -> Non
             known |= {module, f"{module}.{path}", f"{module}.{path.split('.')[0]}"}
     imported = {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(inspect.getsource(internals)))
+        for module in (internals.launch, internals.layers, internals.requests)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
         for alias in node.names
     }
@@ -87,7 +89,7 @@ thinking_token_budget top_k top_p trace_decode_token_ids watermarking
 def test_vllm_has_no_sampling_parameter_that_nobody_has_looked_at(internals: ModuleType) -> None:
     """`POST /generate` passes on every parameter that it does not refuse. Before a new one is added
     here: does it change the logged probabilities, or harm other requests?"""
-    names = {name for name in internals.SamplingParams.__struct_fields__ if name[0] != "_"}
+    names = {name for name in internals.requests.SamplingParams.__struct_fields__ if name[0] != "_"}
     assert names <= set(SAMPLING_PARAMETERS.split())
 
 
@@ -97,25 +99,28 @@ def test_obstacles_to_sharing_are_read_off_vllms_configuration(
 ) -> None:
     """Fields are set as vLLM would: not every one can be asked for on every platform."""
     config = engine_config(internals, tiny_model)
-    plain = LayoutFacts(parallel_sizes=dict.fromkeys(internals.PARALLEL_SIZES, 1))
-    assert internals.layout_facts(config) == plain
+    plain = LayoutFacts(parallel_sizes=dict.fromkeys(internals.layers.PARALLEL_SIZES, 1))
+    assert internals.layers.layout_facts(config) == plain
     config.parallel_config.tensor_parallel_size = 2
     config.parallel_config.enable_expert_parallel = True
     config.model_config.quantization = "fp8"
     config.model_config.enable_sleep_mode = True
     config.offload_config.uva.cpu_offload_gb = 2.0
     config.speculative_config = SimpleNamespace(method="eagle3")
-    facts = internals.layout_facts(config)
+    facts = internals.layers.layout_facts(config)
     assert facts == LayoutFacts(
         quantization="fp8",
-        parallel_sizes={**dict.fromkeys(internals.PARALLEL_SIZES, 1), "tensor_parallel_size": 2},
+        parallel_sizes={
+            **dict.fromkeys(internals.layers.PARALLEL_SIZES, 1),
+            "tensor_parallel_size": 2,
+        },
         expert_parallel=True,
         sleep_mode=True,
         uva_offload_gb=2.0,
         draft="eagle3",
     )
     config.speculative_config.method = "ngram"
-    assert internals.layout_facts(config).draft is None
+    assert internals.layers.layout_facts(config).draft is None
 
 
 def engine_config(internals: ModuleType, model: Path) -> Any:
@@ -123,7 +128,7 @@ def engine_config(internals: ModuleType, model: Path) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        arguments = internals.parse_engine_arguments(["--model", str(model)])
+        arguments = internals.launch.parse_engine_arguments(["--model", str(model)])
         return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
 
@@ -139,10 +144,10 @@ def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
         return made
 
     plain, experts = nn.Module(), nn.Module()
-    plain.quant_method = bare(internals.UnquantizedLinearMethod)
+    plain.quant_method = bare(internals.layers.UnquantizedLinearMethod)
     experts.quant_method = bare(UnquantizedFusedMoEMethod)
     model = nn.ModuleDict({"q": plain, "experts": experts, "latent": bare(MLAAttention)})
-    assert internals._special_layers(model) == {
+    assert internals.layers._special_layers(model) == {
         "experts": "UnquantizedFusedMoEMethod",
         "latent": "MLAAttention",
     }
@@ -165,17 +170,17 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 
     found = DeviceCapability(*capability)
     gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: found)
-    monkeypatch.setattr(internals, "current_platform", gpu)
+    monkeypatch.setattr(internals.launch, "current_platform", gpu)
     os.environ.pop("VLLM_LORA_DISABLE_PDL", None)
     os.environ.update({"VLLM_LORA_DISABLE_PDL": given} if given is not None else {})
-    assert internals.switch_lora_pdl_off() is (value == "1")
+    assert internals.launch.switch_lora_pdl_off() is (value == "1")
     assert os.environ.get("VLLM_LORA_DISABLE_PDL") == value
 
 
 @pytest.mark.usefixtures("internals")
 def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
     from grpo_vllm.engine.args import parsed_engine_arguments
-    from grpo_vllm.forkserver.engine_plan import PlannedWeights
+    from grpo_vllm.forkserver.protocol import PlannedWeights
     from grpo_vllm.settings import load_server_settings
 
     def parsed(*flags: str) -> Any:

@@ -1,4 +1,4 @@
-"""Everything of vLLM that `grpo_vllm` depends on, as a table (docstring of `engine_internals`)."""
+"""Everything of vLLM that `grpo_vllm` depends on, as a table (docstring of `vllm_compat`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
     "vllm.entrypoints.serve.utils.api_utils": ["cli_env_setup"],
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ["__init__ ~ self.lora_requests"],
-    # an engine host that has imported everything
+    # a fork server that has imported everything
     "vllm.v1.engine.core": [""],
     "vllm.v1.executor.uniproc_executor": [""],
     "vllm.v1.worker.gpu_worker": ["Worker.get_model"],

@@ -60,9 +60,9 @@ def reuse_adapter_names() -> None:
 def register_layers(control: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
-    from grpo_vllm.engine.plugin_names import LOAD_FORMAT
+    from grpo_vllm.engine.plugin import LOAD_FORMAT
+    from grpo_vllm.engine.vllm_compat.layers import PlainLinearMethod
     from grpo_vllm.weights.loader import SharedModelLoader
-    from grpo_vllm.weights.plain_layers import PlainLinearMethod
 
     class StockLayers(SharedModelLoader):
         """vLLM's CPU layout everywhere: linear layers serve from packed copies."""

@@ -1,8 +1,8 @@
-"""A process that has imported vLLM and forks engine hosts for the servers that tests start.
+"""A process that has imported vLLM and forks fork servers for the servers that tests start.
 
-Ten of the eleven seconds that a vllm-server takes to start go into imports of its engine host. Here
+Ten of the eleven seconds that a vllm-server takes to start go into imports of its fork server. Here
 one process per test session pays them. Everything else of a server is the product's: the supervisor
-runs as a process of its own, and where it starts its engine host it runs `engine_host_client`,
+runs as a process of its own, and where it starts its fork server it runs `fork_server_client`,
 which asks this process for a fork, and lives and ends as that fork does.
 
 `python -m tests.support.preloaded fork SOCKET` is the process that forks,
@@ -26,7 +26,7 @@ from typing import Any
 
 VARIABLE = "GRPO_TEST_FORK_SOCKET"
 MODULE = "tests.support.preloaded"
-_CLIENT = Path(__file__).with_name("engine_host_client")
+_CLIENT = Path(__file__).with_name("fork_server_client")
 _REQUEST_BYTES = 1024 * 1024
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         return
     from grpo_vllm.__main__ import main as serve
 
-    sys.executable = str(_CLIENT)  # what the supervisor starts its engine host with
+    sys.executable = str(_CLIENT)  # what the supervisor starts its fork server with
     serve(arguments)
 
 
@@ -67,12 +67,10 @@ def _fork_on_request(path: str) -> None:
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from grpo_vllm.engine import (
-        server,  # noqa: F401
-        vllm_compat,
-    )
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine.vllm_compat import launch
 
-    obstacle = vllm_compat.preload()
+    obstacle = launch.preload()
     assert obstacle is None, obstacle
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
@@ -121,7 +119,7 @@ def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.argv = ["engine_host", str(supervisor), *request["arguments"]]
+    sys.argv = ["fork_server", str(supervisor), *request["arguments"]]
     server.main()
 
 

@@ -1,11 +1,10 @@
-"""An engine that hangs on demand, and a record of served weights in memory."""
+"""vLLM's engine client, hanging on demand, and a record of served weights in memory."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo_core.wire import PolicyVersion
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async
 
@@ -33,14 +32,15 @@ class FakeEngine:
         """Returns once it was told that."""
         await wait_for_async(lambda: name in self.calls)
 
-    async def pause(self) -> None:
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", True)
         await self._call("pause")
 
-    async def resume(self) -> None:
+    async def resume_generation(self) -> None:
         await self._call("resume")
 
-    async def name_weights(self, version: PolicyVersion) -> None:
-        await self._call(f"name {version.epoch}.{version.step}")
+    async def update_weight_version(self, label: str) -> None:
+        await self._call(f"name {label}")
 
     async def reset_prefix_cache(self) -> bool:
         await self._call("reset_prefix_cache")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,16 +22,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from grpo_vllm.forkserver.channel import EngineEnd
-from grpo_vllm.forkserver.engine_plan import EnginePlan
-from grpo_vllm.http.connection_handover import ParkingLot
-from grpo_vllm.http.draining import Drain
+from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
-from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
+from grpo_vllm.http.server import HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
-"""Why the engine host is not to fork it."""
+"""Why the fork server is not to fork it."""
 BROKEN = "broken"
 HELD = "held"
 BAD_RANK = "bad-rank"
@@ -85,7 +81,6 @@ class StubEngine:
     async def serve(self) -> None:
         channel = EngineEnd(self.plan.channel)
         self.in_flight.on_dropped = channel.dropped
-        lot = ParkingLot()
         app = Starlette(
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
@@ -93,11 +88,11 @@ class StubEngine:
                 Route("/bridge/in-flight", self.count),
             ]
         )
-        public = HttpServer(InFlightCounter(app, self.in_flight), lot=lot)
-        drain = Drain(public, lot, self.in_flight, channel)
+        public = HttpServer(InFlightCounter(app, self.in_flight))
 
         async def post_drain(request: Request) -> Response:
-            drain.begin((await request.json())["within_s"])
+            within_s = (await request.json())["within_s"]
+            public.drain(within_s, channel.park, self.in_flight)
             return JSONResponse({})
 
         private = Starlette(
@@ -107,12 +102,9 @@ class StubEngine:
                 Route("/lora/load", self.load, methods=["POST"]),
             ]
         )
-        endpoints = [
-            Endpoint(public, socket.socket(fileno=self.plan.public)),
-            Endpoint(HttpServer(private), socket.socket(fileno=self.plan.private)),
-        ]
+        servers = {public: self.plan.public, HttpServer(private): self.plan.private}
         arrival = asyncio.create_task(self._arrive(public, channel))
-        await serve_until(lambda: False, endpoints)
+        await serve_until(lambda: False, servers)
         await arrival
 
     async def _arrive(self, public: HttpServer, channel: EngineEnd) -> None:

@@ -18,7 +18,7 @@ from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.files import LORA_RANKS
-from grpo_vllm.engine.plugin_names import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_vllm.forkserver import protocol
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.forkserver.protocol import EnginePlan
 
 
 @settings(max_examples=10)  # hundreds of real descriptors each

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.weights.files import directory_digest
 from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, ServerStatus
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights

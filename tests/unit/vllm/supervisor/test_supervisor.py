@@ -24,7 +24,7 @@ from redis import Redis
 
 from grpo_core.weights.handoff import Action, OutcomeState, commands_key
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
+from grpo_vllm.forkserver.protocol import UNTRAINED
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets

@@ -17,7 +17,7 @@ from grpo_core.weights.bridge_config import (
     write_bridge_config,
 )
 from grpo_core.weights.manifest import ParameterMapping
-from grpo_vllm.weights.bridge_file import announced
+from grpo_vllm.weights.socket_server import bridge_config_written
 
 NOBODY_UID = 65534
 PLACES = ("explicit", "logs", "cwd", "common")
@@ -105,9 +105,9 @@ def test_the_file_is_private_and_not_written_where_others_could_replace_it(root:
 
 def test_a_server_removes_its_own_file_and_no_other(root: Path) -> None:
     path = root / "explicit" / FILE_NAME
-    with announced(config("first"), path, required=True):
+    with bridge_config_written(config("first"), path, required=True):
         assert find(root, "first")
-        with announced(config("second"), path, required=True):
+        with bridge_config_written(config("second"), path, required=True):
             assert find(root, "second")
         assert not path.exists()
         write_bridge_config(config("third"), path)

@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.arena import Arena
 from grpo_vllm.weights.checkpoint_map import CheckpointMap
+from grpo_vllm.weights.memory import WeightMemory
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(4096)
+def arena() -> Iterator[WeightMemory]:
+    arena = WeightMemory.arena(4096)
     yield arena
+    assert arena.fd is not None
     os.close(arena.fd)
 
 
-def rows(arena: Arena, start: int, count: int) -> torch.Tensor:
+def rows(arena: WeightMemory, start: int, count: int) -> torch.Tensor:
     """`count` rows of width 4, float32, starting at row `start` of the arena."""
     region = TensorRegion(
         offset=start * ROW_BYTES, nbytes=count * ROW_BYTES, shape=(count, WIDTH), dtype="float32"
@@ -32,7 +33,7 @@ def rows(arena: Arena, start: int, count: int) -> torch.Tensor:
 
 
 def load(
-    arena: Arena,
+    arena: WeightMemory,
     targets: dict[str, list[torch.Tensor]],
     permute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> CheckpointMap:
@@ -51,7 +52,7 @@ def load(
     return checkpoint_map
 
 
-def test_parts_of_a_fused_tensor_get_a_region_each(arena: Arena) -> None:
+def test_parts_of_a_fused_tensor_get_a_region_each(arena: WeightMemory) -> None:
     fused = rows(arena, 0, 6)
     regions = load(arena, {"q": [fused[:4]], "k": [fused[4:5]], "v": [fused[5:]]}).regions()
     assert {n: (r.offset, r.shape) for n, r in regions.items()} == {
@@ -61,7 +62,7 @@ def test_parts_of_a_fused_tensor_get_a_region_each(arena: Arena) -> None:
     }
 
 
-def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: Arena) -> None:
+def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: WeightMemory) -> None:
     """Checkpoints that are fused on disk are split by the loader and land side by side."""
     regions = load(arena, {"gate_up": [rows(arena, 2, 3), rows(arena, 5, 3)]}).regions()
     assert (regions["gate_up"].offset, regions["gate_up"].shape) == (2 * ROW_BYTES, (6, WIDTH))
@@ -76,7 +77,7 @@ def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: Arena) -> No
     ],
 )
 def test_a_tensor_that_a_view_would_get_wrong_is_named_and_not_shared(
-    arena: Arena,
+    arena: WeightMemory,
     places: list[tuple[int, int]],
     permute: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.arena import Arena
-from grpo_vllm.weights.served_parameters import ServedParameters, followed
+from grpo_core.weights.manifest import ParameterMapping, TensorRegion
+from grpo_vllm.weights.checkpoint_map import ServedParameters
+from grpo_vllm.weights.memory import WeightMemory
 
 ROWS, WIDTH = 6, 4
 ROW_BYTES = WIDTH * 4
@@ -30,13 +30,14 @@ def rows(start: int, stop: int, offset: int = FUSED_AT) -> TensorRegion:
 
 
 @pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1024)
+def arena() -> Iterator[WeightMemory]:
+    arena = WeightMemory.arena(1024)
     yield arena
+    assert arena.fd is not None
     os.close(arena.fd)
 
 
-def fused(arena: Arena) -> nn.Module:
+def fused(arena: WeightMemory) -> nn.Module:
     """Six fused rows, a scalar and a head of six rows."""
     model = nn.Module()
     model.qkv = nn.Parameter(arena.view(rows(0, ROWS)).copy_(torch.arange(24.0).view(6, WIDTH)))
@@ -47,7 +48,7 @@ def fused(arena: Arena) -> nn.Module:
 
 @given(start=st.integers(0, ROWS - 1), count=st.integers(1, ROWS))
 def test_rows_of_a_parameter_are_cut_where_the_mapping_says(
-    arena: Arena, start: int, count: int
+    arena: WeightMemory, start: int, count: int
 ) -> None:
     stop, model = min(start + count, ROWS), fused(arena)
     found = ServedParameters(model, arena).mapping(rows(start, stop))
@@ -67,20 +68,25 @@ def test_rows_of_a_parameter_are_cut_where_the_mapping_says(
     ],
 )
 def test_regions_that_are_not_whole_rows_of_one_parameter_have_no_mapping(
-    arena: Arena, elsewhere: TensorRegion
+    arena: WeightMemory, elsewhere: TensorRegion
 ) -> None:
     assert ServedParameters(fused(arena), arena).mapping(elsewhere) is None
 
 
-def test_a_parameter_that_is_tied_after_loading_is_followed(arena: Arena) -> None:
+def test_a_parameter_that_is_tied_after_loading_is_followed(arena: WeightMemory) -> None:
     """Written at its old place, an update would be served by nobody."""
     model = fused(arena)
     served = ServedParameters(model, arena)
     loaded = {"e": rows(0, ROWS), "h": rows(0, ROWS, HEAD_AT), "part": rows(1, 3, HEAD_AT)}
-    found = {name: served.mapping(where) for name, where in loaded.items()}
-    mappings = {name: mapping for name, mapping in found.items() if mapping is not None}
-    assert followed(mappings, model, arena) == mappings
+
+    def mappings() -> dict[str, ParameterMapping]:
+        found = {name: served.mapping(where) for name, where in loaded.items()}
+        return {name: mapping for name, mapping in found.items() if mapping is not None}
+
+    assert {n: (m.offset, m.nbytes) for n, m in mappings().items()} == {
+        name: (where.offset, where.nbytes) for name, where in loaded.items()
+    }
     model.head = model.qkv
-    tied = followed(mappings, model, arena)
+    tied = mappings()
     assert [tied[name].offset - FUSED_AT for name in ("e", "h", "part")] == [0, 0, ROW_BYTES]
     assert torch.equal(arena.view(tied["part"]), model.head[1:3])

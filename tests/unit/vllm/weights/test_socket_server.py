@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.main import supervise
-from grpo_vllm.weights.socket_directory import UnsafeSocketDirectory
-from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.socket_server import UnsafeSocketDirectory, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 
@@ -21,7 +21,7 @@ NO_WEIGHTS: Any = None
 
 async def served_at(path: Path) -> int:
     """Mode of the directory while it is served."""
-    async with serve_weights(path, NO_WEIGHTS, WeightBridge(FakeEngine())):
+    async with serve_weights(path, NO_WEIGHTS, WeightBridge(EngineControl(FakeEngine()))):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         return stat.S_IMODE(path.parent.stat().st_mode)
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.http.readiness import ServingState
 from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine, Record
@@ -24,7 +25,7 @@ def record() -> Record:
 @pytest.fixture
 async def bridge(record: Record) -> WeightBridge:
     """Of an engine that has restarted."""
-    bridge = WeightBridge(FakeEngine(), SERVED_BEFORE, record)
+    bridge = WeightBridge(EngineControl(FakeEngine()), SERVED_BEFORE, record)
     bridge.write_back.begin(SERVED_BEFORE, DEADLINE_S)
     return bridge
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine.control import EngineTimeout
-from grpo_vllm.http.serving_state import ServingState
+from grpo_vllm.engine.control import EngineControl, EngineTimeout
+from grpo_vllm.http.readiness import ServingState
 from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 
@@ -18,7 +18,7 @@ LEASE_S = 60.0
 
 async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBridge, str]:
     """The bridge, and the session of the trainer that is about to write."""
-    bridge = WeightBridge(engine)
+    bridge = WeightBridge(EngineControl(engine))
     session = await bridge.open_session()
     await bridge.pause(session, lease_s, NEXT)
     assert bridge.paused
@@ -47,7 +47,7 @@ async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_
 
 async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
     engine = FakeEngine(hangs={"pause"})
-    bridge = WeightBridge(engine)
+    bridge = WeightBridge(EngineControl(engine))
     session = await bridge.open_session()
     with pytest.raises(EngineTimeout, match="did not pause"):
         await bridge.pause(session, LEASE_S, NEXT)
@@ -59,7 +59,7 @@ async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
 async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothing_paused() -> None:
     at_rest = asyncio.Event()
     engine = FakeEngine(held={"pause": at_rest})
-    bridge = WeightBridge(engine)
+    bridge = WeightBridge(EngineControl(engine))
     session = await bridge.open_session()
     pausing = asyncio.create_task(bridge.pause(session, LEASE_S, NEXT))
     await engine.called("pause")
@@ -113,7 +113,7 @@ async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
 
 
 async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
-    bridge = WeightBridge(FakeEngine())
+    bridge = WeightBridge(EngineControl(FakeEngine()))
     first = await bridge.open_session()
     waiting = [asyncio.create_task(bridge.open_session()) for _ in range(2)]
     await asyncio.sleep(HANDOVER_S / 2)
@@ -126,7 +126,7 @@ async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
 
 
 async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
-    bridge = WeightBridge(FakeEngine(hangs={"sleep"}))
+    bridge = WeightBridge(EngineControl(FakeEngine(hangs={"sleep"})))
     with pytest.raises(EngineTimeout, match="did not fall asleep"):
         await bridge.engine.sleep()
     refusal = bridge.refusal()  # half asleep is as bad

@@ -1,1 +1,1 @@
-"""The engine process. `vllm_compat` is the only module that imports vLLM."""
+"""The engine process: its start, control and application. Only `vllm_compat` imports vLLM."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from grpo_vllm.engine.vllm_compat import LogitsProcessor, current_platform
+from grpo_vllm.engine.vllm_compat.layers import current_platform
+from grpo_vllm.engine.vllm_compat.requests import LogitsProcessor
 
 PROCESSOR = "grpo_vllm.engine.admission:Admission"
 

@@ -10,16 +10,15 @@ from typing import Any
 from fastapi import FastAPI
 
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.vllm_compat.launch import (
     build_openai_app,
     device_type,
-    kv_block_size,
     resolve_adapters_with,
     why_no_sleep,
 )
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.routes.bridge_control import bridge_control_router, sleep_router
-from grpo_vllm.routes.bridge_facts import ServedModel, bridge_facts_router
+from grpo_vllm.routes.bridge_info import ServedModel, bridge_info_router
 from grpo_vllm.routes.engine import engine_router
 from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
@@ -61,10 +60,10 @@ async def public_app(
         device=device_type(engine),
         shared=shared,
         max_model_len=engine.model_config.max_model_len,
-        kv_block_size=kv_block_size(engine),
+        kv_block_size=engine.vllm_config.cache_config.block_size,
     )
     app.include_router(generation_router(engine, bridge, adapters))
-    app.include_router(bridge_facts_router(bridge, model, adapters))
+    app.include_router(bridge_info_router(bridge, model, adapters))
     app.include_router(lora_status_router(serving.adapter_control))
     return app
 

@@ -8,15 +8,15 @@ import structlog
 
 from grpo_core.security.bearer_token import plain
 from grpo_vllm.engine.admission import PROCESSOR
-from grpo_vllm.engine.plugin_names import LOAD_FORMAT, WORKER_EXTENSION
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.engine.vllm_compat.launch import (
     check_requests_with,
-    current_platform,
     parse_engine_arguments,
     refuse_parallel_engines,
     switch_lora_pdl_off,
 )
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.engine.vllm_compat.layers import current_platform
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 

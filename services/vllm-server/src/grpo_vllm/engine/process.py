@@ -1,4 +1,4 @@
-"""The engine process, as the engine host forks it.
+"""The engine process, as the fork server forks it.
 
 `python -m grpo_vllm.engine.process PLAN OPTION...` is how it starts one where it cannot fork.
 """
@@ -12,9 +12,8 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_vllm.engine.lifeline import hold_lifeline
-from grpo_vllm.engine.plugin_names import SHARE_WEIGHTS_VARIABLE
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
+from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
 EXIT_FAILED = 1
@@ -27,18 +26,16 @@ def preload(options: list[str]) -> str | None:
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
-    from grpo_vllm.engine import (
-        server,  # noqa: F401
-        vllm_compat,
-    )
+    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine.vllm_compat import launch
 
-    return vllm_compat.preload()
+    return launch.preload()
 
 
 def run_engine(plan: EnginePlan, options: list[str]) -> None:
     """Serve until told to end. Ends the process with status 1 where that fails."""
     settings = load_server_settings(options)
-    hold_lifeline(plan.descriptors())
+    tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import server
 

@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import structlog
+from starlette.types import ASGIApp
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.same_site import SameSiteOnly, listed
@@ -23,28 +23,20 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
-from grpo_vllm.engine.vllm_compat import (
-    EngineControl,
-    device_type,
-    let_handlers_stop,
-    open_engine,
-)
-from grpo_vllm.forkserver.channel import EngineEnd
-from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
+from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan, PlannedWeights
 from grpo_vllm.http.api_key import ApiKeyGuard
-from grpo_vllm.http.connection_handover import ParkingLot
-from grpo_vllm.http.draining import Drain
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 from grpo_vllm.http.readiness import ReadinessGate
-from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
+from grpo_vllm.http.server import HttpServer, serve_until
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.beginning import Beginning, begin_after
-from grpo_vllm.weights.bridge_file import announced
 from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
-from grpo_vllm.weights.socket_server import serve_weights
+from grpo_vllm.weights.socket_server import bridge_config_written, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 
 log = structlog.get_logger()
@@ -82,22 +74,17 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         app = await public_app(serving, arguments, shared)
         if plan.control is None and settings.public_is_loopback:
             include_control(app, serving)
-        lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
-        guarded = ApiKeyGuard(gated, settings.api_key)
-        hosts = listed(settings.allowed_hosts)
-        public = HttpServer(SameSiteOnly(guarded, pages, hosts), lot=lot)
-        let_handlers_stop(app, public)
-        drain = Drain(public, lot, in_flight, channel)
-        endpoints = [
-            Endpoint(public, _listening(plan.public)),
-            Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
-        ]
+        public = HttpServer(_guarded(gated, settings, pages))
+        app.state.server = public  # vLLM's handler of engine errors ends it when the engine is dead
+
+        def drain(within_s: float) -> None:
+            public.drain(within_s, channel.park, in_flight)
+
+        servers = {public: plan.public, HttpServer(private_app(serving, drain)): plan.private}
         if plan.control is not None:
-            control = ApiKeyGuard(control_app(serving), settings.api_key)
-            own = SameSiteOnly(control, hosts=hosts)
-            endpoints.append(Endpoint(HttpServer(own), _listening(plan.control)))
+            servers[HttpServer(_guarded(control_app(serving), settings))] = plan.control
         log.info(
             "serving",
             host=settings.host,
@@ -106,7 +93,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             policy_version=tuple(bridge.version),
         )
         arrival = asyncio.create_task(_arrive(public, plan.parked, channel))
-        await serve_until(lambda: engine.errored or bridge.engine.broken, endpoints)
+        await serve_until(lambda: engine.errored or bridge.engine.broken, servers)
         await arrival
         if engine.errored:
             raise EngineDied("the engine process ended; its last lines in this log say why")
@@ -119,8 +106,12 @@ async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEn
     channel.serving()
 
 
-def _listening(descriptor: int) -> socket.socket:
-    return socket.socket(fileno=descriptor)
+def _guarded(
+    app: ASGIApp, settings: ServerSettings, pages: frozenset[str] = frozenset()
+) -> ASGIApp:
+    """Behind the API key, and closed to browser pages of other sites than `pages`."""
+    guarded = ApiKeyGuard(app, settings.api_key)
+    return SameSiteOnly(guarded, pages, listed(settings.allowed_hosts))
 
 
 async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
@@ -188,7 +179,7 @@ async def _sharing(
         param_mappings=weights.manifest.parameters,
     )
     async with serve_weights(settings.socket_path, weights, bridge):
-        with announced(
+        with bridge_config_written(
             config, settings.bridge_config_file, required=settings.bridge_config_required
         ):
             log.info(

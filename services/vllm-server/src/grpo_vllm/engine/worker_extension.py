@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_vllm.weights.arena import Arena
 from grpo_vllm.weights.cuda_ipc import exported
-from grpo_vllm.weights.device_memory import DeviceMemory
 from grpo_vllm.weights.loader import SharedParameters, shared_parameters
 
 
@@ -21,14 +19,13 @@ class WeightExport:
         """The manifest as JSON; where the memory is an arena, this process and its descriptor."""
         shared = self._shared_parameters()
         described: dict[str, Any] = {"manifest": shared.manifest.model_dump_json()}
-        if isinstance(shared.memory, Arena):
+        if shared.memory.fd is not None:
             described |= {"pid": os.getpid(), "fd": shared.memory.fd}
         return described
 
     def export_weights(self) -> dict[str, str]:
         """Memory on a GPU, for one consumer more: `memory` as JSON, or why it is `refused`."""
         shared = self._shared_parameters().memory
-        assert isinstance(shared, DeviceMemory), "an arena travels as its descriptor"
         try:
             memory = exported(shared)
         except RuntimeError as error:  # of torch and CUDA

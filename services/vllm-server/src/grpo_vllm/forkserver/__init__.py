@@ -1,1 +1,1 @@
-"""Starts engines fast: a process that has imported vLLM forks each of them."""
+"""Forks engine processes from one that has imported vLLM. Imports neither vLLM nor torch itself."""

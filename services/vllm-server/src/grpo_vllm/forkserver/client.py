@@ -1,4 +1,4 @@
-"""The supervisor's handles on its engine host and on the engine process that was forked there."""
+"""The supervisor's handles on its fork server and on the engine process that was forked there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
-from grpo_vllm.forkserver.protocol import Ended, Forked, receive_fact, send_plan
+from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
 from grpo_vllm.forkserver.server import die_with_parent
 
 log = structlog.get_logger()
@@ -23,12 +22,12 @@ SEND_DEADLINE_S = 30.0
 END_DEADLINE_S = 10.0
 
 
-class EngineHost:
+class ForkServer:
     """Lives on the running event loop. Starts its process with the first engine, and again where
     that has died.
 
     Args:
-        module: what the host imports; `grpo_vllm.forkserver.server.EngineModule`
+        module: imported by its process; `grpo_vllm.forkserver.server.EngineModule`
         options: the command line of engine processes
     """
 
@@ -40,12 +39,12 @@ class EngineHost:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of the host, where there is one."""
+        """Its process, if it runs."""
         running = self._process is not None and self._process.returncode is None
         return frozenset({self._process.pid} if self._process and running else ())
 
     async def start_engine(self, plan: EnginePlan) -> ForkedEngine:
-        """Returns at once: the first engine waits until the host has imported what it needs."""
+        """Returns at once: the first engine waits until the server has imported what it needs."""
         if not self.pids:
             await self._start()
         assert self._process is not None
@@ -56,7 +55,7 @@ class EngineHost:
             try:
                 await asyncio.to_thread(send_plan, sending, plan)
             except OSError as error:
-                log.error("the engine host takes no plan; killing it", reason=str(error))
+                log.error("the fork server takes no plan; killing it", reason=str(error))
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
         return engine
@@ -90,30 +89,30 @@ class EngineHost:
 
 class ForkedEngine:
     """Args:
-    host: which forks it
-    facts: where the host tells what happens to it
+    server: forks it
+    facts: from the server, about this engine process
     """
 
-    def __init__(self, host: asyncio.subprocess.Process, facts: socket.socket) -> None:
+    def __init__(self, server: asyncio.subprocess.Process, facts: socket.socket) -> None:
         self.pid = 0
-        """0 until the host has imported what the engine needs."""
+        """0 until the server has imported what the engine needs."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
         """Its exit code; negative is the signal that ended it."""
-        self._host = host
+        self._server = server
         self._pidfd: int | None = None
         self._descriptor = facts.fileno()
         self._facts = facts
         loop.add_reader(self._descriptor, self._read)
-        self._watching = asyncio.create_task(self._watch_host())
+        self._watching = asyncio.create_task(self._watch_server())
 
     def send(self, number: signal.Signals) -> None:
-        """Before there is an engine process, the host is killed instead."""
+        """Before there is an engine process, the server is killed instead."""
         with contextlib.suppress(ProcessLookupError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, number)
             elif not self.ended.done():
-                self._host.kill()
+                self._server.kill()
 
     def close(self) -> None:
         """Once it has ended."""
@@ -123,23 +122,23 @@ class ForkedEngine:
 
     def _read(self) -> None:
         try:
-            fact, pidfd = receive_fact(self._facts)
+            fact = receive_fact(self._facts)
         except BlockingIOError:
             return
         match fact:
-            case Forked():
-                self.pid, self._pidfd = fact.pid, pidfd
-                log.info("engine process started", pid=self.pid)
-            case Ended():
-                self._watching.cancel()
-                self._end(fact.exit_code)
-            case None:  # `_watch_host` knows more
+            case None:  # `_watch_server` learns the exit code
                 asyncio.get_running_loop().remove_reader(self._descriptor)
+            case (exit_code, None):
+                self._watching.cancel()
+                self._end(exit_code)
+            case (pid, pidfd):
+                self.pid, self._pidfd = pid, pidfd
+                log.info("engine process started", pid=pid)
 
-    async def _watch_host(self) -> None:
-        # The kernel kills the engine process together with the host.
-        code = await self._host.wait()
-        log.error("the engine host ended", status=code)
+    async def _watch_server(self) -> None:
+        # The kernel kills the engine process together with the fork server.
+        code = await self._server.wait()
+        log.error("the fork server ended", status=code)
         self._end(code or 1)
 
     def _end(self, code: int) -> None:

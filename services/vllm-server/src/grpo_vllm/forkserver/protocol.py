@@ -1,42 +1,107 @@
-"""What the supervisor and the engine host tell each other, over a SOCK_SEQPACKET pair."""
+"""Messages between the supervisor, the fork server and the engine process.
+
+- supervisor → fork server: an `EnginePlan` with its descriptors, over a SOCK_SEQPACKET pair
+- fork server → supervisor: start and end of each engine process, over the same pair
+- engine process → supervisor: one byte a message over a stream pair, PARKED with a descriptor
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
+from grpo_core.weights.files import WeightKind
+from grpo_core.wire import PolicyVersion
 
+UNTRAINED = PolicyVersion(epoch=0, step=0)
+"""The weights of the model that the server was started with, before any trainer."""
 _PLAN_BYTES = 1024 * 1024
-_FACT_BYTES = 1024
+_FACT = struct.Struct("i")
 _DESCRIPTORS_PER_PACKET = 200
 """The kernel takes 253."""
+SERVING, PARKED, DROPPED = b"s", b"p", b"d"
 
 
-class Forked(BaseModel):
-    """An engine process was started; a pidfd of it comes with this packet."""
+class PlannedWeights(BaseModel):
+    """`directory`: None for the model that the server was started with.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    pid: int
-
-
-class Ended(BaseModel):
-    """It has ended and was reaped. `exit_code`: negative is the signal that ended it."""
+    `trained`: a trainer made them. `in_memory`: it wrote them in place, so nobody can load them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    exit_code: int
+    version: PolicyVersion = UNTRAINED
+    kind: WeightKind | None = None
+    directory: Path | None = None
+    sha256: str = ""
+    trained: bool = False
+    in_memory: bool = False
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.directory if self.kind is WeightKind.CHECKPOINT else None
+
+    @property
+    def adapter(self) -> Path | None:
+        return self.directory if self.kind is WeightKind.ADAPTER else None
+
+    @property
+    def kind_name(self) -> str:
+        """`kind` of `grpo_core.weights.handoff.ServerStatus`."""
+        if self.in_memory:
+            return "memory"
+        return self.kind.value if self.kind else "base"
 
 
-def send_plan(host: socket.socket, plan: EnginePlan) -> None:
-    """Raises OSError where the host is gone."""
-    host.send(plan.model_dump_json().encode())
+class EnginePlan(BaseModel):
+    """File descriptors are open in the process that has the plan, under these numbers.
+
+    `channel`: a stream socket to the supervisor (`EngineEnd`); `public`, `control`,
+    `private`: listening; `parked`: connections of clients that wait to be answered.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    channel: int
+    public: int
+    control: int | None = None
+    private: int
+    parked: tuple[int, ...] = ()
+    weights: PlannedWeights = Field(default_factory=PlannedWeights)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the engine process gets."""
+        control = () if self.control is None else (self.control,)
+        return (self.channel, self.public, self.private, *control, *self.parked)
+
+    def renumbered(self, numbers: Sequence[int]) -> EnginePlan:
+        """The same, where `descriptors` have other numbers, in that order."""
+        rest = iter(numbers)
+        return self.model_copy(
+            update={
+                "channel": next(rest),
+                "public": next(rest),
+                "private": next(rest),
+                "control": None if self.control is None else next(rest),
+                "parked": tuple(rest),
+            }
+        )
+
+
+def send_plan(fork_server: socket.socket, plan: EnginePlan) -> None:
+    """Raises OSError where the fork server is gone."""
+    fork_server.send(plan.model_dump_json().encode())
     descriptors = plan.descriptors()
     for begin in range(0, len(descriptors), _DESCRIPTORS_PER_PACKET):
         some = descriptors[begin : begin + _DESCRIPTORS_PER_PACKET]
-        socket.send_fds(host, [b"\0"], list(some))
+        socket.send_fds(fork_server, [b"\0"], list(some))
 
 
 def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
@@ -54,19 +119,102 @@ def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
     return plan.renumbered(ours)
 
 
-def send_fact(supervisor: socket.socket, fact: Forked | Ended, pidfd: int | None = None) -> None:
+def send_fact(supervisor: socket.socket, number: int, pidfd: int | None = None) -> None:
+    """Start of an engine process: its pid, with a pidfd. End, once it is reaped: its exit code;
+    negative is the signal that ended it."""
     descriptors = [] if pidfd is None else [pidfd]
-    socket.send_fds(supervisor, [fact.model_dump_json().encode()], descriptors)
+    socket.send_fds(supervisor, [_FACT.pack(number)], descriptors)
 
 
-def receive_fact(host: socket.socket) -> tuple[Forked | Ended | None, int | None]:
-    """(what happened, pidfd); None where the host has ended. Raises BlockingIOError."""
+def receive_fact(fork_server: socket.socket) -> tuple[int, int | None] | None:
+    """(number, pidfd) as sent; None where the fork server has ended. Raises BlockingIOError."""
     try:
-        message, descriptors, _, _ = socket.recv_fds(host, _FACT_BYTES, 1)
+        message, descriptors, _, _ = socket.recv_fds(fork_server, _FACT.size, 1)
     except ConnectionResetError:
-        return None, None
+        return None
     if not message:
-        return None, None
-    if descriptors:
-        return Forked.model_validate_json(message), descriptors[0]
-    return Ended.model_validate_json(message), None
+        return None
+    (number,) = _FACT.unpack(message)
+    return number, next(iter(descriptors), None)
+
+
+class EngineEnd:
+    """The engine process's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+
+    def serving(self) -> None:
+        """Requests are answered from now on, on adopted connections too."""
+        self._socket.send(SERVING)
+
+    def park(self, descriptor: int) -> None:
+        socket.send_fds(self._socket, [PARKED], [descriptor])
+
+    def dropped(self) -> None:
+        """A request was given up at the end of a drain."""
+        self._socket.send(DROPPED)
+
+
+@dataclass
+class SupervisorEnd:
+    """The supervisor's end, on a running event loop.
+
+    `parked`: descriptors of client connections that the engine process has handed over.
+    """
+
+    parked: list[int] = field(default_factory=list)
+    dropped: int = 0
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _socket: socket.socket | None = None
+
+    def open(self) -> socket.socket:
+        """A new pair; returns the engine process's end, which is inheritable."""
+        self.close()
+        self.serving = asyncio.Event()
+        self.dropped = 0
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        return theirs
+
+    def close(self) -> None:
+        """Take in what was sent before the engine process ended, then close."""
+        while self._socket is not None and self._read():
+            pass
+        self._forget()
+
+    def take_parked(self) -> list[int]:
+        """All that are parked; the caller closes them."""
+        taken, self.parked = self.parked, []
+        return taken
+
+    def _read(self) -> bool:
+        """One message. False where there is none."""
+        assert self._socket is not None
+        try:
+            # One byte at a time: descriptors come with the byte that they were sent with.
+            message, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            message, descriptors = b"", []
+        if message == SERVING:
+            self.serving.set()
+        elif message == DROPPED:
+            self.dropped += 1
+        self.parked += descriptors
+        if not message:
+            self._forget()
+        return bool(message)
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+
+
+def close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

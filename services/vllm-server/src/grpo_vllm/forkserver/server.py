@@ -18,15 +18,14 @@ from typing import Protocol, cast
 
 import structlog
 
-from grpo_vllm.forkserver.engine_plan import EnginePlan
-from grpo_vllm.forkserver.protocol import Ended, Forked, receive_plan, send_fact
+from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
 
 log = structlog.get_logger()
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
-"""The host ends when its supervisor closes the socket, or is gone."""
+"""The fork server ends when its supervisor closes the socket, or is gone."""
 
 
 class EngineModule(Protocol):
@@ -60,8 +59,8 @@ def main() -> None:
 
 
 def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
-    """In the host, None when there is nothing more to do; in each engine process, its plan."""
-    host = os.getpid()
+    """In the fork server None, once there is nothing more to do; in an engine process its plan."""
+    server = os.getpid()
     while True:
         plan = receive_plan(supervisor)
         if plan is None:
@@ -69,20 +68,20 @@ def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
         pid = os.fork()
         if pid == 0:
             supervisor.close()
-            _leave_the_host(host)
+            _leave_the_server(server)
             return plan
         for descriptor in plan.descriptors():
             os.close(descriptor)
         pidfd = os.pidfd_open(pid)
-        send_fact(supervisor, Forked(pid=pid), pidfd)
+        send_fact(supervisor, pid, pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        send_fact(supervisor, Ended(exit_code=os.waitstatus_to_exitcode(status)))
+        send_fact(supervisor, os.waitstatus_to_exitcode(status))
 
 
-def _leave_the_host(host: int) -> None:
+def _leave_the_server(server: int) -> None:
     die_with_parent()
-    if os.getppid() != host:
+    if os.getppid() != server:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

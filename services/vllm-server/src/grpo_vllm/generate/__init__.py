@@ -1,1 +1,1 @@
-"""`POST /generate`: request, run, answer."""
+"""`POST /generate`: checked request, run in the engine, answer. No routes, no weights."""

@@ -12,11 +12,10 @@ import orjson
 
 from grpo_core.errors import GrpoError
 from grpo_vllm.engine.admission import refusal_of
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.vllm_compat.requests import (
     EngineRefusal,
     SamplingParams,
     StructuredOutputsParams,
-    longest_token_chars,
 )
 
 MAX_COMPLETIONS = 1024
@@ -104,7 +103,7 @@ def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[in
 
 
 def _encode(text: str, model_config: Any, tokenizer: Any) -> list[int]:
-    if len(text) > model_config.max_model_len * longest_token_chars(tokenizer):
+    if len(text) > model_config.max_model_len * tokenizer.max_chars_per_token:
         raise BadGenerateRequest(
             f"prompt: {len(text)} characters cannot fit into a context of "
             f"{model_config.max_model_len} tokens"

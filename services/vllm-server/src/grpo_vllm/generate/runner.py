@@ -11,14 +11,14 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.control import stamps_versions
+from grpo_vllm.engine.vllm_compat.requests import (
     EngineDeadError,
     EngineGenerateError,
     EngineRefusal,
     RequestOutputKind,
     TokensPrompt,
     stamped_versions,
-    stamps_versions,
 )
 from grpo_vllm.generate.request import BadGenerateRequest, GenerateRequest
 from grpo_vllm.weights.lora import LoadedAdapter

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_core.errors import GrpoError
 from grpo_vllm.generate.runner import Generation
-from grpo_vllm.http.disconnection import unless_disconnected
+from grpo_vllm.http.in_flight import unless_disconnected
 
 log = structlog.get_logger()
 

@@ -1,1 +1,1 @@
-"""HTTP below the routes: sockets, connections, readiness, requests in flight."""
+"""HTTP below the routes: servers, connections, readiness, requests in flight. No routes."""

@@ -10,7 +10,6 @@ connection whose answer has not begun gets `Connection: close` with it.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +21,23 @@ Park = Callable[[int], None]
 """Takes a descriptor of an open connection; it is closed here afterwards."""
 
 
-class ParkingLot:
-    """Shared by all connections of a server. Inactive until `open`."""
+class Handover:
+    """Shared by all connections of a server. Inactive until `begin`."""
 
     def __init__(self) -> None:
         self._park: Park | None = None
 
     @property
-    def is_open(self) -> bool:
+    def begun(self) -> bool:
         return self._park is not None
 
-    def open(self, park: Park) -> None:
+    def begin(self, park: Park) -> None:
         """From now on connections that wait for a request are parked."""
         self._park = park
 
     def take(self, transport: Any) -> None:
         """Park the connection of an asyncio transport, which ends here."""
-        assert self._park is not None, "open() comes first"
+        assert self._park is not None, "begin() comes first"
         descriptor = os.dup(transport.get_extra_info("socket").fileno())
         try:
             # Nothing may be read between this and the hand-over: it would be lost.
@@ -48,16 +47,16 @@ class ParkingLot:
             os.close(descriptor)
 
 
-def parking_protocol(lot: ParkingLot) -> type[HttpToolsProtocol]:
-    """A protocol for `uvicorn.Config(http=...)` whose connections use `lot`."""
+def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
+    """A protocol for `uvicorn.Config(http=...)` whose connections take part in `handover`."""
 
-    class ParkingProtocol(HttpToolsProtocol):
+    class HandoverProtocol(HttpToolsProtocol):
         in_request = False
         """Some bytes of a request have been read, but not all."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if lot.is_open:  # it was taken from the queue in the moment that accepting ended
+            if handover.begun:  # it was taken from the queue in the moment that accepting ended
                 self.shutdown()
 
         def on_message_begin(self) -> None:
@@ -66,7 +65,7 @@ def parking_protocol(lot: ParkingLot) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             super().on_headers_complete()
-            if lot.is_open and self.cycle is not None:
+            if handover.begun and self.cycle is not None:
                 self.cycle.keep_alive = False
 
         def on_message_complete(self) -> None:
@@ -75,12 +74,12 @@ def parking_protocol(lot: ParkingLot) -> type[HttpToolsProtocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if lot.is_open and not self.transport.is_closing():
+            if handover.begun and not self.transport.is_closing():
                 self.shutdown()
 
         def shutdown(self) -> None:
             """Called once by the server when it stops accepting."""
-            if not lot.is_open:
+            if not handover.begun:
                 super().shutdown()
             elif self._waits_for_a_request():
                 self._park_once_flushed()
@@ -95,17 +94,10 @@ def parking_protocol(lot: ParkingLot) -> type[HttpToolsProtocol]:
                 self.loop.call_later(FLUSH_POLL_S, self._park_once_flushed)
                 return
             self._unset_keepalive_if_required()
-            lot.take(self.transport)
+            handover.take(self.transport)
 
         def _waits_for_a_request(self) -> bool:
             answered = self.cycle is None or self.cycle.response_complete
             return answered and not self.in_request
 
-    return ParkingProtocol
-
-
-def adopted(descriptor: int) -> socket.socket:
-    """A parked connection, ready for an event loop."""
-    connection = socket.socket(fileno=descriptor)
-    connection.setblocking(False)
-    return connection
+    return HandoverProtocol

@@ -1,8 +1,8 @@
-"""Requests under way. Plain ASGI, behind the readiness gate.
+"""Requests under way, behind the readiness gate. Plain ASGI.
 
-Each request remembers which *generation of weights* was current when it came in, so that an
-adapter is let go of only when nothing can use it any more; and each can be given up, with a 503,
-when a drain takes too long.
+Each request remembers which *generation of weights* was current when it came in, so that an adapter
+is unloaded only when no request can use it any more. A drain that takes too long ends each of them
+with 503.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness import RETRY_AFTER_S, samples_nothing
+from grpo_vllm.http.readiness import refuse, samples_nothing
+
+T = TypeVar("T")
 
 GIVEN_UP = "the engine is about to restart, and this request outlasted the drain; send it again"
 
@@ -28,10 +30,9 @@ class _Request:
 
 @dataclass
 class InFlight:
-    """`dropped`: requests that were given up. `on_dropped`: told of each."""
+    """`on_dropped`: called for each request that is given up."""
 
     generation: int = 0
-    dropped: int = 0
     on_dropped: Callable[[], None] = field(default=lambda: None)
     _requests: set[_Request] = field(default_factory=set)
     _fewer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -56,7 +57,6 @@ class InFlight:
         for request in self._requests:
             request.given_up = True
             request.task.cancel()
-            self.dropped += 1
             self.on_dropped()
 
     def enter(self, task: asyncio.Task[None]) -> _Request:
@@ -83,9 +83,18 @@ class InFlightCounter:
         if scope["type"] != "http" or samples_nothing(scope):
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        begun = False
+
+        async def run() -> None:
+            await self._app(scope, receive, note_and_send)
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         # A task of its own: cancelling it must not cancel the server's.
-        task = asyncio.create_task(self._run(scope, receive, answer))
+        task = asyncio.create_task(run())
         request = self._in_flight.enter(task)
         try:
             await asyncio.wait([task])
@@ -93,25 +102,30 @@ class InFlightCounter:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             self._in_flight.leave(request)
-        if request.given_up and not answer.begun:
-            await _refuse(scope, receive, send)
+        if request.given_up and not begun:
+            await refuse(GIVEN_UP, scope, receive, send, connection="close")
         elif not task.cancelled():
             task.result()
 
-    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        await self._app(scope, receive, answer.send)
+
+async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:
+    """The work's result; None, with the work cancelled, once the client has gone.
+
+    The request's body must have been read.
+    """
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        return None
+    finally:
+        gone.cancel()
+        work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
 
 
-class _Answer:
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def send(self, message: Message) -> None:
-        self.begun = True
-        await self._send(message)
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    await JSONResponse({"detail": GIVEN_UP}, 503, headers=headers)(scope, receive, send)
+async def _disconnected(receive: Receive) -> None:
+    # The body has been read, so the next message can only be the end of the connection.
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,7 +1,7 @@
-"""Lets requests through only while the engine may answer them. Plain ASGI around the whole app.
+"""Readiness: in which states requests pass. Plain ASGI around the whole app.
 
-Nobody is sampled from weights that are not the run's: what generates is held for a while and then
-refused, health says no, and whatever does not generate passes.
+While the server holds other weights than the run's, requests that generate are held for a while and
+then refused, health checks fail, and everything else passes.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from grpo_core.wire import PolicyVersion
 
 HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
 OPEN_PATHS = frozenset(
@@ -65,7 +68,7 @@ class ReadinessGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
         elif scope["path"] in HEALTH_PATHS or not refusal.hold:
-            await _refuse(refusal, scope, receive, send)
+            await refuse(refusal.reason, scope, receive, send)
         else:
             await self._hold(scope, _Lookahead(receive), send)
 
@@ -85,7 +88,7 @@ class ReadinessGate:
         if refusal is None:
             await self._app(scope, incoming.receive, send)
         else:
-            await _refuse(refusal, scope, incoming.receive, send)
+            await refuse(refusal.reason, scope, incoming.receive, send)
 
     async def _wait_for_opening(self) -> Refusal | None:
         """What still stands in the way once the hold is over; None as soon as nothing does."""
@@ -129,8 +132,38 @@ def samples_nothing(scope: Scope) -> bool:
     return scope["method"] in SAFE_METHODS or path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(
-        {"detail": refusal.reason}, 503, headers={"retry-after": str(RETRY_AFTER_S)}
-    )
-    await response(scope, receive, send)
+async def refuse(reason: str, scope: Scope, receive: Receive, send: Send, **headers: str) -> None:
+    headers |= {"retry-after": str(RETRY_AFTER_S)}
+    await JSONResponse({"detail": reason}, 503, headers=headers)(scope, receive, send)
+
+
+class ServingState(StrEnum):
+    """`state` of `GET /bridge/info`."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    """Requests wait; a lease bounds it."""
+    AWAITING_WEIGHTS = "awaiting_weights"
+    """The engine restarted in the middle of a run and holds other weights than the run's."""
+    FAILED = "failed"
+    """The same, and no trainer came in time. One may still come."""
+    SLEEPING = "sleeping"
+
+
+_CLOSED_BECAUSE = {
+    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the checkpoint's weights; "
+    "waiting for a trainer to write policy version {version} back",
+    ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
+    "in time. Start the trainer again; or start this server with another --run-id, or with "
+    "--no-await-weights to serve the checkpoint on disk",
+    ServingState.SLEEPING: "the engine sleeps until POST /bridge/wake_up",
+}
+
+
+def refusal_in(state: ServingState, version: PolicyVersion) -> Refusal | None:
+    """Why nothing may be generated. None in a pause: it ends by itself, soon."""
+    reason = _CLOSED_BECAUSE.get(state)
+    if reason is None:
+        return None
+    hold = state is ServingState.AWAITING_WEIGHTS
+    return Refusal(reason.format(version=list(version)), hold)

@@ -7,14 +7,14 @@ import contextlib
 import math
 import signal
 import socket
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from grpo_vllm.http.connection_handover import Park, ParkingLot, adopted, parking_protocol
+from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
+from grpo_vllm.http.in_flight import InFlight
 
 log = structlog.get_logger()
 
@@ -30,27 +30,17 @@ _STARTED_POLL_S = 0.02
 
 class HttpServer(uvicorn.Server):
     """Leaves signals alone: uvicorn would raise them again at its end, and the process would be
-    gone before the engine's processes are.
+    gone before the engine's processes are."""
 
-    Args:
-        app: what is served
-        stop_after_s: how long requests under way may take once it is told to stop
-        lot: where connections that wait for a request go when the server stops, once it is open
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        stop_after_s: float = GRACEFUL_SHUTDOWN_S,
-        lot: ParkingLot | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp) -> None:
+        self._handover = Handover()
         super().__init__(
             uvicorn.Config(
                 app,
                 access_log=False,
                 log_level="warning",
-                http=parking_protocol(lot or ParkingLot()),
-                timeout_graceful_shutdown=math.ceil(stop_after_s),
+                http=handover_protocol(self._handover),
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 backlog=BACKLOG,
             )
@@ -60,14 +50,19 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
-    def drain(self, lot: ParkingLot, park: Park, within_s: float) -> None:
-        """Take in nothing new, hand connections that wait over, and end once the requests under
-        way are answered."""
+    def drain(self, within_s: float, park: Park, in_flight: InFlight) -> None:
+        """End in favour of another engine process: take in nothing new, hand over connections that
+        wait (see `grpo_vllm.http.connection_handover`), and answer requests under way for
+        `within_s` seconds; then give up the rest."""
+        if self._handover.begun:
+            return
+        log.info("draining", in_flight=len(in_flight), within_s=within_s)
         self.config.timeout_graceful_shutdown = math.ceil(within_s) + GRACEFUL_SHUTDOWN_S
-        lot.open(park)
+        self._handover.begin(park)
         for connection in list(self.server_state.connections):
             connection.shutdown()
         self.should_exit = True
+        asyncio.get_running_loop().call_later(within_s, in_flight.give_up_all)
 
     async def adopt(self, descriptors: Iterable[int]) -> None:
         """Serve connections that were accepted elsewhere. Waits until the server has started."""
@@ -75,21 +70,13 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(_STARTED_POLL_S)
         loop = asyncio.get_running_loop()
         for descriptor in descriptors:
-            await loop.connect_accepted_socket(self._protocol, adopted(descriptor))
+            await loop.connect_accepted_socket(self._protocol, socket.socket(fileno=descriptor))
 
     def _protocol(self) -> asyncio.Protocol:
         protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server and the socket it answers on."""
-
-    server: HttpServer
-    socket: socket.socket
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -105,30 +92,30 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def serve_until(ended: Callable[[], bool], endpoints: list[Endpoint]) -> None:
-    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`."""
-    stop = _stop_event()
+async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:
+    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`.
+
+    Args:
+        servers: with the descriptors of their listening sockets
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_when(ended, stop))
-    running = [asyncio.create_task(e.server.serve(sockets=[e.socket])) for e in endpoints]
+    running = [
+        asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
+        for server, descriptor in servers.items()
+    ]
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")
-        for endpoint in endpoints:
-            endpoint.server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         await asyncio.gather(*running)
     finally:
         watch.cancel()
         stopped.cancel()
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _stop_when(ended: Callable[[], bool], stop: asyncio.Event) -> None:

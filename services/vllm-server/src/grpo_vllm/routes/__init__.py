@@ -1,1 +1,1 @@
-"""HTTP on top of generation and bridge: handlers parse, call, reply."""
+"""Routes: handlers parse, call and reply. State and decisions are in the rooms below."""

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 PAUSE_BODY = (
@@ -35,7 +35,7 @@ class ResumeRequest(BaseModel):
 
 def bridge_control_router(bridge: WeightBridge, max_lease_s: float) -> APIRouter:
     """Pause, resume, and the notice that something outside has changed."""
-    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
 
     @router.post("/pause", summary=PAUSE_BODY)
     async def post_pause(request: PauseRequest) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def sleep_router(bridge: WeightBridge, shares_weights: bool, obstacle: str | Non
     Args:
         obstacle: why the engine cannot sleep, None where it can.
     """
-    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
 
     def check_offered() -> None:
         if shares_weights:

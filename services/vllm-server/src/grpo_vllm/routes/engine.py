@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_vllm.engine.vllm_compat import generation_tokens
+from grpo_vllm.engine.vllm_compat.launch import generation_tokens
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.routes.answers import AnsweringRoute
+from grpo_vllm.routes.errors import ErrorHandlingRoute
 from grpo_vllm.routes.lora import AdapterControl, described
 from grpo_vllm.weights.write_lease import WeightBridge
 
@@ -30,7 +30,7 @@ def engine_router(
     drain: Callable[[float], None],
 ) -> APIRouter:
     """`GET /engine/status` and `POST /engine/drain`, after which the process ends."""
-    router = APIRouter(prefix="/engine", route_class=AnsweringRoute)
+    router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
 
     @router.get("/status")
     async def get_status() -> dict[str, Any]:

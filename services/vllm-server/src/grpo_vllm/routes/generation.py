@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from grpo_vllm.generate.request import parse_generate_request
 from grpo_vllm.generate.runner import Generation, GenerationFailed
 from grpo_vllm.generate.streaming import JsonLines, json_lines
-from grpo_vllm.http.disconnection import unless_disconnected
-from grpo_vllm.routes.answers import AnsweringRoute, BodyTooLarge
+from grpo_vllm.http.in_flight import unless_disconnected
+from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
 
@@ -28,7 +28,7 @@ def generation_router(
     engine: Any, bridge: WeightBridge, adapters: AdapterSwitch | None = None
 ) -> APIRouter:
     """`POST /generate` and `GET /health_generate`."""
-    router = APIRouter(route_class=AnsweringRoute)
+    router = APIRouter(route_class=ErrorHandlingRoute)
 
     def start(body: bytes) -> Generation:
         request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())

@@ -17,7 +17,7 @@ from grpo_core.weights.files import (
     require_rank,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.routes.answers import AnsweringRoute, NotOffered
+from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
 from grpo_vllm.weights.lora import AdapterSwitch, LoadedAdapter
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
@@ -95,7 +95,7 @@ class AdapterControl:
 
 def lora_router(control: AdapterControl) -> APIRouter:
     """`POST /lora/load`, `POST /lora/unload`, and the same under vLLM's names."""
-    router = APIRouter(route_class=AnsweringRoute)
+    router = APIRouter(route_class=ErrorHandlingRoute)
 
     async def load(request: LoadRequest) -> dict[str, Any]:
         loaded = await control.load(request)
@@ -112,7 +112,7 @@ def lora_router(control: AdapterControl) -> APIRouter:
 
 def lora_status_router(control: AdapterControl) -> APIRouter:
     """`GET /lora/status`, for anyone."""
-    router = APIRouter(route_class=AnsweringRoute)
+    router = APIRouter(route_class=ErrorHandlingRoute)
 
     @router.get("/lora/status")
     async def get_status() -> dict[str, Any]:

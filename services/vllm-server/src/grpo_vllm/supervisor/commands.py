@@ -10,7 +10,7 @@ import structlog
 
 from grpo_core.weights.files import UnusableWeights
 from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineSlot

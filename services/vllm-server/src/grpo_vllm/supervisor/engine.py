@@ -9,9 +9,8 @@ from typing import Any
 import structlog
 
 from grpo_core.process.orphans import end_orphans
-from grpo_vllm.forkserver.channel import SupervisorEnd, close_all
-from grpo_vllm.forkserver.client import EngineHost
-from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.forkserver.client import ForkServer
+from grpo_vllm.forkserver.protocol import EnginePlan, PlannedWeights, SupervisorEnd, close_all
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.engine_child import EngineChild, EngineDoesNotAnswer, EngineRefused
 from grpo_vllm.supervisor.memory import GpuMemory, gpu_memory, memory_is_back
@@ -41,7 +40,7 @@ class EngineSlot:
         self,
         settings: ServerSettings,
         sockets: Sockets,
-        host: EngineHost,
+        host: ForkServer,
     ) -> None:
         self._settings = settings
         self._sockets = sockets

@@ -12,8 +12,8 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.forkserver.channel import SupervisorEnd
 from grpo_vllm.forkserver.client import ForkedEngine
+from grpo_vllm.forkserver.protocol import SupervisorEnd
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ class EngineChild:
     """Lives on the running event loop.
 
     Args:
-        process: as the engine host started it
+        process: as the fork server started it
         channel: its messages
         private_path: unix socket that it answers on
     """

@@ -14,7 +14,7 @@ from grpo_core.weights.files import (
     directory_digest,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.served_store import ServedWeights, WeightsRecord
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import structlog
 
 from grpo_core.process.orphans import adopt_orphans, children
-from grpo_vllm.forkserver.client import ENGINE_MODULE, EngineHost
+from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import CommandStream, NoControlPlane
@@ -22,7 +22,7 @@ from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.supervisor.unavailable import health_app
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord
-from grpo_vllm.weights.socket_directory import own_directory
+from grpo_vllm.weights.socket_server import make_private_directory
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ def supervise(
     """
     require_shared_memory(settings.engine_arguments)
     if settings.share_weights:
-        own_directory(settings.socket_path.parent)
+        make_private_directory(settings.socket_path.parent)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
@@ -64,7 +64,7 @@ async def _run(
             record = await stack.enter_async_context(ServedRecord(url, settings.run_id))
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
         weights = await first_weights(settings, record)
-        host = EngineHost(engine_module, arguments)
+        host = ForkServer(engine_module, arguments)
         stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, record, host)
         _handle_signals(supervisor, host)
@@ -85,18 +85,18 @@ async def _health(
         await serving
 
 
-def _handle_signals(supervisor: Supervisor, host: EngineHost) -> None:
+def _handle_signals(supervisor: Supervisor, host: ForkServer) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
     loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
 
 
-def _reap_strangers(host: EngineHost) -> None:
+def _reap_strangers(host: ForkServer) -> None:
     """As the first process of a container, or as the nearest subreaper, we inherit what the
     engine's processes leave behind."""
     if not host.pids:
-        # The engine host is being started or has just ended, and is waited for elsewhere.
+        # The fork server is being started or has just ended, and is waited for elsewhere.
         asyncio.get_running_loop().call_later(_REAP_AGAIN_S, _reap_strangers, host)
         return
     for pid in children() - host.pids:

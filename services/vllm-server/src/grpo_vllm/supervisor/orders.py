@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
 from grpo_core.weights.handoff import Action, Command
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 
 

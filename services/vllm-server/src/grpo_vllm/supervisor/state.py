@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from grpo_core.weights.handoff import Command, SupervisorState
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.protocol import PlannedWeights
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import structlog
 
 from grpo_core.weights.handoff import STATUS_EVERY_S, OutcomeState, ServerStatus, SupervisorState
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.client import EngineHost
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
+from grpo_vllm.forkserver.client import ForkServer
+from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandDesk
 from grpo_vllm.supervisor.control_stream import ControlPlane
@@ -50,7 +50,7 @@ class Supervisor:
         weights: PlannedWeights,
         control: ControlPlane,
         record: WeightsRecord,
-        host: EngineHost,
+        host: ForkServer,
     ) -> None:
         self._settings = settings
         self._sockets = sockets

@@ -1,1 +1,1 @@
-"""The weights that are served: where they lie, who may write them, which version they are."""
+"""The served weights: memory, layout, export, write lease, version, adapters. No routes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
+from grpo_vllm.forkserver.protocol import UNTRAINED
 from grpo_vllm.weights.served_store import ServedWeights
 
 

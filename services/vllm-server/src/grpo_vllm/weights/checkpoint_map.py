@@ -1,25 +1,29 @@
 """Learns where each checkpoint tensor lands in the weight memory by watching the checkpoint load.
 
-No table of fused layers is needed: vLLM's own loading code copies q, k and v into their places
-in a fused tensor, and every copy is seen here under the checkpoint's name for it.
+vLLM's own loading code copies q, k and v into their places in a fused tensor. `CheckpointMap`
+records every copy under the checkpoint's name, so no table of fused layers is needed;
+`ServedParameters` then finds the server's parameter that holds it, and its rows.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_core.weights.manifest import TensorRegion
-from grpo_vllm.weights.memory import ParameterMemory, dtype_name
+from grpo_core.weights.manifest import ParameterMapping, TensorRegion
+from grpo_vllm.weights.memory import WeightMemory, region_at
 
 
 class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, records every copy into the weight memory under the current checkpoint name."""
 
-    def __init__(self, memory: ParameterMemory) -> None:
+    def __init__(self, memory: WeightMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._name: str | None = None
@@ -79,13 +83,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not target.is_contiguous():
             self._scattered.add(self._name)
-        region = TensorRegion(
-            offset=offset,
-            nbytes=target.numel() * target.element_size(),
-            shape=tuple(target.shape),
-            dtype=dtype_name(target.dtype),
-        )
-        self._copies.setdefault(self._name, []).append(region)
+        self._copies.setdefault(self._name, []).append(region_at(offset, target))
 
 
 def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
@@ -101,9 +99,66 @@ def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
         rows, end = rows + piece.shape[0], piece.end
     if not rest:
         return first
-    return TensorRegion(
-        offset=first.offset,
-        nbytes=end - first.offset,
-        shape=(rows, *first.shape[1:]),
-        dtype=first.dtype,
-    )
+    merged = {"nbytes": end - first.offset, "shape": (rows, *first.shape[1:])}
+    return first.model_copy(update=merged)
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """One parameter as it lies in the weight memory."""
+
+    name: str
+    offset: int
+    nbytes: int
+    rows: int
+
+    def rows_of(self, region: TensorRegion) -> tuple[int, int] | None:
+        """(start, stop) along dimension 0; None where `region` is not whole rows of it."""
+        if region.end > self.offset + self.nbytes:
+            return None
+        row_bytes = self.nbytes // self.rows
+        start, misaligned = divmod(region.offset - self.offset, row_bytes)
+        count, torn = divmod(region.nbytes, row_bytes)
+        return None if misaligned or torn else (start, start + count)
+
+
+class ServedParameters:
+    """The parameters of a model that lie in the weight memory after loading, ordered by place."""
+
+    def __init__(self, model: nn.Module, memory: WeightMemory) -> None:
+        self._model = model
+        self._memory = memory
+        self._holders = sorted(
+            (
+                _Holder(
+                    name, offset, parameter.nbytes, parameter.shape[0] if parameter.dim() else 1
+                )
+                for name, parameter in model.named_parameters()  # tied parameters come once
+                if (offset := memory.offset_of(parameter)) is not None
+            ),
+            key=lambda holder: holder.offset,
+        )
+        self._offsets = [holder.offset for holder in self._holders]
+
+    def mapping(self, region: TensorRegion) -> ParameterMapping | None:
+        """Of a region that was loaded; None where no parameter holds it as whole rows.
+
+        The place is where the parameter lies now: vLLM ties `lm_head` to the embedding after both
+        were loaded, where a checkpoint holds both and they are equal. A parameter that has left the
+        memory keeps its place.
+        """
+        index = bisect_right(self._offsets, region.offset) - 1
+        if index < 0:
+            return None
+        holder = self._holders[index]
+        rows = holder.rows_of(region)
+        if rows is None:
+            return None
+        now = self._memory.offset_of(self._model.get_parameter(holder.name))
+        moved_by = 0 if now is None else now - holder.offset
+        place = region.model_copy(update={"offset": region.offset + moved_by})
+        return ParameterMapping(
+            **place.model_dump(),
+            vllm_name=holder.name,
+            slice=None if rows == (0, holder.rows) else rows,
+        )

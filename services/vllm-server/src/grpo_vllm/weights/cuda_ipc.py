@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
-from grpo_vllm.weights.device_memory import DeviceMemory, Segment
+from grpo_vllm.weights.memory import Segment, WeightMemory
 
 NATIVE = "native"
 EXPANDABLE_ADVICE = (
@@ -22,26 +22,22 @@ EXPANDABLE_ADVICE = (
 )
 
 
-def exported(memory: DeviceMemory) -> CudaMemory:
+def exported(memory: WeightMemory) -> CudaMemory:
     """For one consumer. Raises RuntimeError where CUDA refuses."""
+    device = torch.cuda.get_device_properties(memory.segments[0].storage.device)
     return CudaMemory(
-        place=cuda_place(memory.segments[0].storage.device),
+        place=CudaPlace(
+            device_uuid=str(device.uuid),
+            device_name=device.name,
+            torch=torch_build(torch.__version__, torch.version.cuda),
+            pid_namespace=pid_namespace(),
+            shm_filesystem=shm_filesystem(),
+        ),
         segments=tuple(_exported(segment) for segment in memory.segments),
     )
 
 
-def cuda_place(device: torch.device) -> CudaPlace:
-    properties = torch.cuda.get_device_properties(device)
-    return CudaPlace(
-        device_uuid=str(properties.uuid),
-        device_name=properties.name,
-        torch=torch_build(torch.__version__, torch.version.cuda),
-        pid_namespace=pid_namespace(),
-        shm_filesystem=shm_filesystem(),
-    )
-
-
-def why_not_exportable(memory: DeviceMemory) -> str | None:
+def why_not_exportable(memory: WeightMemory) -> str | None:
     """What torch's allocator has done that CUDA cannot export; None where nothing is."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != NATIVE:
@@ -50,7 +46,12 @@ def why_not_exportable(memory: DeviceMemory) -> str | None:
             "server without backend: in PYTORCH_ALLOC_CONF"
         )
     snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    expandable = in_expandable_segments([s.address for s in memory.segments], snapshot)
+    spans = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in snapshot
+        if segment.get("is_expandable")
+    ]
+    expandable = sum(any(s.address in span for span in spans) for s in memory.segments)
     if expandable:
         return (
             f"{expandable} of {len(memory.segments)} parameters lie in expandable segments of "
@@ -59,37 +60,16 @@ def why_not_exportable(memory: DeviceMemory) -> str | None:
     return None
 
 
-def in_expandable_segments(addresses: list[int], snapshot: list[dict[str, Any]]) -> int:
-    """How many of the addresses lie in such.
-
-    Args: snapshot: of `torch.cuda.memory_snapshot`.
-    """
-    spans = [
-        range(segment["address"], segment["address"] + segment["total_size"])
-        for segment in snapshot
-        if segment.get("is_expandable")
-    ]
-    return sum(any(address in span for span in spans) for address in addresses)
-
-
 def _exported(segment: Segment) -> CudaSegment:
-    (
-        _device,
-        handle,
-        nbytes,
-        handle_offset,
-        ref_counter,
-        ref_counter_offset,
-        event,
-        event_sync_required,
-    ) = segment.storage._share_cuda_()  # type: ignore[no-untyped-call]
+    shared = segment.storage._share_cuda_()  # type: ignore[no-untyped-call]
+    _, handle, nbytes, offset, ref_counter, ref_counter_offset, event, sync = shared
     return CudaSegment(
         start=segment.start,
         nbytes=nbytes,
         handle=handle.hex(),
-        handle_offset=handle_offset,
+        handle_offset=offset,
         ref_counter=ref_counter.hex(),
         ref_counter_offset=ref_counter_offset,
         event=event.hex(),
-        event_sync_required=event_sync_required,
+        event_sync_required=sync,
     )

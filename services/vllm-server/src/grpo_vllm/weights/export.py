@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.manifest import WeightManifest
@@ -15,11 +15,14 @@ class NotExported(GrpoError):
     """The worker cannot give its memory to this consumer. The message says why."""
 
 
-class ExportedWeights(Protocol):
-    """`manifest`: what lies where."""
+@dataclass(frozen=True)
+class ExportedWeights:
+    """`manifest`: what lies where. `fd`: this process's descriptor of the worker's arena; None on a
+    GPU, where the worker exports its memory anew for every trainer."""
 
-    @property
-    def manifest(self) -> WeightManifest: ...
+    engine: Any
+    manifest: WeightManifest
+    fd: int | None
 
     async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
         """For one trainer: the record, and the descriptor that goes with it.
@@ -27,33 +30,13 @@ class ExportedWeights(Protocol):
         Raises:
             NotExported: not now.
         """
-
-
-@dataclass(frozen=True)
-class MemfdWeights:
-    """The arena as this process holds it: its own descriptor of the worker's memory."""
-
-    fd: int
-    manifest: WeightManifest
-
-    async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
-        grant = WeightGrant(session=session, manifest=self.manifest, memory=MemfdMemory())
-        return grant, self.fd
-
-
-@dataclass(frozen=True)
-class CudaWeights:
-    """Memory on a GPU: the worker exports it anew for every trainer."""
-
-    engine: Any
-    manifest: WeightManifest
-
-    async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
-        (answer,) = await self.engine.collective_rpc("export_weights")
-        if "refused" in answer:
-            raise NotExported(answer["refused"])
-        memory = CudaMemory.model_validate_json(answer["memory"])
-        return WeightGrant(session=session, manifest=self.manifest, memory=memory), None
+        memory: MemfdMemory | CudaMemory = MemfdMemory()
+        if self.fd is None:
+            (answer,) = await self.engine.collective_rpc("export_weights")
+            if "refused" in answer:
+                raise NotExported(answer["refused"])
+            memory = CudaMemory.model_validate_json(answer["memory"])
+        return WeightGrant(session=session, manifest=self.manifest, memory=memory), self.fd
 
 
 async def exported_by_worker(engine: Any) -> ExportedWeights:
@@ -64,7 +47,7 @@ async def exported_by_worker(engine: Any) -> ExportedWeights:
     """
     (worker,) = await engine.collective_rpc("describe_weights")
     manifest = WeightManifest.model_validate_json(worker["manifest"])
-    if "fd" not in worker:
-        return CudaWeights(engine, manifest)
-    fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    return MemfdWeights(fd, manifest)
+    fd = None
+    if "fd" in worker:
+        fd = os.open(f"/proc/{worker['pid']}/fd/{worker['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    return ExportedWeights(engine, manifest, fd)

@@ -16,23 +16,21 @@ from torch import nn
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.manifest import TensorRegion, WeightManifest
-from grpo_vllm.engine.plugin_names import LOAD_FORMAT
-from grpo_vllm.engine.vllm_compat import (
+from grpo_vllm.engine.plugin import LOAD_FORMAT
+from grpo_vllm.engine.vllm_compat.layers import (
     DefaultModelLoader,
     LoadConfig,
     current_platform,
     layout_facts,
+    packed_layers,
     register_model_loader,
     replace_config,
+    use_plain_layout,
 )
-from grpo_vllm.weights.arena import Arena
-from grpo_vllm.weights.checkpoint_map import CheckpointMap
+from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
-from grpo_vllm.weights.device_memory import DeviceMemory
 from grpo_vllm.weights.layout_checks import why_not_shareable
-from grpo_vllm.weights.memory import ParameterMemory, aligned, dtype_name
-from grpo_vllm.weights.plain_layers import packed_layers, use_plain_layout
-from grpo_vllm.weights.served_parameters import ServedParameters, followed
+from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
@@ -41,7 +39,7 @@ _ATTRIBUTE = "grpo_shared_parameters"
 class SharedParameters:
     """What the loader leaves on the model for the worker extension to export."""
 
-    memory: ParameterMemory
+    memory: WeightMemory
     manifest: WeightManifest
 
 
@@ -65,19 +63,11 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Called after the modules exist and before any layer processes its weights."""
-        memory = self.weight_memory(model)
-        self._map = CheckpointMap(memory)
+        self._memory = self.weight_memory(model)
+        self._map = CheckpointMap(self._memory)
         with self._map:
             super().load_weights(model, model_config)
-        served = ServedParameters(model, memory)
-        mappings = {name: served.mapping(region) for name, region in self._map.regions().items()}
-        manifest = WeightManifest(
-            generation=uuid.uuid4().hex,
-            model=str(model_config.model),
-            total_bytes=memory.total_bytes,
-            parameters={name: mapping for name, mapping in mappings.items() if mapping},
-        )
-        setattr(model, _ATTRIBUTE, SharedParameters(memory, manifest))
+        self._served = ServedParameters(model, self._memory)
 
     def get_all_weights(
         self, model_config: Any, model: nn.Module
@@ -91,11 +81,24 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
-        _follow_parameters(model)
+        self._describe(model, str(model_config.model))
         self.check_shareable(model)
         return model
 
-    def weight_memory(self, model: nn.Module) -> ParameterMemory:
+    def _describe(self, model: nn.Module, model_name: str) -> None:
+        """For `shared_parameters`, once all parameters are where they are served from."""
+        assert self._map is not None, "vLLM built the model without calling load_weights"
+        found = {name: self._served.mapping(at) for name, at in self._map.regions().items()}
+        manifest = WeightManifest(
+            generation=uuid.uuid4().hex,
+            model=model_name,
+            total_bytes=self._memory.total_bytes,
+            parameters={name: mapping for name, mapping in found.items() if mapping},
+        )
+        self._memory.keep_only(model.parameters())
+        setattr(model, _ATTRIBUTE, SharedParameters(self._memory, manifest))
+
+    def weight_memory(self, model: nn.Module) -> WeightMemory:
         """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
         if current_platform.is_cpu():
             arena = move_into_arena(model)
@@ -106,7 +109,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"--share-weights works on CPU and on NVIDIA GPUs, not on "
                 f"{current_platform.device_name}; start without it"
             )
-        memory = DeviceMemory(model.parameters())
+        memory = WeightMemory(model.parameters())
         obstacle = why_not_exportable(memory)
         if obstacle is not None:
             raise UnshareableWeights(f"--share-weights: {obstacle}")
@@ -117,7 +120,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         use_plain_layout(model)
 
     def check_shareable(self, model: nn.Module) -> None:
-        assert self._map is not None, "vLLM built the model without calling load_weights"
+        assert self._map is not None
         shared = shared_parameters(model)
         problems = {
             **self._map.unshareable(),
@@ -134,34 +137,18 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
             )
 
 
-def move_into_arena(model: nn.Module) -> Arena:
+def move_into_arena(model: nn.Module) -> WeightMemory:
     """Give every parameter storage in one new arena; values are left for the checkpoint."""
     regions: list[tuple[nn.Parameter, TensorRegion]] = []
     offset = 0
     for _, parameter in model.named_parameters():  # tied parameters come once
-        nbytes = parameter.numel() * parameter.element_size()
-        region = TensorRegion(
-            offset=offset,
-            nbytes=nbytes,
-            shape=tuple(parameter.shape),
-            dtype=dtype_name(parameter.dtype),
-        )
-        regions.append((parameter, region))
-        offset += aligned(nbytes)
-    arena = Arena.create(offset)
+        regions.append((parameter, region_at(offset, parameter)))
+        offset += aligned(parameter.nbytes)
+    arena = WeightMemory.arena(offset)
     for parameter, region in regions:
         # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
         parameter.data = arena.view(region)
     return arena
-
-
-def _follow_parameters(model: nn.Module) -> None:
-    shared = shared_parameters(model)
-    where = followed(shared.manifest.parameters, model, shared.memory)
-    manifest = shared.manifest.model_copy(update={"parameters": where})
-    setattr(model, _ATTRIBUTE, SharedParameters(shared.memory, manifest))
-    if isinstance(shared.memory, DeviceMemory):
-        shared.memory.forget_all_but(model.parameters())
 
 
 def _require_no(problems: list[str], model_config: Any) -> None:
@@ -180,7 +167,7 @@ def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
     }
 
 
-def _outside(model: nn.Module, memory: ParameterMemory) -> dict[str, str]:
+def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
     return {
         name: "moved elsewhere while the model was prepared for serving"
         for name, parameter in model.named_parameters()

@@ -18,7 +18,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine.vllm_compat import EngineDeadError, LoRARequest
+from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.http.in_flight import InFlight
 
 log = structlog.get_logger()

@@ -1,20 +1,30 @@
-"""Hands the weight memory to trainers over a unix socket (twin: `grpo_core.weights.socket`)."""
+"""Hands the weight memory to trainers over a unix socket (twin: `grpo_core.weights.socket`), which
+`vllm_bridge_config.json` announces.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
-from collections.abc import AsyncIterator
+import stat
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import structlog
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.bridge_config import (
+    BridgeConfig,
+    BridgeConfigUnreadable,
+    BridgeConfigUnwritable,
+    read_bridge_config,
+    write_bridge_config,
+)
 from grpo_core.weights.socket import send_grant, send_refusal
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.weights.export import ExportedWeights, NotExported
-from grpo_vllm.weights.socket_directory import own_directory
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 log = structlog.get_logger()
@@ -25,6 +35,10 @@ ACCEPT_RETRY_S = 1.0
 
 class SocketTaken(GrpoError):
     """The path of the weight socket is in use."""
+
+
+class UnsafeSocketDirectory(GrpoError):
+    """Others could put a socket of theirs in the place of ours."""
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +65,7 @@ async def serve_weights(
 
 
 def _listen(path: Path) -> socket.socket:
-    own_directory(path.parent)
+    make_private_directory(path.parent)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -124,3 +138,58 @@ async def _serve_trainer(
         connection.close()
         if session is not None:
             await bridge.close_session(session)
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make it, where it is not there. Raises `UnsafeSocketDirectory`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    mode, own = stat.S_IMODE(found.st_mode), os.getuid()
+    if found.st_uid != own or mode & 0o077:
+        raise UnsafeSocketDirectory(
+            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
+            f"and others than user {own} must not enter it; name a directory that is not there "
+            "yet, or give this one to that user and chmod 700"
+        )
+
+
+@contextlib.contextmanager
+def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
+    """The file is there inside the context, unless another server replaces it.
+
+    Raises:
+        BridgeConfigUnwritable: it is required and cannot be written.
+    """
+    _log_replaced(path)
+    try:
+        write_bridge_config(config, path)
+    except BridgeConfigUnwritable as error:
+        if required:
+            raise
+        # Trainers ask the server itself first; the file is for those on another file system.
+        log.warning("going on without a bridge config", reason=str(error))
+        yield
+        return
+    log.info("wrote the bridge config", path=str(path.absolute()))
+    try:
+        yield
+    finally:
+        _remove_if_own(path, config.generation)
+
+
+def _log_replaced(path: Path) -> None:
+    with contextlib.suppress(BridgeConfigUnreadable):
+        other = read_bridge_config(path)
+        log.warning(
+            "replacing the bridge config of another server, or of one that was killed",
+            path=str(path.absolute()),
+            model=other.model,
+            generation=other.generation,
+            weights_socket=str(other.weights_socket),
+        )
+
+
+def _remove_if_own(path: Path, generation: str) -> None:
+    with contextlib.suppress(BridgeConfigUnreadable):
+        if read_bridge_config(path).generation == generation:
+            path.unlink(missing_ok=True)

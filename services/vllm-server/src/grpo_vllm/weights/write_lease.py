@@ -1,4 +1,4 @@
-"""Who may write the weights, when, and which version is served.
+"""Lease for writing the weights in place, and the version that is served.
 
 One object owns pause, version and resume. One trainer at a time is attached; its session is its
 open connection to the weight socket. A pause is a lease that this session holds. It ends when the
@@ -7,8 +7,9 @@ a trainer that dies or hangs in the middle of a write never leaves the server si
 leaves in memory may then be half an update: the server says so (`weights_intact`) until a trainer
 has written everything again.
 
-An engine that starts in the middle of a run holds the checkpoint's weights. Nobody is answered from
-them: a trainer first writes back the version that was served last, or a later one.
+An engine that starts in the middle of a run holds the checkpoint's weights. No request is answered
+from them: a trainer first writes back the version that was served last, or a later one. After a
+deadline requests are refused at once, and a trainer may still come.
 """
 
 from __future__ import annotations
@@ -22,17 +23,65 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.engine.control import Engine, EngineSwitch
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
-from grpo_vllm.http.readiness import Refusal
-from grpo_vllm.http.serving_state import ServingState, refusal_in
+from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.forkserver.protocol import UNTRAINED
+from grpo_vllm.http.readiness import Refusal, ServingState, refusal_in
 from grpo_vllm.weights.served_store import NoRecord, ServedWeights, WeightsRecord
-from grpo_vllm.weights.write_back import WriteBack
 
 log = structlog.get_logger()
 
+
+class WriteBack:
+    """Nothing is missing until `begin`. Lives on the running event loop."""
+
+    def __init__(self) -> None:
+        self.missing = False
+        self.overdue = False
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, version: PolicyVersion, deadline_s: float) -> None:
+        """The weights of `version` are missing; a trainer has `deadline_s` seconds."""
+        self.missing = True
+        self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
+        log.warning(
+            "this run was served other weights than the checkpoint's; waiting for a trainer to "
+            "write them back",
+            policy_version=tuple(version),
+            deadline_s=deadline_s,
+        )
+
+    def done(self) -> None:
+        """A trainer has written everything."""
+        if not self.missing:
+            return
+        log.info("the weights are back; serving", after_deadline=self.overdue)
+        self.missing = self.overdue = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._changed.set()
+
+    async def wait(self, at_most_s: float) -> None:
+        """Until the weights are back or overdue, and no longer than `at_most_s` seconds."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _give_up(self, deadline_s: float) -> None:
+        self.overdue = True
+        self._changed.set()
+        log.error(
+            "no trainer has written the weights back; requests are refused",
+            deadline_s=deadline_s,
+            next="start the trainer again, or this server with another --run-id or with "
+            "--no-await-weights to serve the checkpoint",
+        )
+
+
 HANDOVER_S = 2.0
-"""How long a new trainer waits at the door for the connection of the one before to close."""
+"""How long a new trainer waits for the previous one's connection to close."""
 
 
 class BridgeConflict(GrpoError):
@@ -57,11 +106,11 @@ class WeightBridge:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineControl,
         version: PolicyVersion = UNTRAINED,
         record: WeightsRecord | None = None,
     ) -> None:
-        self.engine = EngineSwitch(engine)
+        self.engine = engine
         self.write_back = WriteBack()
         self.version = version
         self.weights_intact = True
@@ -105,7 +154,7 @@ class WeightBridge:
         """
         try:
             async with asyncio.timeout(HANDOVER_S):
-                while not self._session_ended.is_set():  # it wakes everybody who waits
+                while not self._session_ended.is_set():  # it wakes every trainer that waits
                     await self._session_ended.wait()
         except TimeoutError:
             raise BridgeConflict(
@@ -122,10 +171,7 @@ class WeightBridge:
             return
         log.info("trainer detached", session=session)
         self._session = None
-        try:
-            await self._abandon(self._pause, "the trainer's connection closed")
-        finally:
-            self._let_others_in()
+        await self._detach(self._pause, "the trainer's connection closed")
 
     async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Stop scheduling; keep requests in flight and recompute their KV cache afterwards.
@@ -240,22 +286,18 @@ class WeightBridge:
         # The session is over as well: should the trainer wake up, it must attach anew.
         if self._session == session:
             self._session = None
-        task = asyncio.ensure_future(self._abandon_and_let_others_in(self._pause))
+        task = asyncio.create_task(self._detach(self._pause, "its lease ran out"))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _abandon_and_let_others_in(self, pause: _Pause | None) -> None:
+    async def _detach(self, pause: _Pause | None, why: str) -> None:
         try:
-            await self._abandon(pause, "its lease ran out")
+            await self._abandon(pause, why)
         finally:
-            # Not before: a newcomer must see what these weights are called now.
-            self._let_others_in()
-
-    def _let_others_in(self) -> None:
-        # A lease may run out while its connection closes: the later of the two may find another
-        # trainer attached.
-        if self._session is None:
-            self._session_ended.set()
+            # Not before: a newcomer must see what these weights are called now. A lease may run out
+            # while its connection closes: the later of the two may find another trainer attached.
+            if self._session is None:
+                self._session_ended.set()
 
     async def _end_pause(self, pause: _Pause) -> None:
         pause.timer.cancel()

@@ -1,4 +1,4 @@
-"""What anybody may ask about the weights that are served."""
+"""Facts about the served weights, for anyone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_vllm.routes.answers import AnsweringRoute
+from grpo_vllm.routes.errors import ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
 
@@ -28,11 +28,11 @@ class ServedModel:
     kv_block_size: int = 0
 
 
-def bridge_facts_router(
+def bridge_info_router(
     bridge: WeightBridge, model: ServedModel, adapters: AdapterSwitch | None = None
 ) -> APIRouter:
     """`GET /bridge/info` and `GET /bridge/state_dict_info`."""
-    router = APIRouter(prefix="/bridge", route_class=AnsweringRoute)
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
     shared = model.shared
 
     @router.get("/info")

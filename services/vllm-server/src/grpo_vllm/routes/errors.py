@@ -1,4 +1,4 @@
-"""What our own errors look like on the wire."""
+"""Status codes and bodies of our own errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATUS: dict[type[GrpoError], int] = {
 }
 
 
-class AnsweringRoute(APIRoute):
+class ErrorHandlingRoute(APIRoute):
     """Answers our own errors itself: what vLLM's handlers make of them differs by version."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -21,8 +21,8 @@ child.stdout.readline()  # it has loaded the plugin
 """
 ENGINE_PROCESS = """
 import multiprocessing, subprocess, sys, time
-from grpo_vllm.engine.lifeline import hold_lifeline
-hold_lifeline([])
+from grpo_vllm.engine.plugin import tie_children_to_this_process
+tie_children_to_this_process([])
 {start}
 print(child.pid, flush=True)
 time.sleep(600)
@@ -53,10 +53,10 @@ def test_what_it_started_ends_with_it(start: str) -> None:
 def test_what_it_forks_does_not_hold_its_connections_open() -> None:
     code = """
 import multiprocessing, os, socket, sys
-from grpo_vllm.engine.lifeline import hold_lifeline
+from grpo_vllm.engine.plugin import tie_children_to_this_process
 ours, other = socket.socketpair()
 before = os.stat(ours.fileno())
-hold_lifeline([ours.fileno()])
+tie_children_to_this_process([ours.fileno()])
 def look():
     open_files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     inodes = [os.stat(path).st_ino for path in open_files if os.path.exists(path)]

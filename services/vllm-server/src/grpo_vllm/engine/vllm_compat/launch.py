@@ -1,0 +1,191 @@
+"""Starting vLLM: its options, preloading, engine, application and facts about them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import envs
+from vllm.platforms import current_platform
+
+from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+"""On CPU one engine process also is the worker: half a gigabyte less."""
+LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
+SM100_MAJOR = 10
+"""Compute capability 10.x: B200, B300."""
+
+
+def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """vLLM's own parsing of its own flags; a wrong one ends the process with status 2."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers import cli_args
+    except ImportError:  # vLLM before 0.30
+        from vllm.entrypoints.openai import cli_args
+
+    if current_platform.is_cpu():
+        os.environ.setdefault(*ONE_PROCESS)
+    cli_env_setup()
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="vllm-api-server"))
+    parsed: argparse.Namespace = parser.parse_args(list(arguments))
+    cli_args.validate_parsed_serve_args(parsed)
+    return parsed
+
+
+def check_requests_with(processor: str, arguments: argparse.Namespace) -> None:
+    """Have the engine ask `processor` ("module:class") about every request's sampling parameters.
+
+    Not with speculative decoding, which vLLM does not combine with logits processors.
+    """
+    if arguments.speculative_config is None:
+        arguments.logits_processors = [*(arguments.logits_processors or []), processor]
+
+
+def preload() -> str | None:
+    """Import what vLLM's processes import, so that a fork of this one need not; why it cannot be
+    forked, None where it can."""
+    from vllm.v1.engine import async_llm, core  # noqa: F401
+    from vllm.v1.executor import uniproc_executor  # noqa: F401
+
+    _server()
+    _restore_model_infos()
+    if current_platform.is_cpu():
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+    elif current_platform.is_cuda():
+        from vllm.v1.worker import gpu_worker  # noqa: F401
+    initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "importing vLLM has initialised CUDA" if initialised else None
+
+
+def _restore_model_infos() -> None:
+    """Into vLLM's cache, where an image has them (`containers/model_infos.py`)."""
+    ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
+    if ours.exists():
+        shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
+    """Start the engine's processes; leaving the context ends them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    usage = UsageContext.OPENAI_API_SERVER
+    given = AsyncEngineArgs.from_cli_args(arguments)
+    config = given.create_engine_config(usage_context=usage)
+    if current_platform.is_cpu():
+        # Making the configuration has set "spawn", which would import all of vLLM again.
+        os.environ[START_METHOD] = "fork"
+    engine = AsyncLLM.from_vllm_config(
+        config,
+        usage_context=usage,
+        enable_log_requests=given.enable_log_requests,
+        disable_log_stats=given.disable_log_stats,
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAPI:
+    """vLLM's application with all of its routes, bound to `engine`."""
+    server = _server()
+    tasks = await engine.get_supported_tasks()
+    app: FastAPI = server.build_app(arguments, tasks, engine.model_config)
+    await server.init_app_state(engine, app.state, arguments, tasks)
+    return app
+
+
+def device_type(engine: Any) -> str:
+    """ "cpu", "cuda"."""
+    name: str = engine.vllm_config.device_config.device_type
+    return name
+
+
+def why_no_sleep(engine: Any) -> str | None:
+    """What stands against `sleep`; None where vLLM offers it."""
+    if not current_platform.is_sleep_mode_available():
+        return f"vLLM has no sleep mode on {current_platform.device_name}"
+    if not engine.vllm_config.model_config.enable_sleep_mode:
+        return "start the server with --enable-sleep-mode"
+    return None
+
+
+def resolve_adapters_with(app: FastAPI, adapters: MutableMapping[Any, Any]) -> None:
+    """Have every route of vLLM ask `adapters` (model name → LoRARequest) for the model it names."""
+    app.state.openai_serving_models.lora_requests = adapters
+
+
+def generation_tokens() -> int:
+    """Tokens sampled since this process started."""
+    from prometheus_client import REGISTRY
+
+    samples = (s for metric in REGISTRY.collect() for s in metric.samples)
+    return int(sum(s.value for s in samples if s.name == "vllm:generation_tokens_total"))
+
+
+def switch_lora_pdl_off() -> bool:
+    """On SM100 Triton cannot compile vLLM's LoRA kernels with programmatic dependent launch: have
+    vLLM leave it out there, unless the environment says otherwise. True where that was done.
+
+    Call it before the engine's processes start: they inherit the environment, and read it once.
+    """
+    name, off = LORA_WITHOUT_PDL
+    if name in os.environ or not current_platform.is_cuda():
+        return False
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major != SM100_MAJOR:
+        return False
+    os.environ[name] = off
+    return True
+
+
+def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
+    """Weights are shared with one worker: others would go on serving the checkpoint. Workers cannot
+    refuse by themselves, since vLLM hides data parallelism of dense models from them.
+
+    Raises:
+        SystemExit: status 2, naming the flags.
+    """
+    several = [
+        f"--{n.replace('_', '-')} {getattr(arguments, n)}"
+        for n in PARALLEL_SIZES
+        if (getattr(arguments, n, None) or 1) > 1
+    ]
+    if several:
+        raise SystemExit(
+            f"vllm-api-server: --share-weights works with one worker; drop {', '.join(several)}"
+        )
+
+
+def _server() -> Any:
+    """vLLM's server parts under one roof. Workers never need them, so they load on demand."""
+    try:
+        from vllm.entrypoints.launchers.api_server import app_state
+        from vllm.entrypoints.launchers.app import build_app
+    except ImportError:  # vLLM before 0.30
+        from vllm.entrypoints.openai import api_server
+
+        return api_server
+    return SimpleNamespace(
+        build_app=build_app,
+        init_app_state=app_state.init_app_state,
+    )

@@ -1,0 +1,37 @@
+"""vLLM's types of requests, adapters, outputs and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+from grpo_core.wire import PolicyVersion
+
+try:
+    from vllm.exceptions import VLLMClientError as EngineRefusal
+except ImportError:  # vLLM 0.24
+    EngineRefusal = ValueError
+
+__all__ = [
+    "EngineDeadError",
+    "EngineGenerateError",
+    "EngineRefusal",
+    "LoRARequest",
+    "LogitsProcessor",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TokensPrompt",
+    "stamped_versions",
+]
+
+
+def stamped_versions(output: Any) -> list[PolicyVersion]:
+    """The versions on a finished completion, in the order of its tokens; [] without any."""
+    spans = getattr(output, "weight_versions", None) or ()
+    return [PolicyVersion(*map(int, span.version.split("."))) for span in spans]
