@@ -8,22 +8,23 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.dependencies import Services, bind_services
 from grpo_api.http.bearer_token import BearerTokenMiddleware
-from grpo_api.http.compression import CompressionMiddleware
-from grpo_api.http.error_answers import answer_errors
+from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.middleware import (
+    CompressionMiddleware,
+    RequestLogMiddleware,
+    RequestMetricsMiddleware,
+    RouteTemplates,
+)
 from grpo_api.http.openapi import OPENAPI_PATH, describe, operation_name
 from grpo_api.http.request_body import BodyReader
-from grpo_api.http.request_log import RequestLogMiddleware
-from grpo_api.http.request_metrics import RequestMetricsMiddleware
-from grpo_api.http.route_templates import RouteTemplates
 from grpo_api.ingest.backpressure import Limits
-from grpo_api.ingest.decoder import SubmissionDecoder
+from grpo_api.ingest.decode import SubmissionDecoder
 from grpo_api.ingest.submit import Intake, Patience
 from grpo_api.observability.metrics import Metrics
 from grpo_api.routes import admin, environments, groups, trainer
-from grpo_api.routes.bodies import MAX_RECORD_BYTES
+from grpo_api.routes.dependencies import MAX_RECORD_BYTES, Services, bind_services
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_core.security.same_site import SameSiteOnly, listed

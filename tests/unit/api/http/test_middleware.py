@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_api.http.bearer_token import BearerTokenMiddleware
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.http.request_log import RequestLogMiddleware
+from grpo_api.http.middleware import RequestLogMiddleware
 from grpo_core.security.same_site import SameSiteOnly
 
 TOKEN = "correct-horse"

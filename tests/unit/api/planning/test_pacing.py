@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_api.ingest.backpressure import Fill, Limits
-from grpo_api.planning.batch import plan_batch
-from grpo_api.planning.bundles import Bundle
+from grpo_api.planning.batch import Bundle, plan_batch
 from grpo_api.planning.env_status import Environment, RunCounters, RunView, environment_status
-from grpo_api.planning.servable import can_be_served, partners
+from grpo_api.planning.quotas import can_be_served, partners
 from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)

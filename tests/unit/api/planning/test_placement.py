@@ -17,7 +17,7 @@ from grpo_api.planning.placement import (
     Placement,
     place,
 )
-from grpo_api.planning.servable import batch_size_conflicts, can_be_served, partners
+from grpo_api.planning.quotas import batch_size_conflicts, can_be_served, partners
 from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import stored
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_api.errors import Refused, StoreUnavailable
-from grpo_api.planning.servable import batch_size_conflicts
+from grpo_api.planning.quotas import batch_size_conflicts
 from grpo_api.store import RunStore
 from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_core.wire import Registration

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.bundles import Bundle, StoredGroup
-from grpo_api.planning.servable import Partners, can_be_served, why_unservable
+from grpo_api.planning.batch import Bundle, StoredGroup
+from grpo_api.planning.quotas import Partners, can_be_served, why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16

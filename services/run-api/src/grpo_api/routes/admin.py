@@ -9,13 +9,13 @@ import structlog
 from fastapi import APIRouter, Header
 from fastapi.responses import PlainTextResponse, Response
 
-from grpo_api.dependencies import ServerLifetime, ServerMetrics, Store
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.lifetime import ShuttingDown
 from grpo_api.http.openapi import refusals
-from grpo_api.routes.answers import Greeting, Healthy
+from grpo_api.routes.dependencies import ServerLifetime, ServerMetrics, Store
+from grpo_api.routes.schemas import Greeting, Healthy
 from grpo_api.store import RunStore
-from grpo_api.store.run_facts import RunFacts
+from grpo_api.store.stats import RunFacts
 from grpo_core.wire import ServerStatus
 
 _SCRAPE_DEADLINE_S = 1.0

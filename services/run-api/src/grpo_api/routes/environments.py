@@ -5,19 +5,23 @@ from __future__ import annotations
 import structlog
 from fastapi import APIRouter
 
-from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
 from grpo_api.http.openapi import json_body, refusals
 from grpo_api.planning.env_status import RunView, environment_status
-from grpo_api.routes.answers import (
+from grpo_api.routes.dependencies import (
+    EnvironmentIdBody,
+    EnvironmentRegistrationBody,
+    IdempotencyKey,
+    RunLimits,
+    Store,
+)
+from grpo_api.routes.schemas import (
     EnvironmentEnrolled,
     Failed,
     KnownEnvironment,
     Succeeded,
     Waiting,
 )
-from grpo_api.routes.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
-from grpo_api.routes.idempotency import IdempotencyKey
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
 

@@ -7,23 +7,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
-from grpo_api.dependencies import Store, services_of
+from grpo_api.delivery.stream import group_answer
 from grpo_api.errors import GroupRefused
-from grpo_api.http.compression import accepts_gzip
+from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, refusals
-from grpo_api.http.responses import group_answer
 from grpo_api.ingest.codec import NO_EXAMPLE
 from grpo_api.ingest.decode import Decode, decode_group, decode_groups
 from grpo_api.ingest.submit import Submission
-from grpo_api.routes.answers import (
+from grpo_api.routes.dependencies import IdempotencyKey, Store, checked_key, services_of
+from grpo_api.routes.direct import DirectRoute
+from grpo_api.routes.schemas import (
     GroupBuffered,
     GroupReceived,
     GroupsReceived,
     NoExample,
     ServedGroup,
 )
-from grpo_api.routes.direct import DirectRoute
-from grpo_api.routes.idempotency import IdempotencyKey, checked_key
 from grpo_api.store.records import Outcomes, Receipt, SentGroups
 from grpo_core.wire import ScoredGroup
 

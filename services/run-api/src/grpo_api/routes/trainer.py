@@ -11,12 +11,12 @@ from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
 from grpo_api.delivery.registration import enrol_trainer
-from grpo_api.dependencies import Dispatcher, Store, UntilAnswered
+from grpo_api.delivery.stream import batch_pieces, begun, gzipped
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.http.compression import accepts_gzip
+from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, linked, refusals
-from grpo_api.http.responses import batch_pieces, begun, gzipped
-from grpo_api.routes.answers import (
+from grpo_api.routes.dependencies import Dispatcher, RegistrationBody, Store, UntilAnswered
+from grpo_api.routes.schemas import (
     BatchesAcknowledged,
     LeasedBatch,
     NoBatch,
@@ -25,7 +25,6 @@ from grpo_api.routes.answers import (
     TrainerMissing,
     TrainerNames,
 )
-from grpo_api.routes.bodies import RegistrationBody
 from grpo_api.store import RunStore
 from grpo_api.store.records import DueBatch, Lease, Poll
 from grpo_core.wire import Registration, TrainerEnrolled, TrainerInfo

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo_api.errors import (
@@ -20,8 +24,7 @@ from grpo_api.errors import (
     TrainerSuperseded,
 )
 from grpo_api.http.lifetime import ShuttingDown
-from grpo_api.http.problems import listed
-from grpo_api.http.request_log import CLIENT_CLOSED_REQUEST, unhandled
+from grpo_api.http.middleware import CLIENT_CLOSED_REQUEST, unhandled
 
 _RETRY_AFTER_S = 1
 _CONFLICTS = (TrainerSuperseded, BatchesByLease, BatchUnknown, BatchGone)
@@ -76,3 +79,36 @@ async def _unavailable(_request: Request, error: Exception) -> JSONResponse:
 async def _nobody_there(_request: Request, _error: Exception) -> Response:
     """For the log and the metrics: who left in the middle of a body reads no answer."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+_MAX_PROBLEMS = 20
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LOCATION_CHARS = 100
+
+
+def invalid(error: ValidationError) -> Refused:
+    """422 for a body that breaks its record. A NaN in the input could not be written as JSON."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return Refused(
+        422, listed([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
+    )
+
+
+def listed(problems: Sequence[Any]) -> list[dict[str, Any]]:
+    """The first problems, of bounded length."""
+    return [_problem(problem) for problem in problems[:_MAX_PROBLEMS]]
+
+
+def too_large(max_bytes: int) -> Refused:
+    return Refused(413, f"body is larger than {max_bytes} bytes; send fewer groups at a time")
+
+
+def _problem(problem: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "loc": [
+            part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
+            for part in problem["loc"]
+        ],
+        "msg": problem["msg"][:_MAX_MESSAGE_CHARS],
+        "type": problem["type"],
+    }
