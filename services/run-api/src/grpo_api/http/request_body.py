@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from fastapi import Request
-from isal import isal_zlib
+from isal import igzip, isal_zlib
 from isal.isal_zlib import IsalError
 
 from grpo_api.errors import BodiesFull, BodyTooSlow, Refused
@@ -17,6 +19,7 @@ INLINE_BYTES = 1024 * 1024
 """Content that is decoded at once: a millisecond or two as it usually comes, 20 at worst."""
 _LARGE_SHARE = 7 / 8
 """Of the limit. The rest is left to bodies of a usual size, whatever large ones do."""
+_GZIP_WINDOW_BITS = 31
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,14 @@ class BodyReader:
         self._max_bytes_for_large = int(max_held_bytes * _LARGE_SHARE)
         self._held_bytes = 0
 
-    def incoming(self, request: Request) -> IncomingBody:
-        return IncomingBody(self, request)
+    @contextmanager
+    def incoming(self, request: Request) -> Iterator[IncomingBody]:
+        """The body of one request, which counts as held until this ends."""
+        body = IncomingBody(self, request)
+        try:
+            yield body
+        finally:
+            body.keep(0)
 
     def require_room(self, more_bytes: int, body_bytes: int) -> None:
         """For `more_bytes` of a body that is `body_bytes` long, as far as is known.
@@ -59,25 +68,10 @@ class BodyReader:
 
 
 class IncomingBody:
-    """The body of one request, which counts as held until its `with` block is left."""
-
-    __slots__ = ("_bytes", "_reader", "_request")
-
     def __init__(self, reader: BodyReader, request: Request) -> None:
         self._reader = reader
         self._request = request
         self._bytes = 0
-
-    def __enter__(self) -> IncomingBody:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.keep(0)
 
     def keep(self, size: int) -> None:
         """Of the body no more than `size` bytes are held from here on: what was made of it."""
@@ -115,12 +109,6 @@ class IncomingBody:
         self._reader.require_room(body_bytes - self._bytes, body_bytes)
 
 
-_GZIP_WINDOW_BITS = 31
-_MAX_MEMBERS = 1000
-_SLICE_BYTES = 16 * 1024
-"""What a member leaves unread is copied, once for each member in a slice."""
-
-
 class TooMuchWork(Exception):
     """More than the caller wants to do now."""
 
@@ -141,7 +129,7 @@ def inflate_member(body: bytes, max_bytes: int) -> bytes:
     if len(content) > max_bytes or inflater.unused_data or not body:
         raise TooMuchWork
     if not inflater.eof:
-        raise _cut_short()
+        raise _not_gzip("it ends in the middle of a member")
     return content
 
 
@@ -150,64 +138,17 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
     Raises:
         Refused: 413 where the content is longer than `max_bytes`, of which no more is ever held;
-            400 for anything that is not gzip, and for more than 1000 members.
+            400 for anything that is not gzip.
     """
-    inflater = Inflater(max_bytes)
-    slices = (body[at : at + _SLICE_BYTES] for at in range(0, len(body), _SLICE_BYTES))
-    content = b"".join(map(inflater.feed, slices))
-    inflater.finish()
+    try:
+        with igzip.open(io.BytesIO(body)) as file:  # type: ignore[no-untyped-call]
+            content: bytes = file.read(max_bytes + 1)
+    except (IsalError, OSError, EOFError) as error:  # type: ignore[misc]  # as above
+        raise _not_gzip(error) from error
+    if len(content) > max_bytes:
+        raise too_large(max_bytes)
     return content
 
 
-class Inflater:
-    """The same, piece by piece."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._left = max_bytes
-        self._member = isal_zlib.decompressobj(_GZIP_WINDOW_BITS)
-        self._in_member = False
-        self._members = 0
-
-    def feed(self, data: bytes) -> bytes:
-        output = bytearray()
-        while data:
-            if not self._in_member:
-                data = self._open_member(data)
-                continue
-            try:
-                piece = self._member.decompress(data, self._left + 1)
-            except IsalError as error:  # type: ignore[misc]  # its stub says: an instance
-                raise _not_gzip(error) from error
-            self._left -= len(piece)
-            if self._left < 0:
-                raise too_large(self._max_bytes)
-            output += piece
-            data = self._member.unconsumed_tail or self._member.unused_data
-            self._in_member = not self._member.eof
-        return bytes(output)
-
-    def finish(self) -> None:
-        """Raises `Refused` (400) where the last member is cut short."""
-        if self._in_member:
-            raise _cut_short()
-
-    def _open_member(self, data: bytes) -> bytes:
-        if self._members:
-            # padding between and after members is zeros, as gzip(1) accepts it
-            data = data.lstrip(b"\0")
-        if data:
-            if self._members == _MAX_MEMBERS:
-                raise Refused(400, f"body has more than {_MAX_MEMBERS} gzip members")
-            self._member = isal_zlib.decompressobj(_GZIP_WINDOW_BITS)
-            self._in_member = True
-            self._members += 1
-        return data
-
-
-def _not_gzip(error: Exception) -> Refused:
-    return Refused(400, f"body is not valid gzip: {error}")
-
-
-def _cut_short() -> Refused:
-    return Refused(400, "body is not valid gzip: it ends in the middle of a member")
+def _not_gzip(reason: object) -> Refused:
+    return Refused(400, f"body is not valid gzip: {reason}")
