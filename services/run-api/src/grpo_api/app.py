@@ -13,8 +13,7 @@ from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.middleware import (
     CompressionMiddleware,
-    RequestLogMiddleware,
-    RequestMetricsMiddleware,
+    RequestMiddleware,
     RouteTemplates,
 )
 from grpo_api.http.openapi import OPENAPI_PATH, describe, operation_name
@@ -76,11 +75,11 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         app.add_middleware(BearerTokenMiddleware, token=settings.token.get_secret_value())
     app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
-        RequestMetricsMiddleware,
+        RequestMiddleware,
+        lifetime=lifetime,
         metrics=services.metrics,
         templates=RouteTemplates(app.routes),
     )
-    app.add_middleware(RequestLogMiddleware, lifetime=lifetime)
     answer_errors(app)
     describe(app, token_needed=settings.token is not None)
     return app

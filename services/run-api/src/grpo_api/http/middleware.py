@@ -16,7 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.http.lifetime import Lifetime, ShuttingDown, begin_request
+from grpo_api.http.lifetime import Lifetime, ShuttingDown, was_held
 from grpo_api.observability.metrics import Metrics
 
 CLIENT_CLOSED_REQUEST = 499
@@ -27,20 +27,27 @@ _HEADER = b"x-request-id"
 _CLOSE = (b"connection", b"close")
 _SLOW_S = 1.0
 _MAX_PATH_CHARS = 200
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_OTHER_METHOD = "other"
+"""Labels of metrics come from bounded sets: templates for paths, this for unusual methods."""
 _log = structlog.get_logger()
 
 
-class RequestLogMiddleware:
-    """The outermost layer. `X-Request-Id` is the caller's where it is 1..128 visible ASCII
-    characters, else a new one.
+class RequestMiddleware:
+    """The outermost layer: gives a request its id, logs it and counts it.
 
+    `X-Request-Id` is the caller's where it is 1..128 visible ASCII characters, else a new one.
     Answers carry `Connection: close` once the server is shutting down: a client that sent its next
     request down the same connection would find it closed.
     """
 
-    def __init__(self, app: ASGIApp, lifetime: Lifetime) -> None:
+    def __init__(
+        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, templates: RouteTemplates
+    ) -> None:
         self._app = app
         self._closing = lifetime.closing
+        self._metrics = metrics
+        self._templates = templates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,8 +57,15 @@ class RequestLogMiddleware:
         # Never unbound: what is logged about this request behind this layer carries it too, and
         # the next request of the connection binds its own.
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        marks, started = begin_request(), monotonic()
-        status: int | None = None
+        was_held.set(False)
+        started = monotonic()
+        status, body_bytes = CLIENT_CLOSED_REQUEST, 0
+
+        async def counted() -> Message:
+            nonlocal body_bytes
+            message = await receive()
+            body_bytes += len(message.get("body", b""))
+            return message
 
         async def stamped(message: Message) -> None:
             nonlocal status
@@ -60,19 +74,27 @@ class RequestLogMiddleware:
                 message["headers"] = [*message.get("headers", ()), *self._added(request_id)]
             await send(message)
 
-        failed = True
         try:
-            await self._app(scope, receive, stamped)
-            failed = False
+            await self._app(scope, counted, stamped)
         except asyncio.CancelledError:
             # uvicorn's patience with requests under way has ended; nobody awaits this task
-            if status is not None:
+            if status != CLIENT_CLOSED_REQUEST:
+                status = 500
                 raise
-            await _out_of_time(scope, receive, stamped)
-            failed = False
+            await _out_of_time(scope, counted, stamped)
+        except BaseException:
+            status = 500
+            raise
         finally:
-            answered = CLIENT_CLOSED_REQUEST if status is None else status
-            _report(scope, 500 if failed else answered, monotonic() - started, marks.was_held)
+            seconds = monotonic() - started
+            _log_request(scope, status, seconds)
+            self._metrics.observe(
+                scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD,
+                self._templates.template(scope["path"]),
+                status,
+                seconds,
+                body_bytes,
+            )
 
     def _added(self, request_id: str) -> list[tuple[bytes, bytes]]:
         named = (_HEADER, request_id.encode())
@@ -103,60 +125,16 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return uuid.uuid4().hex
 
 
-def _report(scope: Scope, status: int, seconds: float, was_held: bool) -> None:
+def _log_request(scope: Scope, status: int, seconds: float) -> None:
     if status >= 500:
         log, event = _log.warning, "request failed"
-    elif seconds > _SLOW_S and not was_held:
+    elif seconds > _SLOW_S and not was_held.get():
         log, event = _log.warning, "request slow"
     else:
         log, event = _log.debug, "request"
     # the raw path cannot hold control characters, which a terminal would obey
     path = scope["raw_path"][:_MAX_PATH_CHARS].decode("ascii", "backslashreplace")
     log(event, method=scope["method"], path=path, status=status, seconds=round(seconds, 4))
-
-
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_OTHER_METHOD = "other"
-
-
-class RequestMetricsMiddleware:
-    """Labels come from bounded sets: templates for paths, `other` for unusual methods."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, templates: RouteTemplates) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._templates = templates
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, body_bytes = CLIENT_CLOSED_REQUEST, 0
-
-        async def counted() -> Message:
-            nonlocal body_bytes
-            message = await receive()
-            body_bytes += len(message.get("body", b""))
-            return message
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        started, failed = monotonic(), True
-        try:
-            await self._app(scope, counted, noted)
-            failed = False
-        finally:
-            self._metrics.observe(
-                scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD,
-                self._templates.template(scope["path"]),
-                500 if failed else status,
-                monotonic() - started,
-                body_bytes,
-            )
 
 
 UNMATCHED = "unmatched"

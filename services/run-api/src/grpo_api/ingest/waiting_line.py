@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpo_api.errors import QueueFull
-from grpo_api.http.lifetime import Lifetime, ShuttingDown, mark_held
+from grpo_api.http.lifetime import Lifetime, ShuttingDown, was_held
 
 _FIRST_LOOKS_S = 0.05
 _OTHERS_LOOK_S = 0.5
@@ -71,7 +71,7 @@ class Ticket:
         Raises:
             ShuttingDown
         """
-        mark_held()
+        was_held.set(True)
         try:
             async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
                 await self._called.wait()
