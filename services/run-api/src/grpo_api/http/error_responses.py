@@ -5,44 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from grpo_api.errors import (
-    BatchesByLease,
-    BatchGone,
-    BatchUnknown,
-    BodiesFull,
-    BodyTooSlow,
-    LeasesFull,
-    QueueFull,
-    Refused,
-    StoreUnavailable,
-    TrainerSuperseded,
-)
-from grpo_api.http.lifetime import ShuttingDown
-from grpo_api.http.middleware import CLIENT_CLOSED_REQUEST, unhandled
+from grpo_api.errors import BodyTooSlow, Conflict, Refused, Unavailable
 
-_RETRY_AFTER_S = 1
-_CONFLICTS = (TrainerSuperseded, BatchesByLease, BatchUnknown, BatchGone)
-_LATER = (StoreUnavailable, QueueFull, BodiesFull, ShuttingDown)
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left before it was answered."""
+_MAX_PROBLEMS = 20
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LOCATION_CHARS = 100
 
 
 def answer_errors(app: FastAPI) -> None:
     """Let every error that a handler raises end in the answer that it stands for."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(LeasesFull, _leases_full)
+    app.add_exception_handler(Conflict, _conflict)
     app.add_exception_handler(BodyTooSlow, _too_slow)
-    for conflict in _CONFLICTS:
-        app.add_exception_handler(conflict, _conflict)
-    for later in _LATER:
-        app.add_exception_handler(later, _unavailable)
+    app.add_exception_handler(Unavailable, _unavailable)
     app.add_exception_handler(ClientDisconnect, _nobody_there)
-    app.add_exception_handler(Exception, unhandled)
+    app.add_exception_handler(Exception, _unhandled)
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
@@ -57,12 +45,8 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _conflict(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, status_code=409)
-
-
-async def _leases_full(_request: Request, error: Exception) -> JSONResponse:
-    problem = {"loc": ["query", "after"], "msg": str(error), "type": "leases_full"}
-    return JSONResponse({"detail": [problem]}, status_code=409)
+    assert isinstance(error, Conflict)
+    return JSONResponse({"detail": error.problems()}, status_code=409)
 
 
 async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
@@ -71,9 +55,11 @@ async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unavailable(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(
-        {"detail": str(error)}, status_code=503, headers={"Retry-After": str(_RETRY_AFTER_S)}
-    )
+    return not_now(error)
+
+
+def not_now(error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "1"})
 
 
 async def _nobody_there(_request: Request, _error: Exception) -> Response:
@@ -81,9 +67,14 @@ async def _nobody_there(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-_MAX_PROBLEMS = 20
-_MAX_MESSAGE_CHARS = 2000
-_MAX_LOCATION_CHARS = 100
+async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
+    """The answer to a request that met a defect. Its traceback is logged by uvicorn."""
+    request_id: str = structlog.contextvars.get_contextvars()["request_id"]
+    return JSONResponse(
+        {"detail": "internal error; see the server's log", "request_id": request_id},
+        status_code=500,
+        headers={REQUEST_ID_HEADER: request_id},
+    )
 
 
 def invalid(error: ValidationError) -> Refused:

@@ -5,17 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextvars import ContextVar
 
-from grpo_core.errors import GrpoError
-
 was_held: ContextVar[bool] = ContextVar("was_held", default=False)
 """Whether the request of this task is answered later on purpose: it is not logged as slow."""
-
-
-class ShuttingDown(GrpoError):
-    """503: the server was told to stop; the same request may succeed at once elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down; send the same request again in a moment")
 
 
 class Lifetime:

@@ -9,21 +9,18 @@ from collections.abc import Iterable
 from time import monotonic
 
 import structlog
-from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.http.lifetime import Lifetime, ShuttingDown, was_held
+from grpo_api.errors import ShuttingDown
+from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, not_now
+from grpo_api.http.lifetime import Lifetime, was_held
 from grpo_api.observability.metrics import Metrics
 
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left before it was answered."""
-
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_HEADER = b"x-request-id"
+_HEADER = REQUEST_ID_HEADER.encode()
 _CLOSE = (b"connection", b"close")
 _SLOW_S = 1.0
 _MAX_PATH_CHARS = 200
@@ -81,7 +78,7 @@ class RequestMiddleware:
             if status != CLIENT_CLOSED_REQUEST:
                 status = 500
                 raise
-            await _out_of_time(scope, counted, stamped)
+            await not_now(ShuttingDown())(scope, counted, stamped)
         except BaseException:
             status = 500
             raise
@@ -99,23 +96,6 @@ class RequestMiddleware:
     def _added(self, request_id: str) -> list[tuple[bytes, bytes]]:
         named = (_HEADER, request_id.encode())
         return [named, _CLOSE] if self._closing.is_set() else [named]
-
-
-async def unhandled(_request: Request, _error: Exception) -> JSONResponse:
-    """The answer to a request that met a defect. Its traceback is logged by uvicorn."""
-    request_id: str = structlog.contextvars.get_contextvars()["request_id"]
-    return JSONResponse(
-        {"detail": "internal error; see the server's log", "request_id": request_id},
-        status_code=500,
-        headers={_HEADER.decode(): request_id},
-    )
-
-
-async def _out_of_time(scope: Scope, receive: Receive, send: Send) -> None:
-    answer = JSONResponse(
-        {"detail": str(ShuttingDown())}, status_code=503, headers={"Retry-After": "1"}
-    )
-    await answer(scope, receive, send)
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grpo_api.errors import QueueFull
-from grpo_api.http.lifetime import Lifetime, ShuttingDown, was_held
+from grpo_api.errors import QueueFull, ShuttingDown
+from grpo_api.http.lifetime import Lifetime, was_held
 
 _FIRST_LOOKS_S = 0.05
 _OTHERS_LOOK_S = 0.5

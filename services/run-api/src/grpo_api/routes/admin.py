@@ -9,8 +9,7 @@ import structlog
 from fastapi import APIRouter, Header
 from fastapi.responses import PlainTextResponse, Response
 
-from grpo_api.errors import StoreUnavailable
-from grpo_api.http.lifetime import ShuttingDown
+from grpo_api.errors import ShuttingDown, StoreUnavailable
 from grpo_api.http.openapi import refusals
 from grpo_api.routes.dependencies import ServerLifetime, ServerMetrics, Store
 from grpo_api.routes.schemas import Greeting, Healthy

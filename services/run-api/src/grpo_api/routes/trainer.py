@@ -156,7 +156,7 @@ async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> Ba
     try:
         acknowledged = await store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
-        raise Refused(404, str(error)) from error
+        raise Refused(404, error.problems()) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
     if acknowledged.released:
