@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -12,20 +9,21 @@ from fastapi import Depends, FastAPI, Header, Request
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.request_body import BodyReader, inflate
-from grpo_api.ingest.backpressure import Limits
 from grpo_api.ingest.decode import SubmissionDecoder
 from grpo_api.ingest.submit import Intake
 from grpo_api.observability.metrics import Metrics
+from grpo_api.planning.run_view import Limits
 from grpo_api.store import RunStore
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration
 
 
 @dataclass(frozen=True)
-class Services:
+class AppServices:
+    """What the application was built with."""
+
     store: RunStore
     lifetime: Lifetime
     metrics: Metrics
@@ -36,51 +34,17 @@ class Services:
     limits: Limits
 
 
-def bind_services(app: FastAPI, services: Services) -> None:
+def bind_services(app: FastAPI, services: AppServices) -> None:
     app.state.services = services
 
 
-def services_of(request: Request) -> Services:
-    services: Services = request.app.state.services
+async def _services(request: Request) -> AppServices:
+    """A coroutine: FastAPI hands a plain function to a thread, which costs more than it does."""
+    services: AppServices = request.app.state.services
     return services
 
 
-async def _services(request: Request) -> Services:
-    return services_of(request)
-
-
-async def _store(services: Annotated[Services, Depends(_services)]) -> RunStore:
-    return services.store
-
-
-async def _lifetime(services: Annotated[Services, Depends(_services)]) -> Lifetime:
-    return services.lifetime
-
-
-async def _metrics(services: Annotated[Services, Depends(_services)]) -> Metrics:
-    return services.metrics
-
-
-async def _dispatcher(services: Annotated[Services, Depends(_services)]) -> BatchDispatcher:
-    return services.dispatcher
-
-
-async def _limits(services: Annotated[Services, Depends(_services)]) -> Limits:
-    return services.limits
-
-
-async def _until_answered() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
-
-
-Store = Annotated[RunStore, Depends(_store)]
-ServerLifetime = Annotated[Lifetime, Depends(_lifetime)]
-ServerMetrics = Annotated[Metrics, Depends(_metrics)]
-Dispatcher = Annotated[BatchDispatcher, Depends(_dispatcher)]
-RunLimits = Annotated[Limits, Depends(_limits)]
-UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
-"""What is entered here ends once the answer is sent, or cut off."""
+Services = Annotated[AppServices, Depends(_services)]
 
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -95,8 +59,8 @@ class JsonBody(Generic[T]):
     def __init__(self, model: Any) -> None:
         self._adapter: TypeAdapter[T] = TypeAdapter(model)
 
-    async def __call__(self, request: Request) -> T:
-        with services_of(request).bodies.incoming(request) as incoming:
+    async def __call__(self, request: Request, services: Services) -> T:
+        with services.bodies.incoming(request) as incoming:
             body = await incoming.read(MAX_RECORD_BYTES)
         content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
         try:
@@ -112,29 +76,12 @@ EnvironmentRegistrationBody = Annotated[
 EnvironmentIdBody = Annotated[EnvironmentId, Depends(JsonBody[EnvironmentId](EnvironmentId))]
 
 
-_MAX_KEY_CHARS = 255
-_KEY_PATTERN = "^[!-~]+$"
-_is_key = re.compile(_KEY_PATTERN).fullmatch
-
 IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
-        max_length=_MAX_KEY_CHARS,
-        pattern=_KEY_PATTERN,
+        max_length=255,
+        pattern="^[!-~]+$",
         description="names this submission: repeated with the same key it is queued once",
     ),
 ]
-
-
-def checked_key(key: str | None) -> str | None:
-    """
-    Raises:
-        Refused: 422, it is no `IdempotencyKey`.
-    """
-    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
-        return key
-    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
-    raise Refused(
-        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
-    )

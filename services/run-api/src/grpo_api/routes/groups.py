@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Header, Request
 
 from grpo_api.delivery.stream import group_answer
 from grpo_api.errors import GroupRefused
@@ -14,8 +13,7 @@ from grpo_api.http.openapi import json_body, refusals
 from grpo_api.ingest.codec import NO_EXAMPLE
 from grpo_api.ingest.decode import Decode, decode_group, decode_groups
 from grpo_api.ingest.submit import Submission
-from grpo_api.routes.dependencies import IdempotencyKey, Store, checked_key, services_of
-from grpo_api.routes.direct import DirectRoute
+from grpo_api.routes.dependencies import AppServices, IdempotencyKey, Services
 from grpo_api.routes.schemas import (
     GroupBuffered,
     GroupReceived,
@@ -31,38 +29,29 @@ router = APIRouter()
 _REFUSALS = refusals(400, 409, 413, 422, 503)
 
 
-async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+@router.post("/scored_data", responses=_REFUSALS, openapi_extra=json_body(ScoredGroup))
+async def scored_data(
+    request: Request, services: Services, idempotency_key: IdempotencyKey = None
+) -> GroupReceived | GroupBuffered:
     """Take one group; 409 before a trainer has registered."""
-    key = checked_key(request.headers.get("idempotency-key", idempotency_key))
     try:
-        (buffered,) = await _submit(request, decode_group, key)
+        (buffered,) = await _submit(request, services, decode_group, idempotency_key)
     except GroupRefused as error:
         raise error.at("tokens") from error
     if buffered is None:
-        return Response(b'{"status":"received"}', media_type="application/json")
-    return JSONResponse({"status": "buffered", "buffer_size": buffered})
-
-
-router.add_api_route(
-    "/scored_data",
-    scored_data,
-    methods=["POST"],
-    response_model=GroupReceived | GroupBuffered,
-    responses=_REFUSALS,
-    openapi_extra=json_body(ScoredGroup),
-    route_class_override=DirectRoute,
-)
+        return {"status": "received"}
+    return {"status": "buffered", "buffer_size": buffered}
 
 
 @router.post(
     "/scored_data_list", responses=_REFUSALS, openapi_extra=json_body(ScoredGroup, many=True)
 )
 async def scored_data_list(
-    request: Request, idempotency_key: IdempotencyKey = None
+    request: Request, services: Services, idempotency_key: IdempotencyKey = None
 ) -> GroupsReceived:
     """Take all groups of the list, or none of them."""
     try:
-        outcomes = await _submit(request, decode_groups, idempotency_key)
+        outcomes = await _submit(request, services, decode_groups, idempotency_key)
     except GroupRefused as error:
         raise error.at(error.index, "tokens") from error
     answer: GroupsReceived = {"status": "received", "groups_processed": len(outcomes)}
@@ -75,17 +64,18 @@ async def scored_data_list(
 
 @router.get("/latest_example", responses={200: {"model": ServedGroup | NoExample}, **refusals(503)})
 async def latest_example(
-    store: Store, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
+    services: Services, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
 ) -> Any:
     """The last queued group, also after it was served."""
-    payload = await store.payloads.latest()
+    payload = await services.store.payloads.latest()
     if payload is None:
         return NO_EXAMPLE
     return group_answer(payload, accepts_gzip(accept_encoding))
 
 
-async def _submit(request: Request, decode: Decode, key: str | None) -> Outcomes:
-    services = services_of(request)
+async def _submit(
+    request: Request, services: AppServices, decode: Decode, key: str | None
+) -> Outcomes:
     decoder = services.decoder
     with services.bodies.incoming(request) as incoming:
         # the body has no name here: it is let go of once it is decoded
