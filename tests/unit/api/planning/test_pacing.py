@@ -8,10 +8,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_api.ingest.backpressure import Fill, Limits
 from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.env_status import Environment, RunCounters, RunView, environment_status
+from grpo_api.planning.env_status import environment_status
 from grpo_api.planning.quotas import can_be_served, partners
+from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
 from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)

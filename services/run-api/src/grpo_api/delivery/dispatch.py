@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.env_status import RunView
+from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
 from grpo_api.store.records import DueBatch, OpenPoll, PlanLost, Poll

@@ -16,12 +16,12 @@ import structlog
 
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.backpressure import Limits
-from grpo_api.ingest.waiting_line import WaitingLine
+from grpo_api.ingest.backpressure import WaitingLine
 from grpo_api.planning.batch import StoredGroup
-from grpo_api.planning.env_status import RunView, may_overfill
+from grpo_api.planning.env_status import may_overfill
 from grpo_api.planning.placement import Arrival, IntakeState, Placement, place
 from grpo_api.planning.quotas import Share, partners
+from grpo_api.planning.run_view import Limits, RunView
 from grpo_api.store import RunStore
 from grpo_api.store.records import NotPlaced, Outcomes, Receipt, SentGroups
 

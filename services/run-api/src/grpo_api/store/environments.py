@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from grpo_api.errors import unprocessable
-from grpo_api.ingest.backpressure import Fill
-from grpo_api.planning.env_status import Environment, RunCounters, RunView
 from grpo_api.planning.quotas import why_unservable
+from grpo_api.planning.run_view import Environment, Fill, RunCounters, RunView
 from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
