@@ -21,7 +21,7 @@ from grpo_local.process.processes import ProcessFailed
 from grpo_local.process.signals import StopRequest
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.run_facts import read_facts
+from grpo_local.report.run_facts import read_stats
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK
@@ -139,7 +139,7 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
 
 
 def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
-    facts = read_facts(finished.run.summary)
+    facts = read_stats(finished.run.summary)
     assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)
     assert (facts.publishes, facts.restarts, facts.dropped_requests) == (25, 2, 0)
     assert facts.generation_tokens_per_s == 5000 / facts.summary.training_s

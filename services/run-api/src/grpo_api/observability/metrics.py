@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -11,8 +11,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from grpo_api.store.stats import RunFacts
+from grpo_api.store.stats import RunStats
 
+_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
+)
 _GAUGES = {
     "step": ("step", "Batches handed out, counted from the run's starting step."),
     "queued_groups": ("queued_groups", "Groups in the queue."),
@@ -38,26 +42,6 @@ _COUNTERS = {
     "redeliveries": ("batches_redelivered", "Batches handed out again."),
     "acknowledged_batches": ("batches_acknowledged", "Batches that the trainer acknowledged."),
 }
-
-
-def run_metrics(facts: RunFacts | None) -> Iterator[Metric]:
-    """Whether Redis told the facts, and where it did, the facts."""
-    yield GaugeMetricFamily(
-        "run_api_redis_up", "1 where Redis answered this scrape.", 0 if facts is None else 1
-    )
-    if facts is None:
-        return
-    values = asdict(facts)
-    for field, (name, says) in _GAUGES.items():
-        yield GaugeMetricFamily(f"run_api_{name}", says, values[field])
-    for field, (name, says) in _COUNTERS.items():
-        yield CounterMetricFamily(f"run_api_{name}", says, values[field])
-
-
-_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
-)
 
 
 @dataclass(frozen=True)
@@ -101,16 +85,29 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
         self._body_bytes.labels(route).inc(body_bytes)
 
-    def exposition(self, facts: RunFacts | None, accept: str) -> Exposition:
-        """All metrics in the format that the scraper accepts; no facts: Redis is away."""
+    def exposition(self, stats: RunStats | None, accept: str) -> Exposition:
+        """All metrics in the format that the scraper accepts; None: Redis is away."""
         encode, content_type = choose_encoder(accept)
-        return Exposition(encode(_Scrape(self._registry, facts)), content_type)
+        return Exposition(encode(_Scrape(self._registry, stats)), content_type)
 
 
 class _Scrape(Collector):
-    def __init__(self, registry: CollectorRegistry, facts: RunFacts | None) -> None:
+    def __init__(self, registry: CollectorRegistry, stats: RunStats | None) -> None:
         self._registry = registry
-        self._facts = facts
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        return chain(self._registry.collect(), run_metrics(self._facts))
+        return chain(self._registry.collect(), run_metrics(self._stats))
+
+
+def run_metrics(stats: RunStats | None) -> Iterator[Metric]:
+    """Whether Redis answered, and if it did, the run as it has it."""
+    yield GaugeMetricFamily(
+        "run_api_redis_up", "1 where Redis answered this scrape.", 0 if stats is None else 1
+    )
+    if stats is None:
+        return
+    for field, (name, says) in _GAUGES.items():
+        yield GaugeMetricFamily(f"run_api_{name}", says, getattr(stats, field))
+    for field, (name, says) in _COUNTERS.items():
+        yield CounterMetricFamily(f"run_api_{name}", says, getattr(stats, field))

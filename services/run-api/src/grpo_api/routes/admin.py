@@ -14,7 +14,7 @@ from grpo_api.http.openapi import refusals
 from grpo_api.routes.dependencies import Services
 from grpo_api.routes.schemas import Greeting, Healthy
 from grpo_api.store import RunStore
-from grpo_api.store.stats import RunFacts
+from grpo_api.store.stats import RunStats
 from grpo_core.wire import ServerStatus
 
 _SCRAPE_DEADLINE_S = 1.0
@@ -60,14 +60,14 @@ async def metrics(
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
     """For Prometheus. Answers while Redis is away too, and says that it is."""
-    exposition = services.metrics.exposition(await _facts(services.store), accept)
+    exposition = services.metrics.exposition(await _stats(services.store), accept)
     return Response(exposition.body, headers={"content-type": exposition.content_type})
 
 
-async def _facts(store: RunStore) -> RunFacts | None:
+async def _stats(store: RunStore) -> RunStats | None:
     try:
         async with asyncio.timeout(_SCRAPE_DEADLINE_S):
-            return await store.facts.read()
+            return await store.stats.read()
     except (StoreUnavailable, TimeoutError):
         return None
 

@@ -10,7 +10,6 @@ from grpo_api.delivery.stream import group_answer
 from grpo_api.errors import GroupRefused
 from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, refusals
-from grpo_api.ingest.codec import NO_EXAMPLE
 from grpo_api.ingest.decode import Decode, decode_group, decode_groups
 from grpo_api.ingest.submit import Submission
 from grpo_api.routes.dependencies import AppServices, IdempotencyKey, Services
@@ -69,7 +68,7 @@ async def latest_example(
     """The last queued group, also after it was served."""
     payload = await services.store.payloads.latest()
     if payload is None:
-        return NO_EXAMPLE
+        return {name: [] for name in NoExample.model_fields}
     return group_answer(payload, accepts_gzip(accept_encoding))
 
 

@@ -128,7 +128,7 @@ async def batch(
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if due is None and trainer is not None:
-        return NoLease(batch=None, environments=await services.store.facts.environments())
+        return NoLease(batch=None, environments=await services.store.stats.environments())
     if due is None:
         return {"batch": None}
     return await _answer(services.store, due, accepts_gzip(accept_encoding))

@@ -84,23 +84,23 @@ class EnvironmentStore:
             ),
             polling,
         )
-        facts = _Facts(*answer)
+        found = _Answer(*answer)
         counters = RunCounters(
-            current_step=int(facts.trainer[0] or 0),
-            batch_size=int(facts.trainer[1] or 0),
-            queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
-            max_group_size=max(map(int, facts.sizes), default=1),
-            fill=_fill(*facts.totals),
-            num_steps=None if facts.trainer[2] is None else int(facts.trainer[2]),
+            current_step=int(found.trainer[0] or 0),
+            batch_size=int(found.trainer[1] or 0),
+            queued={parse_kind(kind): int(n) for kind, n in _pairs(found.kinds).items()},
+            max_group_size=max(map(int, found.sizes), default=1),
+            fill=_fill(*found.totals),
+            num_steps=None if found.trainer[2] is None else int(found.trainer[2]),
         )
-        return RunView(self._environments(facts), counters)
+        return RunView(self._environments(found), counters)
 
-    def _environments(self, facts: _Facts) -> list[Environment]:
-        names, seen = _pairs(facts.names), _pairs(facts.seen)
+    def _environments(self, found: _Answer) -> list[Environment]:
+        names, seen = _pairs(found.names), _pairs(found.seen)
         here = {
             env_id
-            for env_id in facts.connected
-            if int(facts.now_ms) - int(seen[env_id]) <= self._timeout_ms
+            for env_id in found.connected
+            if int(found.now_ms) - int(seen[env_id]) <= self._timeout_ms
         }
         environments = [
             Environment(
@@ -109,7 +109,7 @@ class EnvironmentStore:
                 connected=env_id in here,
                 registration=_registration(registration),
             )
-            for env_id, registration in _pairs(facts.registrations).items()
+            for env_id, registration in _pairs(found.registrations).items()
         ]
         return sorted(environments, key=lambda environment: environment.env_id)
 
@@ -121,7 +121,7 @@ def _registration(written: bytes) -> EnvironmentRegistration:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Answer:
     """What `view_run` returns, in its order; hashes are flat."""
 
     now_ms: bytes
