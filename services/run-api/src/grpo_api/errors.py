@@ -33,6 +33,10 @@ class Refused(GrpoError):
         self.status = status
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
+        """For the way between processes."""
+        return Refused, (self.status, self.detail)
+
 
 class GroupRefused(GrpoError):
     """Group `index` of a submission cannot be taken, so none of them is.

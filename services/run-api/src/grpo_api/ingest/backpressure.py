@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from grpo_api.errors import QueueFull, ShuttingDown
+from grpo_api.errors import QueueFull, ShuttingDown, StoreUnavailable
 from grpo_api.http.lifetime import Lifetime, was_held
 
 _FIRST_LOOKS_S = 0.05
@@ -80,3 +80,21 @@ class Ticket:
         self._called.clear()
         if self._lifetime.closing.is_set():
             raise ShuttingDown
+
+
+@asynccontextmanager
+async def in_turn(turns: asyncio.Lock, patience_s: float, reason: str) -> AsyncIterator[None]:
+    """Hold the lock, which others may hold for `patience_s` at most.
+
+    Raises:
+        StoreUnavailable: for this reason, where they hold it longer.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            await turns.acquire()
+    except TimeoutError as error:
+        raise StoreUnavailable(reason) from error
+    try:
+        yield
+    finally:
+        turns.release()

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
-from typing import Annotated, Any
+from multiprocessing.connection import Connection
+from typing import Annotated
 
 import structlog
 from isal import isal_zlib
@@ -32,6 +28,7 @@ from grpo_api.http.request_body import (
     inflate,
     inflate_member,
 )
+from grpo_api.ingest.backpressure import in_turn
 from grpo_api.ingest.codec import PackedGroup, compress, pack, stored
 from grpo_api.ingest.group_scan import scan_group
 from grpo_core.wire import ScoredGroup
@@ -42,6 +39,7 @@ MAX_GROUPS = 1024
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -111,156 +109,108 @@ def _fingerprint(text: bytes) -> str:
 
 
 class SubmissionDecoder:
-    """Attributes:
-    max_bytes: largest body, as sent and after decompression.
+    """Decodes a submission at once, or in a process of its own where that would take long.
+
+    Parsing JSON holds the interpreter for as long as it takes, about 10 ms per megabyte, so a
+    thread would not do. The process starts with the first large submission; one at a time is
+    decoded there.
+
+    Args:
+        max_bytes: largest body, as sent and after decompression.
+        turn_s: how long a submission waits for others: longer than one of them can take.
+        decoding_s: several times what the largest body takes; the start of the process included.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, turn_s: float = 30.0, decoding_s: float = 20.0) -> None:
         self.max_bytes = max_bytes
-        self._worker = DecodeWorker(max_bytes)
+        self._turn_s = turn_s
+        self._decoding_s = decoding_s
+        self._turn = asyncio.Lock()
+        self._process: _DecodeProcess | None = None
 
     def close(self) -> None:
-        self._worker.close()
+        """End the process at once, also where it hangs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     async def decode(self, decode: Decode, body: RawBody) -> Decoded:
         """
         Raises:
             Refused: 400 for broken gzip, 413 above `max_bytes`, 422 for what breaks the record.
-            StoreUnavailable: others before it took too long.
+            StoreUnavailable: others before it took too long, or the process ended or hangs.
         """
         try:
             return decode(body, None)
         except TooMuchWork:
-            return await self._worker.run(decode, body)
+            pass
+        reason = (
+            f"large submissions that arrived earlier were not decoded within {self._turn_s:g} s; "
+            "send the same groups again"
+        )
+        async with in_turn(self._turn, self._turn_s, reason):
+            outcome = await self._decode_beside(decode, body)
+        if isinstance(outcome, Refused):
+            raise outcome
+        return outcome
 
-
-_TURN_S = 30.0
-"""How long a submission waits for others: longer than one of them can take."""
-_DECODING_S = 20.0
-"""Several times what the largest body takes; the start of the process included."""
-_log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """A `Refused` on its way between processes."""
-
-    status: int
-    detail: str | list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Worker:
-    pool: ProcessPoolExecutor
-    processes: Sequence[BaseProcess]
-
-    def end(self) -> None:
-        """At once, and also where it hangs: the pool's own shutdown would wait for it."""
-        for process in self.processes:
-            process.kill()
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-class DecodeWorker:
-    """Started with the first large submission; one at a time is decoded."""
-
-    def __init__(
-        self, max_bytes: int, *, turn_s: float = _TURN_S, decoding_s: float = _DECODING_S
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._turn_s = turn_s
-        self._decoding_s = decoding_s
-        self._turn = asyncio.Lock()
-        self._worker: _Worker | None = None
-        self._running: asyncio.Task[Decoded] | None = None
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
-
-    async def run(self, decode: Decode, body: RawBody) -> Decoded:
-        """
-        Raises:
-            Refused: as `decode` says.
-            StoreUnavailable: others before it took too long, or the process ended or hangs.
-        """
-        await self._take_turn()
-        # Not cancelled with its request: the process is busy with it until it is done.
-        self._running = asyncio.create_task(self._decode(decode, body))
-        self._running.add_done_callback(self._end_turn)
-        return await asyncio.shield(self._running)
-
-    async def _take_turn(self) -> None:
-        try:
-            async with asyncio.timeout(self._turn_s):
-                await self._turn.acquire()
-        except TimeoutError as error:
-            raise StoreUnavailable(
-                f"large submissions that arrived earlier were not decoded within {self._turn_s:g} "
-                "s; send the same groups again"
-            ) from error
-
-    def _end_turn(self, decoding: asyncio.Task[Decoded]) -> None:
-        self._turn.release()
-        if not decoding.cancelled():
-            decoding.exception()  # read, or asyncio would log it where the request is gone
-
-    async def _decode(self, decode: Decode, body: RawBody) -> Decoded:
-        self._worker = self._worker or _start()
+    async def _decode_beside(self, decode: Decode, body: RawBody) -> Decoded | Refused:
+        process = self._process = self._process or _DecodeProcess()
+        is_whole = False
         try:
             async with asyncio.timeout(self._decoding_s):
-                outcome = await asyncio.wrap_future(
-                    self._worker.pool.submit(_guarded, decode, body, self._max_bytes)
-                )
-        except BrokenProcessPool as error:
-            _log.warning("the process that decodes large submissions ended", reason=str(error))
-            self._worker = None
-            raise StoreUnavailable(
-                "the process that decodes large submissions ended; is memory short?"
-            ) from error
+                outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
+            is_whole = True
         except TimeoutError as error:
             _log.warning("the process that decodes large submissions hangs and is replaced")
-            self.close()
             raise StoreUnavailable(
                 "the process that decodes large submissions did not answer within "
                 f"{self._decoding_s:g} s and is replaced; send the same groups again"
             ) from error
-        if isinstance(outcome, _Refusal):
-            raise Refused(outcome.status, outcome.detail)
+        except (EOFError, OSError) as error:
+            _log.warning("the process that decodes large submissions ended", reason=repr(error))
+            raise StoreUnavailable(
+                "the process that decodes large submissions ended; is memory short?"
+            ) from error
+        finally:
+            if not is_whole:
+                self.close()
         return outcome
 
 
-def _start() -> _Worker:
-    before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(
-        max_workers=1,
+class _DecodeProcess:
+    """Decodes what comes through a pipe, until that closes: the server has ended."""
+
+    def __init__(self) -> None:
         # a fork would copy the server's sockets and event loop
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_end_with_the_server,
-    )
-    # The pool starts its process with the first work that it is given, and does not hand it out.
-    pool.submit(int)
-    processes = [child for child in multiprocessing.active_children() if child not in before]
-    return _Worker(pool, processes)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_decode_for_server, args=(other_end,), daemon=True)
+        self._process.start()
+        other_end.close()
+
+    def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Decoded | Refused:
+        """Raises `EOFError` or `OSError` where the process has ended."""
+        try:
+            self._pipe.send((decode, body, max_bytes))
+            outcome: Decoded | Refused = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            raise
+        return outcome
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
-def _end_with_the_server() -> None:
-    """A server that is killed cannot tell its worker, which would wait for work for ever."""
+def _decode_for_server(pipe: Connection) -> None:
     # Ctrl-C reaches a terminal's whole process group, and the server finishes what it has begun
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = multiprocessing.parent_process()
-    assert server is not None
-
-    def watch() -> None:
-        connection.wait([server.sentinel])
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _guarded(decode: Decode, body: RawBody, max_bytes: int) -> Decoded | _Refusal:
-    try:
-        return decode(body, max_bytes)
-    except Refused as error:
-        return _Refusal(error.status, error.detail)
+    with suppress(EOFError):
+        while True:
+            decode, body, max_bytes = pipe.recv()
+            try:
+                outcome = decode(body, max_bytes)
+            except Refused as error:
+                outcome = error
+            pipe.send(outcome)

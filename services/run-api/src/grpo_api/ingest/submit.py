@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.backpressure import WaitingLine
+from grpo_api.ingest.backpressure import WaitingLine, in_turn
 from grpo_api.planning.batch import StoredGroup
 from grpo_api.planning.env_status import may_overfill
 from grpo_api.planning.placement import Arrival, IntakeState, Placement, place
@@ -122,7 +121,9 @@ class Intake:
     async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """Parts of one environment meet in its buffer: sent side by side and placed side by side,
         all but one of them would start over each time."""
-        async with _turn(self._turns, self._patience.placing_s):
+        patience_s = self._patience.placing_s
+        reason = f"groups that arrived earlier were not placed within {patience_s:g} s"
+        async with in_turn(self._turns, patience_s, reason):
             for _ in range(_MAX_PLACEMENTS):
                 outcome = await self._place(submission, limits)
                 if outcome is not NotPlaced.MOVED:
@@ -203,18 +204,3 @@ def _is_waited_for(submission: Submission, run: RunView) -> bool:
         may_overfill(shares.get(group.env_id, group.sequences), run)
         for group in submission.sent.groups
     )
-
-
-@asynccontextmanager
-async def _turn(turns: asyncio.Lock, patience_s: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(patience_s):
-            await turns.acquire()
-    except TimeoutError as error:
-        raise StoreUnavailable(
-            f"groups that arrived earlier were not placed within {patience_s:g} s"
-        ) from error
-    try:
-        yield
-    finally:
-        turns.release()
