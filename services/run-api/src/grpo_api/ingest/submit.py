@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -18,8 +17,8 @@ from grpo_api.http.lifetime import Lifetime
 from grpo_api.ingest.backpressure import WaitingLine, in_turn
 from grpo_api.planning.batch import StoredGroup
 from grpo_api.planning.env_status import may_overfill
-from grpo_api.planning.placement import Arrival, IntakeState, Placement, place
-from grpo_api.planning.quotas import Share, partners
+from grpo_api.planning.placement import Arrival, place
+from grpo_api.planning.quotas import Share
 from grpo_api.planning.run_view import Limits, RunView
 from grpo_api.store import RunStore
 from grpo_api.store.records import NotPlaced, Outcomes, Receipt, SentGroups
@@ -141,27 +140,15 @@ class Intake:
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload), under))
             for id_, group in enumerate(groups, start=opened.first_id)
         ]
-        placement = await self._decide(arrivals, opened.state)
-        return await self._store.groups.commit(
-            opened, placement, submission.sent, submission.receipt, limits
-        )
-
-    async def _decide(self, arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
         try:
-            return place(arrivals, await self._with_partners(state, arrivals))
+            placement = place(arrivals, opened.state)
         except GroupRefused as error:
             env_id = arrivals[error.index].env_id
             _log.warning("group refused", env_id=env_id, index=error.index, reason=str(error))
             raise
-
-    async def _with_partners(self, state: IntakeState, arrivals: Sequence[Arrival]) -> IntakeState:
-        """Sizes that divide the batch, the usual case, need no look at who else is there."""
-        if all(state.fills_batch_alone(arrival) for arrival in arrivals):
-            return state
-        run = await self._store.environments.view()
-        sizes = [environment.registration.group_size for environment in run.connected()]
-        others = partners(state.batch_size, sizes, run.counters.queued)
-        return replace(state, partners=others)
+        return await self._store.groups.commit(
+            opened, placement, submission.sent, submission.receipt, limits
+        )
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
         # while it waits the server may go on to versions that cannot have sampled it

@@ -7,47 +7,24 @@ sent in other sizes counts towards the rest, as data without an env_id does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_api.planning.subset_sum import Kind, Stock, can_make
 
-Partners = Mapping[int, int]
-"""How many groups of each size a batch could get besides."""
 
+def why_unservable(sequences: int, batch_size: int) -> str | None:
+    """Why no batch can be made of groups of this size; None where one can.
 
-def partners(batch_size: int, senders: Iterable[int], queued: Mapping[Kind, int]) -> Partners:
-    """Any number from those who are connected; of what only lies in the queue, what lies there.
-
-    Args:
-        senders: group size of each connected environment.
-        queued: groups in the queue, by kind.
+    Groups are never split, so a size has to divide the batch. One that needs groups of other sizes
+    beside it would hold the queue up whenever their sender leaves.
     """
-    available: dict[int, int] = {}
-    for kind, groups in queued.items():
-        available[kind.sequences] = available.get(kind.sequences, 0) + groups
-    return available | {size: batch_size // size for size in senders}
-
-
-def can_be_served(sequences: int, batch_size: int, others: Partners | None = None) -> bool:
-    """Whether a batch can hold a group of `sequences`. Its sender may send any number of them."""
-    rest = [Stock(size, 0, most) for size, most in (others or {}).items() if size != sequences]
-    return can_make(batch_size, [Stock(sequences, 1, batch_size // sequences), *rest])
-
-
-def why_unservable(sequences: int, batch_size: int, others: Partners | None = None) -> str:
-    """What to tell the sender of a size that fails `can_be_served`."""
-    if sequences > batch_size:
-        return (
-            f"a group of {sequences} sequences can never be served: batches hold exactly "
-            f"{batch_size}; send smaller groups or register the trainer with a larger batch_size"
-        )
-    sizes = sorted(size for size in others or {} if size != sequences)
-    besides = f", nor with groups of {', '.join(map(str, sizes))} beside it" if sizes else ""
+    if batch_size % sequences == 0:
+        return None
     return (
-        f"a group of {sequences} sequences cannot be served: batches hold exactly {batch_size}, "
-        f"which groups of {sequences} do not fill{besides}; use a group size that divides "
-        f"{batch_size}, or connect an environment whose groups fill the rest"
+        f"groups of {sequences} sequences cannot be served: batches hold exactly {batch_size}, "
+        f"which they do not fill; use a group size that divides {batch_size}, or register the "
+        "trainer with another batch_size"
     )
 
 
@@ -60,16 +37,15 @@ def batch_size_conflicts(
         group_size_of: env_id → group size of each connected environment.
         queued: groups in the queue, by kind.
     """
-    others = partners(batch_size, group_size_of.values(), queued)
-    unservable = {size for size in others if not can_be_served(size, batch_size, others)}
     lying = [
         f"groups of {size} sequences are queued"
-        for size in sorted({kind.sequences for kind in queued} & unservable)
+        for size in sorted({kind.sequences for kind in queued})
+        if why_unservable(size, batch_size)
     ]
     coming = [
         f"environment {env_id} sends groups of {size}"
         for env_id, size in sorted(group_size_of.items())
-        if size in unservable
+        if why_unservable(size, batch_size)
     ]
     return lying + coming
 
@@ -122,14 +98,13 @@ def demand(batch_size: int, shares: Sequence[Share], available: Mapping[Kind, in
     hold together, however long one waited for data, are scaled down by one common factor, as little
     as makes them fit: sums above one, and group sizes that do not add up beside each other.
     Where not even one group of each fits, none is enforced: a run must not wait for what cannot be.
-    An environment whose group size cannot be served now has no claim: its data is refused.
+    An environment whose group size does not divide the batch has no claim: its data is refused.
 
     Args:
         shares: of connected environments, each of which could still send any number of groups.
         available: groups in the queue, by kind.
     """
-    others = partners(batch_size, [share.group_size for share in shares], available)
-    shares = [share for share in shares if can_be_served(share.group_size, batch_size, others)]
+    shares = [share for share in shares if not why_unservable(share.group_size, batch_size)]
     own = {share.kind for share in shares}
     rest = [Stock(kind.sequences, 0, n) for kind, n in available.items() if kind not in own]
 

@@ -64,14 +64,6 @@ def _log_registration(
         group_size=registration.group_size,
         minimum=registration.min_batch_allocation,
     )
-    batch_size = registered.trainer.batch_size
-    if batch_size % registration.group_size:
-        _log.warning(
-            "group size does not divide the batch: groups are refused while nobody else's fill it",
-            env_id=registered.env_id,
-            group_size=registration.group_size,
-            batch_size=batch_size,
-        )
 
 
 def _warn_of_scaled_minimums(run: RunView) -> None:

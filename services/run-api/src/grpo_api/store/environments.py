@@ -30,7 +30,7 @@ class EnvironmentStore:
         Args:
             key: the caller's name for this call: repeated, it gives the same environment.
         Raises:
-            Refused: 422, the group size is larger than a batch.
+            Refused: 422, the group size does not divide the batch.
         """
         outcome, *rest = await self._link.script(
             "register_environment",
@@ -46,9 +46,9 @@ class EnvironmentStore:
         )
         if outcome == b"wait":
             return None
-        if outcome == b"too large":
+        if outcome == b"unservable":
             reason = why_unservable(registration.group_size, batch_size=rest[0])
-            raise unprocessable(["group_size"], reason)
+            raise unprocessable(["group_size"], str(reason))
         env_id, name, step, trainer = rest
         return RegisteredEnvironment(
             env_id, name.decode(), step, Registration.model_validate_json(trainer)
