@@ -29,8 +29,8 @@ from grpo_api.http.request_body import (
     inflate_member,
 )
 from grpo_api.ingest.backpressure import in_turn
-from grpo_api.ingest.codec import PackedGroup, compress, pack, stored
 from grpo_api.ingest.group_scan import scan_group
+from grpo_api.store.codec import PackedGroup, compress, pack, stored
 from grpo_core.wire import ScoredGroup
 
 MAX_GROUPS = 1024
