@@ -129,7 +129,7 @@ class Run:
         """What the batch behind `after` holds, leased by the trainer that registered last."""
         dispatcher = self.replica if replica else self.dispatcher
         return await self.markers(
-            await dispatcher.by_lease(Poll(trainer_id or self.trainer_id, after), wait_s)
+            await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
         )
 
     async def acknowledge(self, batch_id: int) -> Acknowledged:

@@ -192,13 +192,11 @@ def _ask_for_the_token(path: str, operation: Json) -> None:
     if path in OPEN_PATHS:
         return
     operation["security"] = [{_SECURITY: []}]
-    operation["responses"]["401"] = {
-        "description": _WHEN[401],
+    operation["responses"]["401"] = _refusal_of_any_body(401) | {
         "headers": {
             "X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"},
             "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}},
         },
-        "content": {"application/json": {"schema": {"$ref": _COMPONENTS + Refusal.__name__}}},
     }
 
 

@@ -124,7 +124,7 @@ async def batch(
             answer = await until_answered.enter_async_context(services.store.batches.answering())
             due = await services.dispatcher.by_plain_poll(answer, wait_s)
         else:
-            due = await services.dispatcher.by_lease(Poll(trainer, after, batches_left), wait_s)
+            due = await services.dispatcher.next_batch(Poll(trainer, after, batches_left), wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if due is None and trainer is not None:
