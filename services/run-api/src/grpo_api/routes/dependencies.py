@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -9,6 +10,7 @@ from fastapi import Depends, FastAPI, Header, Request
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.request_body import BodyReader, inflate
@@ -38,10 +40,14 @@ def bind_services(app: FastAPI, services: AppServices) -> None:
     app.state.services = services
 
 
-async def _services(request: Request) -> AppServices:
-    """A coroutine: FastAPI hands a plain function to a thread, which costs more than it does."""
+def services_of(request: Request) -> AppServices:
     services: AppServices = request.app.state.services
     return services
+
+
+async def _services(request: Request) -> AppServices:
+    """A coroutine: FastAPI hands a plain function to a thread, which costs more than it does."""
+    return services_of(request)
 
 
 Services = Annotated[AppServices, Depends(_services)]
@@ -76,12 +82,29 @@ EnvironmentRegistrationBody = Annotated[
 EnvironmentIdBody = Annotated[EnvironmentId, Depends(JsonBody[EnvironmentId](EnvironmentId))]
 
 
+_MAX_KEY_CHARS = 255
+_KEY_PATTERN = "^[!-~]+$"
+_is_key = re.compile(_KEY_PATTERN).fullmatch
+
 IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
-        max_length=255,
-        pattern="^[!-~]+$",
+        max_length=_MAX_KEY_CHARS,
+        pattern=_KEY_PATTERN,
         description="names this submission: repeated with the same key it is queued once",
     ),
 ]
+
+
+def checked_key(key: str | None) -> str | None:
+    """
+    Raises:
+        Refused: 422, it is no `IdempotencyKey`.
+    """
+    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
+        return key
+    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
+    raise Refused(
+        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
+    )
