@@ -13,10 +13,10 @@ from grpo_api.delivery.dispatch import BatchDispatcher
 from grpo_api.delivery.registration import enrol_trainer
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.backpressure import Limits
-from grpo_api.ingest.codec import pack, unpack
 from grpo_api.ingest.submit import Intake, Patience, Submission
+from grpo_api.planning.run_view import Limits
 from grpo_api.store import RunStore
+from grpo_api.store.codec import pack, unpack
 from grpo_api.store.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
@@ -129,7 +129,7 @@ class Run:
         """What the batch behind `after` holds, leased by the trainer that registered last."""
         dispatcher = self.replica if replica else self.dispatcher
         return await self.markers(
-            await dispatcher.by_lease(Poll(trainer_id or self.trainer_id, after), wait_s)
+            await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
         )
 
     async def acknowledge(self, batch_id: int) -> Acknowledged:

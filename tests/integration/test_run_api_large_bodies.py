@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gzip
 import http.client
 import json
 import select
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,11 @@ import httpx
 import psutil
 import pytest
 
+from grpo_api.delivery.stream import group_pieces
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.responses import group_pieces
-from grpo_api.ingest.codec import compress, stored
-from grpo_api.ingest.decode import RawBody, decode_group
-from grpo_api.ingest.decode_worker import DecodeWorker
+from grpo_api.http.request_body import RawBody
+from grpo_api.ingest.decode import SubmissionDecoder, decode_group
+from grpo_api.store.codec import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.run_api_calls import group, start, status, submit
 from tests.support.wait import DEADLINE_S, wait_for_async
@@ -161,65 +163,69 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(8_000_000, decoding_s=DECODING_S)
-    yield worker
+def decoder() -> Iterator[SubmissionDecoder]:
+    decoder = SubmissionDecoder(8_000_000, decoding_s=DECODING_S)
+    yield decoder
     left = decode_processes()
-    worker.close()
+    decoder.close()
     for process in left:
         process.wait(DEADLINE_S)
 
 
-async def decode(worker: DecodeWorker) -> int:
+async def decode(decoder: SubmissionDecoder) -> int:
     """How many sequences there were."""
-    return sum(item.sequences for item in (await worker.run(decode_group, BODY)).groups)
+    return sum(item.sequences for item in (await decoder.decode(decode_group, BODY)).groups)
 
 
-async def hanging_process(worker: DecodeWorker) -> psutil.Process:
-    assert await decode(worker) == 2
+async def hanging_process(decoder: SubmissionDecoder) -> psutil.Process:
+    assert await decode(decoder) == 2
     (process,) = decode_processes()
     process.suspend()
     return process
 
 
-async def stuck(worker: DecodeWorker) -> asyncio.Task[int]:
+def unread_bytes(decoder: SubmissionDecoder) -> int:
+    """That lie in the pipe to the process."""
+    assert decoder._process is not None
+    unread = fcntl.ioctl(decoder._process._pipe.fileno(), termios.TIOCOUTQ, b"\0" * 4)
+    return int.from_bytes(unread, "little")
+
+
+async def stuck(decoder: SubmissionDecoder) -> asyncio.Task[int]:
     """A submission of which the process, which hangs, has been sent a part."""
-    task = asyncio.create_task(decode(worker))
-    assert worker._worker is not None
-    pipe = worker._worker.pool._call_queue._reader  # type: ignore[attr-defined]
-    await wait_for_async(pipe.poll)
+    task = asyncio.create_task(decode(decoder))
+    await wait_for_async(lambda: unread_bytes(decoder) > 0)
     return task
 
 
-async def test_a_process_that_hangs_is_replaced(worker: DecodeWorker, clock: Clock) -> None:
-    process = await hanging_process(worker)
-    hanging = await stuck(worker)
+async def test_a_process_that_hangs_is_replaced(decoder: SubmissionDecoder, clock: Clock) -> None:
+    process = await hanging_process(decoder)
+    hanging = await stuck(decoder)
     clock.ahead_s += DECODING_S
     with pytest.raises(StoreUnavailable, match="is replaced; send the same groups again"):
         await hanging
-    assert await decode(worker) == 2
+    assert await decode(decoder) == 2
     await wait_for_async(lambda: not process.is_running())
     assert len(decode_processes()) == 1
 
 
-async def test_a_process_that_dies_is_replaced(worker: DecodeWorker) -> None:
-    process = await hanging_process(worker)
-    hanging = await stuck(worker)
+async def test_a_process_that_dies_is_replaced(decoder: SubmissionDecoder) -> None:
+    process = await hanging_process(decoder)
+    hanging = await stuck(decoder)
     process.kill()
     with pytest.raises(StoreUnavailable, match="ended; is memory short"):
         await hanging
-    assert await decode(worker) == 2
+    assert await decode(decoder) == 2
 
 
-async def test_a_cancelled_request_leaves_its_turn_once_the_process_is_free(
-    worker: DecodeWorker,
+async def test_a_cancelled_request_ends_its_process_and_leaves_its_turn(
+    decoder: SubmissionDecoder,
 ) -> None:
-    process = await hanging_process(worker)
-    cancelled = await stuck(worker)
-    behind = asyncio.create_task(decode(worker))
+    process = await hanging_process(decoder)
+    cancelled = await stuck(decoder)
+    behind = asyncio.create_task(decode(decoder))
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    process.resume()
     assert await behind == 2
-    assert decode_processes() == [process]
+    assert process not in decode_processes()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.ingest.waiting_line import MAX_WAITING, Ticket
+from grpo_api.ingest.backpressure import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
 from tests.support.wait import wait_for_async
 
@@ -69,10 +69,10 @@ async def test_a_large_group_that_is_refused_leaves_nothing(redis_url: str) -> N
 async def test_the_queue_limit_holds_if_no_batch_can_be_formed(redis_url: str) -> None:
     async with open_run(redis_url, "no-batch", FOUR_GROUPS) as run:
         await run.register(batch_size=12)
-        eights = await run.start_environment(group_size=8)
-        await run.start_environment(group_size=4)
+        sender = await run.start_environment(group_size=4)
+        await run.start_environment(group_size=4, min_batch_allocation=0.5)
         with pytest.raises(QueueFull):
-            await run.submit(*range(100), size=8, env_id=eights)
+            await run.submit(*range(100), size=4, env_id=sender)
         assert await run.status() == (0, FOUR_GROUPS.queued_groups)
 
 

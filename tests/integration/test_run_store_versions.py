@@ -34,7 +34,7 @@ class VersionedRun:
         await self._record.note(ServedWeights(version, intact=True, trained=True))
 
     async def leased(self, after: int) -> DueBatch:
-        due = await self.run.dispatcher.by_lease(Poll(self.run.trainer_id, after), 0.0)
+        due = await self.run.dispatcher.next_batch(Poll(self.run.trainer_id, after), 0.0)
         assert due is not None
         return due
 

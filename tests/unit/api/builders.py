@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from grpo_api.planning.bundles import Bundle, StoredGroup
-from grpo_api.planning.env_status import Environment
+from grpo_api.planning.batch import Bundle, StoredGroup
+from grpo_api.planning.run_view import Environment
 from grpo_core.wire import EnvironmentRegistration
 
 

@@ -11,7 +11,7 @@ from grpo_core.settings import load_settings
 def main() -> None:
     settings = load_settings(RunApiSettings, sys.argv[1:])
 
-    from grpo_api.http.serve import serve
+    from grpo_api.app import serve
 
     serve(settings)
 

@@ -1,31 +1,40 @@
-"""The application: routes, request bodies, and what an error looks like on the wire."""
+"""Builds the application from its parts, and serves it until the process is told to stop."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import structlog
+import uvloop
 from fastapi import FastAPI
 
 from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.dependencies import Services, bind_services
 from grpo_api.http.bearer_token import BearerTokenMiddleware
-from grpo_api.http.compression import CompressionMiddleware
-from grpo_api.http.error_answers import answer_errors
+from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.middleware import (
+    CompressionMiddleware,
+    RequestMiddleware,
+    RouteTemplates,
+)
 from grpo_api.http.openapi import OPENAPI_PATH, describe, operation_name
 from grpo_api.http.request_body import BodyReader
-from grpo_api.http.request_log import RequestLogMiddleware
-from grpo_api.http.request_metrics import RequestMetricsMiddleware
-from grpo_api.http.route_templates import RouteTemplates
-from grpo_api.ingest.backpressure import Limits
-from grpo_api.ingest.decoder import SubmissionDecoder
+from grpo_api.http.server import HttpServer
+from grpo_api.ingest.decode import SubmissionDecoder
 from grpo_api.ingest.submit import Intake, Patience
+from grpo_api.observability.logging import forward_library_logs
 from grpo_api.observability.metrics import Metrics
+from grpo_api.planning.run_view import Limits
 from grpo_api.routes import admin, environments, groups, trainer
-from grpo_api.routes.bodies import MAX_RECORD_BYTES
+from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices, bind_services
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
+from grpo_api.store.persistence import report_persistence
+from grpo_api.store.redis import RedisLink
+from grpo_core.logs import configure_logging
 from grpo_core.security.same_site import SameSiteOnly, listed
 
 _HELD_BODIES = 4
@@ -56,7 +65,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         generate_unique_id_function=operation_name,
     )
     limits = limits_of(settings)
-    services = Services(
+    services = AppServices(
         store=store,
         lifetime=lifetime,
         metrics=Metrics(),
@@ -75,11 +84,11 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         app.add_middleware(BearerTokenMiddleware, token=settings.token.get_secret_value())
     app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
-        RequestMetricsMiddleware,
+        RequestMiddleware,
+        lifetime=lifetime,
         metrics=services.metrics,
         templates=RouteTemplates(app.routes),
     )
-    app.add_middleware(RequestLogMiddleware, lifetime=lifetime)
     answer_errors(app)
     describe(app, token_needed=settings.token is not None)
     return app
@@ -104,3 +113,34 @@ def _patience(settings: RunApiSettings) -> Patience:
         full_s=settings.full_queue_wait_s,
         held_bytes=_HELD_BODIES * settings.max_body_bytes,
     )
+
+
+def serve(settings: RunApiSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/readyz` says whether it is."""
+    configure_logging("run-api", settings.log_level)
+    forward_library_logs()
+    structlog.get_logger().info(
+        "starting", run_id=settings.run_id, token_needed=settings.token is not None
+    )
+    # What was made until here stays: the collector need not go through it again and again.
+    gc.freeze()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: RunApiSettings) -> None:
+    lifetime = Lifetime()
+    link = RedisLink(
+        settings.redis_url.get_secret_value(), settings.run_id, settings.redis_deadline_s
+    )
+    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    server = HttpServer(
+        create_app(store, settings, lifetime),
+        lifetime,
+        settings.host,
+        settings.port,
+        settings.stop_grace_s,
+    )
+    reporting = asyncio.create_task(report_persistence(link, lifetime))
+    await server.serve()
+    reporting.cancel()

@@ -4,20 +4,23 @@ GrpoError
 ├── Refused               4xx: it conflicts with the run's state, or can never be served
 ├── GroupRefused          the same, of one group of a submission
 ├── TrainerNotRegistered  a poll for a batch before any registration
-├── TrainerSuperseded     409: another trainer has registered since
-├── BatchesByLease        409: a poll that acknowledges, while the run's trainer takes leases
-├── BatchUnknown          404 or 409: no batch of the run has this id
-├── LeasesFull            409: unacknowledged batches hold all that they may
-├── BatchGone             a batch was let go of, handed out again or reset, while it was being sent
+├── Conflict              409, with a problem type by which a client tells them apart
+│   ├── TrainerSuperseded     another trainer has registered since
+│   ├── BatchesByLease        a poll that acknowledges, while the run's trainer takes leases
+│   ├── BatchUnknown          no batch of the run has this id; 404 to an acknowledgement
+│   ├── LeasesFull            unacknowledged batches hold all that they may
+│   └── BatchGone             a batch was let go of, handed out again or reset while it was sent
 ├── BodyTooSlow           408: a body did not arrive in full in time
-├── BodiesFull            503: bodies under way hold all that they may
-├── QueueFull             503: the queue stayed full for as long as a submission may wait
-└── StoreUnavailable      503: Redis did not answer in time; the same request may succeed later
+└── Unavailable           503: the same request may succeed later
+    ├── BodiesFull            bodies under way hold all that they may
+    ├── QueueFull             the queue stayed full for as long as a submission may wait
+    ├── StoreUnavailable      Redis did not answer in time, or cannot take writes
+    └── ShuttingDown          the server was told to stop
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_core.errors import GrpoError
 
@@ -29,6 +32,10 @@ class Refused(GrpoError):
         super().__init__(str(detail))
         self.status = status
         self.detail = detail
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
+        """For the way between processes."""
+        return Refused, (self.status, self.detail)
 
 
 class GroupRefused(GrpoError):
@@ -57,7 +64,22 @@ class TrainerNotRegistered(GrpoError):
         super().__init__("Trainer not registered. Call /register first.")
 
 
-class TrainerSuperseded(GrpoError):
+class Conflict(GrpoError):
+    """Attributes:
+    parameter: the one of the query that conflicts.
+    kind: what the answer gives as the problem's type.
+    """
+
+    parameter: ClassVar[str]
+    kind: ClassVar[str]
+
+    def problems(self) -> list[dict[str, Any]]:
+        return [{"loc": ["query", self.parameter], "msg": str(self), "type": self.kind}]
+
+
+class TrainerSuperseded(Conflict):
+    parameter, kind = "trainer", "trainer_superseded"
+
     def __init__(self) -> None:
         super().__init__(
             "another trainer has registered for this run, and its batches are that trainer's now; "
@@ -65,7 +87,9 @@ class TrainerSuperseded(GrpoError):
         )
 
 
-class BatchesByLease(GrpoError):
+class BatchesByLease(Conflict):
+    parameter, kind = "trainer", "batches_by_lease"
+
     def __init__(self) -> None:
         super().__init__(
             "the run's trainer takes batches by lease, and this poll would take one away from it; "
@@ -73,7 +97,9 @@ class BatchesByLease(GrpoError):
         )
 
 
-class BatchUnknown(GrpoError):
+class BatchUnknown(Conflict):
+    parameter, kind = "after", "batch_unknown"
+
     def __init__(self, batch_id: int, last: int) -> None:
         super().__init__(
             f"no batch {batch_id} was ever handed out in this run: the last one is {last}; was the "
@@ -81,7 +107,9 @@ class BatchUnknown(GrpoError):
         )
 
 
-class LeasesFull(GrpoError):
+class LeasesFull(Conflict):
+    parameter, kind = "after", "leases_full"
+
     def __init__(self, stored_bytes: int, limit: int) -> None:
         super().__init__(
             f"batches that are not acknowledged hold {stored_bytes} bytes, and --max-leased-bytes "
@@ -89,7 +117,9 @@ class LeasesFull(GrpoError):
         )
 
 
-class BatchGone(GrpoError):
+class BatchGone(Conflict):
+    parameter, kind = "after", "batch_gone"
+
     def __init__(self, batch_id: int) -> None:
         super().__init__(
             f"batch {batch_id} was acknowledged, handed out again, or the run reset, while "
@@ -105,7 +135,11 @@ class BodyTooSlow(GrpoError):
         )
 
 
-class BodiesFull(GrpoError):
+class Unavailable(GrpoError):
+    """The same request may succeed later."""
+
+
+class BodiesFull(Unavailable):
     def __init__(self, held_bytes: int) -> None:
         super().__init__(
             f"requests under way hold {held_bytes} bytes of bodies, and there is no room for this "
@@ -113,7 +147,7 @@ class BodiesFull(GrpoError):
         )
 
 
-class QueueFull(GrpoError):
+class QueueFull(Unavailable):
     def __init__(self, waited_s: float) -> None:
         super().__init__(
             f"the queue has been full for {waited_s:.0f} s; the trainer does not keep up or is "
@@ -121,8 +155,13 @@ class QueueFull(GrpoError):
         )
 
 
-class StoreUnavailable(GrpoError):
+class StoreUnavailable(Unavailable):
     """Redis did not answer within the deadline, or cannot take writes."""
+
+
+class ShuttingDown(Unavailable):
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down; send the same request again in a moment")
 
 
 def unprocessable(location: list[str | int], message: str) -> Refused:

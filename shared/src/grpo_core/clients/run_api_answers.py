@@ -23,10 +23,8 @@ SERVICE = "Atropos API"
 M = TypeVar("M", bound=WireModel)
 
 _VERSIONS: TypeAdapter[list[PolicyVersion | None]] = TypeAdapter(list[PolicyVersion | None])
-_NOT_FOUND, _CONFLICT = 404, 409
-_LEASES_FULL = "leases_full"
-_SUPERSEDED, _UNKNOWN_BATCH = "another trainer has registered", "was ever handed out"
-"""Words of run-api's answer to a conflict: the status alone does not tell them apart."""
+_LEASES_FULL, _SUPERSEDED, _UNKNOWN_BATCH = "leases_full", "trainer_superseded", "batch_unknown"
+"""Types of the problems in an answer: the status alone does not tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,9 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
     said = str(error)
     if _LEASES_FULL in error.kinds:
         return LeasesFull(said, error.status, error.kinds)
-    if error.status == _NOT_FOUND or (error.status == _CONFLICT and _UNKNOWN_BATCH in said):
+    if _UNKNOWN_BATCH in error.kinds:
         return UnknownBatch(said, error.status, error.kinds)
-    if error.status == _CONFLICT and _SUPERSEDED in said:
+    if _SUPERSEDED in error.kinds:
         return TrainerSuperseded(
             f"{said}. What this trainer has not saved is trained on again by the other one. End "
             "one of the two, or give each a run of its own (--run-id of run-api)",

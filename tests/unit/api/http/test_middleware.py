@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_api.http.bearer_token import BearerTokenMiddleware
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.http.request_log import RequestLogMiddleware
+from grpo_api.http.middleware import RequestMiddleware, RouteTemplates
+from grpo_api.observability.metrics import Metrics
 from grpo_core.security.same_site import SameSiteOnly
 
 TOKEN = "correct-horse"
@@ -44,7 +45,7 @@ def values(answer: Message, name: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("given", [b"x" * 129, b"a\x1bb"])
 async def test_a_request_id_that_a_log_cannot_hold_is_replaced(given: bytes) -> None:
-    app = RequestLogMiddleware(answering(200), Lifetime())
+    app = RequestMiddleware(answering(200), Lifetime(), Metrics(), RouteTemplates([]))
     (chosen,) = values(await exchange(app, (b"x-request-id", given)), b"x-request-id")
     assert len(chosen) == 32
 

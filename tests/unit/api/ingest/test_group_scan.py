@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from grpo_api.ingest.codec import compress, stored, unpack
 from grpo_api.ingest.group_scan import scan_group
+from grpo_api.store.codec import compress, stored, unpack
 from grpo_core.wire import ScoredGroup
 
 Json = dict[str, Any]

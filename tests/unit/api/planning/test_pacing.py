@@ -8,11 +8,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_api.ingest.backpressure import Fill, Limits
-from grpo_api.planning.batch import plan_batch
-from grpo_api.planning.bundles import Bundle
-from grpo_api.planning.env_status import Environment, RunCounters, RunView, environment_status
-from grpo_api.planning.servable import can_be_served, partners
+from grpo_api.planning.batch import Bundle, plan_batch
+from grpo_api.planning.env_status import environment_status
+from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
 from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)
@@ -60,11 +58,10 @@ class SimulatedRun:
 def runs(draw: st.DrawFn) -> SimulatedRun:
     """Group sizes that can be served beside each other, minimums that may not fit together."""
     batch_size = draw(st.sampled_from([8, 12, 16, 24, 40]))
-    sizes = draw(st.lists(st.integers(1, batch_size), min_size=1, max_size=4))
-    others = partners(batch_size, sizes, {})
-    servable = [size for size in sizes if can_be_served(size, batch_size, others)] or [batch_size]
-    minimums = [draw(st.sampled_from([None, 0.2, 0.5, 0.8])) for _ in servable]
-    shares = enumerate(zip(servable, minimums, strict=True))
+    divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    sizes = draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=4))
+    minimums = [draw(st.sampled_from([None, 0.2, 0.5, 0.8])) for _ in sizes]
+    shares = enumerate(zip(sizes, minimums, strict=True))
     return SimulatedRun(
         batch_size, [environment(i, size, minimum=minimum) for i, (size, minimum) in shares]
     )

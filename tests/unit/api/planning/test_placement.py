@@ -17,7 +17,7 @@ from grpo_api.planning.placement import (
     Placement,
     place,
 )
-from grpo_api.planning.servable import batch_size_conflicts, can_be_served, partners
+from grpo_api.planning.quotas import batch_size_conflicts, why_unservable
 from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import stored
 
@@ -115,30 +115,19 @@ def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -
 
 
 @pytest.mark.parametrize(
-    ("sequences", "senders", "queued", "servable"),
-    [
-        pytest.param(8, [], 0, True, id="divides the batch"),
-        pytest.param(41, [8], 0, False, id="larger than the batch"),
-        pytest.param(12, [12], 0, False, id="nobody complements it"),
-        pytest.param(12, [8], 0, True, id="12 + 12 + 8 + 8"),
-        pytest.param(12, [], 1, False, id="one group of 8 lies in the queue"),
-        pytest.param(12, [], 2, True, id="two do"),
-    ],
+    ("sequences", "servable"), [(8, True), (40, True), (12, False), (80, False)]
 )
-def test_which_groups_a_batch_of_40_can_hold(
-    sequences: int, senders: list[int], queued: int, servable: bool
-) -> None:
-    lying = {Kind(None, 8): queued} if queued else {}
-    assert can_be_served(sequences, 40, partners(40, senders, lying)) is servable
+def test_a_size_that_divides_the_batch_of_40_is_served(sequences: int, servable: bool) -> None:
+    assert (why_unservable(sequences, 40) is None) is servable
 
 
 def test_every_conflict_with_a_new_batch_size_is_listed() -> None:
-    group_size_of, queued = {0: 8, 1: 12, 2: 5}, {Kind(0, 8): 3, Kind(None, 7): 1}
+    group_size_of, queued = {0: 8, 1: 20, 2: 5}, {Kind(0, 8): 3, Kind(None, 7): 1}
     assert batch_size_conflicts(40, group_size_of, {Kind(0, 8): 3}) == []
     assert batch_size_conflicts(6, group_size_of, queued) == [
         "groups of 7 sequences are queued",
         "groups of 8 sequences are queued",
         "environment 0 sends groups of 8",
-        "environment 1 sends groups of 12",
+        "environment 1 sends groups of 20",
         "environment 2 sends groups of 5",
     ]

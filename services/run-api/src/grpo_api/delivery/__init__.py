@@ -1,1 +1,1 @@
-"""Batches on their way out, to the trainer that is registered."""
+"""Batches on their way out, and the trainer that takes them. No Redis commands."""

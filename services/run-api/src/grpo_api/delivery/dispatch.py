@@ -9,9 +9,8 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.planning.batch import plan_batch
-from grpo_api.planning.bundles import Bundle
-from grpo_api.planning.env_status import RunView
+from grpo_api.planning.batch import Bundle, plan_batch
+from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
 from grpo_api.store.records import DueBatch, OpenPoll, PlanLost, Poll
@@ -33,7 +32,7 @@ class BatchDispatcher:
         self._store = store
         self._lifetime = lifetime
 
-    async def by_lease(self, poll: Poll, wait_s: float) -> DueBatch | None:
+    async def next_batch(self, poll: Poll, wait_s: float) -> DueBatch | None:
         """The batch that follows `poll.after` among those not acknowledged, formed where there is
         none.
 
@@ -43,7 +42,15 @@ class BatchDispatcher:
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
         """
-        return await self._wait(poll, wait_s)
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            arrivals = await self._store.batches.arrivals() if wait_s else 0
+            due = await self._next(poll)
+            if due is not None:
+                _log_delivery(due)
+                return due
+            if not await self._something_changes(arrivals, give_up_at):
+                return None
 
     async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
         """The same for a trainer that cannot acknowledge: asking again says that it holds what it
@@ -56,18 +63,7 @@ class BatchDispatcher:
             TrainerNotRegistered, BatchesByLease, StoreUnavailable
         """
         await self._store.batches.acknowledge(None)
-        return await self._wait(Poll(answer=answer), wait_s)
-
-    async def _wait(self, poll: Poll, wait_s: float) -> DueBatch | None:
-        give_up_at = time.monotonic() + wait_s
-        while True:
-            arrivals = await self._store.batches.arrivals() if wait_s else 0
-            due = await self._next(poll)
-            if due is not None:
-                _log_delivery(due)
-                return due
-            if not await self._something_changes(arrivals, give_up_at):
-                return None
+        return await self.next_batch(Poll(answer=answer), wait_s)
 
     async def _something_changes(self, arrivals: int, give_up_at: float) -> bool:
         """Wait for a reason to plan again; False once it is time to answer."""

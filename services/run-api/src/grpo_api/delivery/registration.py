@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from grpo_api.errors import Refused, StoreUnavailable
-from grpo_api.planning.servable import batch_size_conflicts
+from grpo_api.planning.quotas import batch_size_conflicts
 from grpo_api.store import RunStore
 from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_core.wire import Registration
-
-_MAX_ATTEMPTS = 8
 
 
 async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:
@@ -16,18 +14,15 @@ async def enrol_trainer(store: RunStore, registration: Registration) -> Register
 
     Raises:
         Refused: 409, what the run holds cannot be served in batches of the new size.
-        StoreUnavailable: Redis is away, or the run changes faster than it is read.
+        StoreUnavailable: Redis is away, or the run changed while the new size was checked.
     """
     outcome = await store.trainer.register(registration)
-    for _ in range(_MAX_ATTEMPTS):
-        if isinstance(outcome, Registered):
-            return outcome
+    if isinstance(outcome, BatchSizeDiffers):
         await _check_batch_size(store, registration.batch_size, outcome)
         outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
-    raise StoreUnavailable(
-        f"the run changed {_MAX_ATTEMPTS} times while batch_size {registration.batch_size} was "
-        "held against it; register again"
-    )
+    if isinstance(outcome, BatchSizeDiffers):
+        raise StoreUnavailable("the run changed while its batch size was; register again")
+    return outcome
 
 
 async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSizeDiffers) -> None:

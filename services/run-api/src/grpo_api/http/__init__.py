@@ -1,1 +1,1 @@
-"""HTTP below the routes: the server, request bodies, answers, middleware. No Redis."""
+"""HTTP itself: server, middleware, bodies, errors, OpenAPI. Nothing of runs or Redis."""

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
-from dataclasses import dataclass
 
-from grpo_core.errors import GrpoError
-
-
-class ShuttingDown(GrpoError):
-    """503: the server was told to stop; the same request may succeed at once elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down; send the same request again in a moment")
+was_held: ContextVar[bool] = ContextVar("was_held", default=False)
+"""Whether the request of this task is answered later on purpose: it is not logged as slow."""
 
 
 class Lifetime:
@@ -28,33 +21,10 @@ class Lifetime:
         A request that is answered later on purpose, a long poll or a held submission, waits here:
         this marks it, so that it is not logged as slow.
         """
-        mark_held()
+        was_held.set(True)
         try:
             async with asyncio.timeout(seconds):
                 await self.closing.wait()
         except TimeoutError:
             return False
         return True
-
-
-@dataclass
-class RequestMarks:
-    """What the handlers of one request leave for its log line."""
-
-    was_held: bool = False
-
-
-_marks: ContextVar[RequestMarks | None] = ContextVar("request_marks", default=None)
-
-
-def mark_held() -> None:
-    """Note that the request is answered later on purpose."""
-    if (marks := _marks.get()) is not None:
-        marks.was_held = True
-
-
-def begin_request() -> RequestMarks:
-    """The marks of the request that this task serves from here on."""
-    marks = RequestMarks()
-    _marks.set(marks)
-    return marks

@@ -1,10 +1,10 @@
 """This API as OpenAPI 3.1: what routes declare of themselves, and the document made of it.
 
-All of it is done once, when the document is asked for first: requests pay nothing.
-"""
+All of it is done once, when the document is asked for first: requests pay nothing."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
 
 from grpo_api.http.bearer_token import OPEN_PATHS
-from grpo_api.http.lax_schema import LaxJsonSchema
-from grpo_api.routes.answers import Refusal
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
 
 Json = dict[str, Any]
@@ -30,6 +30,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     EnvironmentId,
     ScoredGroup,
 )
+_MOST_DIGITS = 9
+_FRACTION = r"(\.[0-9]{1,17})?"
 _SECURITY = "token"
 _FASTAPI_ERRORS = ("HTTPValidationError", "ValidationError")
 
@@ -56,6 +58,24 @@ _REQUEST_ID = {
     "required": True,
     "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
 }
+
+
+class Problem(BaseModel):
+    """What is wrong, and where: `loc` begins with body, query, path or header."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    loc: list[str | int]
+    msg: str
+    type: str
+
+
+class Refusal(BaseModel):
+    """Nothing was changed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    detail: str | list[Problem]
 
 
 def refusals(*statuses: int) -> dict[int | str, Json]:
@@ -172,11 +192,55 @@ def _ask_for_the_token(path: str, operation: Json) -> None:
     if path in OPEN_PATHS:
         return
     operation["security"] = [{_SECURITY: []}]
-    operation["responses"]["401"] = {
-        "description": _WHEN[401],
+    operation["responses"]["401"] = _refusal_of_any_body(401) | {
         "headers": {
             "X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"},
             "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}},
         },
-        "content": {"application/json": {"schema": {"$ref": _COMPONENTS + Refusal.__name__}}},
     }
+
+
+class LaxJsonSchema(GenerateJsonSchema):
+    """The plain spellings of numbers as text are declared. Some others are accepted as well: with
+    spaces around them, a plus sign, or underscores between digits.
+    """
+
+    def int_schema(self, schema: IntSchema) -> JsonSchemaValue:
+        least, most = schema.get("ge"), schema.get("le")
+        return _also(super().int_schema(schema), _integer_text(least, most), least)
+
+    def float_schema(self, schema: FloatSchema) -> JsonSchemaValue:
+        number = super().float_schema(schema)
+        number.setdefault("minimum", -sys.float_info.max)
+        number.setdefault("maximum", sys.float_info.max)
+        return _also(number, _float_text(schema.get("ge"), schema.get("le")), schema.get("ge"))
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        """Says aloud that unknown fields are taken, and dropped."""
+        return {**super().model_schema(schema), "additionalProperties": True}
+
+
+def _also(number: JsonSchemaValue, text: str, least: float | None) -> JsonSchemaValue:
+    # false is 0
+    truth: dict[str, Any] = {"const": True} if least is not None and least > 0 else {}
+    return {
+        "anyOf": [number, {"type": "string", "pattern": text}, {"type": "boolean", **truth}],
+        "description": "a number, or the same as text; true is 1, false is 0",
+    }
+
+
+def _integer_text(least: int | None, most: int | None) -> str:
+    digits = _MOST_DIGITS if most is None else len(str(most)) - 1
+    if least is not None and least > 0:
+        return f"^[1-9][0-9]{{0,{digits - 1}}}$"
+    if least is not None and least < 0:
+        below = len(str(-least)) - 1
+        return f"^({least}{f'|-[0-9]{{1,{below}}}' if below else ''}|[0-9]{{1,{digits}}})$"
+    return f"^[0-9]{{1,{digits}}}$"
+
+
+def _float_text(least: float | None, most: float | None) -> str:
+    sign = "-?" if least is None or least < 0 else ""
+    if most is not None and most < 10:
+        return f"^(0{_FRACTION}|{most:.0f})$"
+    return f"^{sign}[0-9]{{1,{_MOST_DIGITS}}}{_FRACTION}$"

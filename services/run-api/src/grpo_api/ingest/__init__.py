@@ -1,1 +1,1 @@
-"""Scored groups on their way in: decode, check, place."""
+"""Scored groups on their way in: decode, check, hold back, place. No Redis commands."""

@@ -1,39 +1,100 @@
-"""How much a run may hold, and how environments are slowed before it is reached. Pure."""
+"""Requests that wait for room, in the order in which they came."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-PRESSURE_FROM = 0.5
-"""Up to this fill the queue is a buffer that does its work, and nobody is slowed."""
+from grpo_api.errors import QueueFull, ShuttingDown, StoreUnavailable
+from grpo_api.http.lifetime import Lifetime, was_held
+
+_FIRST_LOOKS_S = 0.05
+_OTHERS_LOOK_S = 0.5
+MAX_WAITING = 256
+"""Requests. Each of them costs a little for as long as it waits."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class WaitingLine:
+    """Args:
+    max_bytes: that those who wait may hold, all of them together.
     """
-    Attributes:
-        queued_groups: in the queue.
-        queued_bytes: as stored, of groups in the queue and of buffered parts.
-        leased_bytes: as stored, of batches that were handed out and are not acknowledged.
+
+    def __init__(self, lifetime: Lifetime, max_bytes: int) -> None:
+        self._lifetime = lifetime
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._tickets: deque[Ticket] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tickets
+
+    @contextmanager
+    def place(self, size: int) -> Iterator[Ticket]:
+        """A place at the end of the line, for a request of `size` bytes.
+
+        Raises:
+            QueueFull: as many as may wait do, or they hold as much as they may.
+        """
+        if len(self._tickets) == MAX_WAITING or self._bytes + size > self._max_bytes:
+            raise QueueFull(0.0)
+        ticket = Ticket(self._tickets, self._lifetime)
+        self._bytes += size
+        self._tickets.append(ticket)
+        try:
+            yield ticket
+        finally:
+            self._bytes -= size
+            self._tickets.remove(ticket)
+            if self._tickets:
+                self._tickets[0].call()
+
+
+class Ticket:
+    def __init__(self, line: deque[Ticket], lifetime: Lifetime) -> None:
+        self._line = line
+        self._lifetime = lifetime
+        self._called = asyncio.Event()
+
+    @property
+    def is_first(self) -> bool:
+        return self._line[0] is self
+
+    def call(self) -> None:
+        self._called.set()
+
+    async def wait(self) -> None:
+        """Until it is time to look again: soon for who is first, or has just become so.
+
+        Raises:
+            ShuttingDown
+        """
+        was_held.set(True)
+        try:
+            async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
+                await self._called.wait()
+        except TimeoutError:
+            pass
+        self._called.clear()
+        if self._lifetime.closing.is_set():
+            raise ShuttingDown
+
+
+@asynccontextmanager
+async def in_turn(turns: asyncio.Lock, patience_s: float, reason: str) -> AsyncIterator[None]:
+    """Hold the lock, which others may hold for `patience_s` at most.
+
+    Raises:
+        StoreUnavailable: for this reason, where they hold it longer.
     """
-
-    queued_groups: int
-    queued_bytes: int
-    leased_bytes: int
-
-
-@dataclass(frozen=True)
-class Fill:
-    """What the queue and the buffers hold."""
-
-    groups: int
-    stored_bytes: int
-
-    def reaches(self, limits: Limits) -> bool:
-        """Whether submissions wait."""
-        return self.groups >= limits.queued_groups or self.stored_bytes >= limits.queued_bytes
-
-    def pressure(self, limits: Limits) -> float:
-        """0.0 up to half of the nearer limit, from there straight to 1.0 at the limit."""
-        fill = max(self.groups / limits.queued_groups, self.stored_bytes / limits.queued_bytes)
-        return min(1.0, max(0.0, (fill - PRESSURE_FROM) / (1.0 - PRESSURE_FROM)))
+    try:
+        async with asyncio.timeout(patience_s):
+            await turns.acquire()
+    except TimeoutError as error:
+        raise StoreUnavailable(reason) from error
+    try:
+        yield
+    finally:
+        turns.release()

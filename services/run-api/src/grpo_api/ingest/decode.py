@@ -1,26 +1,37 @@
-"""From the body of a submission to groups that are ready to be stored. Pure.
+"""From the body of a submission to groups that are ready to be stored.
 
 Bodies of a usual size are decoded where they arrive. What would keep other requests waiting is
-decoded by `decode_worker`, with the same functions.
+decoded by a process beside the server, with the same functions.
 """
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Annotated
 
+import structlog
 from isal import isal_zlib
 from pydantic import Field, TypeAdapter, ValidationError
 
-from grpo_api.http.inflate import TooMuchWork, inflate, inflate_member
-from grpo_api.http.problems import invalid
-from grpo_api.ingest.codec import PackedGroup, compress, pack, stored
+from grpo_api.errors import Refused, StoreUnavailable
+from grpo_api.http.error_responses import invalid
+from grpo_api.http.request_body import (
+    INLINE_BYTES,
+    RawBody,
+    TooMuchWork,
+    inflate,
+    inflate_member,
+)
+from grpo_api.ingest.backpressure import in_turn
 from grpo_api.ingest.group_scan import scan_group
+from grpo_api.store.codec import PackedGroup, compress, pack, stored
 from grpo_core.wire import ScoredGroup
-
-INLINE_BYTES = 1024 * 1024
-"""Content that is decoded at once: a millisecond or two as it usually comes, 20 at worst."""
 
 MAX_GROUPS = 1024
 """In one list. They are queued in one step, during which Redis serves nobody else."""
@@ -28,14 +39,7 @@ MAX_GROUPS = 1024
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
-
-
-@dataclass(frozen=True)
-class RawBody:
-    """A request's body as it arrived. `is_gzip`: its Content-Encoding says so."""
-
-    content: bytes
-    is_gzip: bool
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,111 @@ def _validated(text: bytes) -> ScoredGroup:
 
 def _fingerprint(text: bytes) -> str:
     return f"{isal_zlib.crc32(text):08x}{len(text):x}"
+
+
+class SubmissionDecoder:
+    """Decodes a submission at once, or in a process of its own where that would take long.
+
+    Parsing JSON holds the interpreter for as long as it takes, about 10 ms per megabyte, so a
+    thread would not do. The process starts with the first large submission; one at a time is
+    decoded there.
+
+    Args:
+        max_bytes: largest body, as sent and after decompression.
+        turn_s: how long a submission waits for others: longer than one of them can take.
+        decoding_s: several times what the largest body takes; the start of the process included.
+    """
+
+    def __init__(self, max_bytes: int, *, turn_s: float = 30.0, decoding_s: float = 20.0) -> None:
+        self.max_bytes = max_bytes
+        self._turn_s = turn_s
+        self._decoding_s = decoding_s
+        self._turn = asyncio.Lock()
+        self._process: _DecodeProcess | None = None
+
+    def close(self) -> None:
+        """End the process at once, also where it hangs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    async def decode(self, decode: Decode, body: RawBody) -> Decoded:
+        """
+        Raises:
+            Refused: 400 for broken gzip, 413 above `max_bytes`, 422 for what breaks the record.
+            StoreUnavailable: others before it took too long, or the process ended or hangs.
+        """
+        try:
+            return decode(body, None)
+        except TooMuchWork:
+            pass
+        reason = (
+            f"large submissions that arrived earlier were not decoded within {self._turn_s:g} s; "
+            "send the same groups again"
+        )
+        async with in_turn(self._turn, self._turn_s, reason):
+            outcome = await self._decode_beside(decode, body)
+        if isinstance(outcome, Refused):
+            raise outcome
+        return outcome
+
+    async def _decode_beside(self, decode: Decode, body: RawBody) -> Decoded | Refused:
+        process = self._process = self._process or _DecodeProcess()
+        is_whole = False
+        try:
+            async with asyncio.timeout(self._decoding_s):
+                outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
+            is_whole = True
+        except TimeoutError as error:
+            _log.warning("the process that decodes large submissions hangs and is replaced")
+            raise StoreUnavailable(
+                "the process that decodes large submissions did not answer within "
+                f"{self._decoding_s:g} s and is replaced; send the same groups again"
+            ) from error
+        except (EOFError, OSError) as error:
+            _log.warning("the process that decodes large submissions ended", reason=repr(error))
+            raise StoreUnavailable(
+                "the process that decodes large submissions ended; is memory short?"
+            ) from error
+        finally:
+            if not is_whole:
+                self.close()
+        return outcome
+
+
+class _DecodeProcess:
+    """Decodes what comes through a pipe, until that closes: the server has ended."""
+
+    def __init__(self) -> None:
+        # a fork would copy the server's sockets and event loop
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_decode_for_server, args=(other_end,), daemon=True)
+        self._process.start()
+        other_end.close()
+
+    def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Decoded | Refused:
+        """Raises `EOFError` or `OSError` where the process has ended."""
+        try:
+            self._pipe.send((decode, body, max_bytes))
+            outcome: Decoded | Refused = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            raise
+        return outcome
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _decode_for_server(pipe: Connection) -> None:
+    # Ctrl-C reaches a terminal's whole process group, and the server finishes what it has begun
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError):
+        while True:
+            decode, body, max_bytes = pipe.recv()
+            try:
+                outcome = decode(body, max_bytes)
+            except Refused as error:
+                outcome = error
+            pipe.send(outcome)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import structlog
 
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.backpressure import Limits
-from grpo_api.ingest.waiting_line import WaitingLine
-from grpo_api.planning.bundles import StoredGroup
-from grpo_api.planning.env_status import RunView, may_overfill
-from grpo_api.planning.placement import Arrival, IntakeState, Placement, place
+from grpo_api.ingest.backpressure import WaitingLine, in_turn
+from grpo_api.planning.batch import StoredGroup
+from grpo_api.planning.env_status import may_overfill
+from grpo_api.planning.placement import Arrival, place
 from grpo_api.planning.quotas import Share
-from grpo_api.planning.servable import partners
+from grpo_api.planning.run_view import Limits, RunView
 from grpo_api.store import RunStore
 from grpo_api.store.records import NotPlaced, Outcomes, Receipt, SentGroups
 
@@ -123,7 +120,9 @@ class Intake:
     async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """Parts of one environment meet in its buffer: sent side by side and placed side by side,
         all but one of them would start over each time."""
-        async with _turn(self._turns, self._patience.placing_s):
+        patience_s = self._patience.placing_s
+        reason = f"groups that arrived earlier were not placed within {patience_s:g} s"
+        async with in_turn(self._turns, patience_s, reason):
             for _ in range(_MAX_PLACEMENTS):
                 outcome = await self._place(submission, limits)
                 if outcome is not NotPlaced.MOVED:
@@ -141,27 +140,15 @@ class Intake:
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload), under))
             for id_, group in enumerate(groups, start=opened.first_id)
         ]
-        placement = await self._decide(arrivals, opened.state)
-        return await self._store.groups.commit(
-            opened, placement, submission.sent, submission.receipt, limits
-        )
-
-    async def _decide(self, arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
         try:
-            return place(arrivals, await self._with_partners(state, arrivals))
+            placement = place(arrivals, opened.state)
         except GroupRefused as error:
             env_id = arrivals[error.index].env_id
             _log.warning("group refused", env_id=env_id, index=error.index, reason=str(error))
             raise
-
-    async def _with_partners(self, state: IntakeState, arrivals: Sequence[Arrival]) -> IntakeState:
-        """Sizes that divide the batch, the usual case, need no look at who else is there."""
-        if all(state.fills_batch_alone(arrival) for arrival in arrivals):
-            return state
-        run = await self._store.environments.view()
-        sizes = [environment.registration.group_size for environment in run.connected()]
-        others = partners(state.batch_size, sizes, run.counters.queued)
-        return replace(state, partners=others)
+        return await self._store.groups.commit(
+            opened, placement, submission.sent, submission.receipt, limits
+        )
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
         # while it waits the server may go on to versions that cannot have sampled it
@@ -204,18 +191,3 @@ def _is_waited_for(submission: Submission, run: RunView) -> bool:
         may_overfill(shares.get(group.env_id, group.sequences), run)
         for group in submission.sent.groups
     )
-
-
-@asynccontextmanager
-async def _turn(turns: asyncio.Lock, patience_s: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(patience_s):
-            await turns.acquire()
-    except TimeoutError as error:
-        raise StoreUnavailable(
-            f"groups that arrived earlier were not placed within {patience_s:g} s"
-        ) from error
-    try:
-        yield
-    finally:
-        turns.release()

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus, and logs."""
+"""Metrics for Prometheus, and logs. Reads numbers, changes nothing."""

@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells Prometheus: requests of this process, and the run as Redis has it."""
+"""Metrics for Prometheus: requests of this process, and the run as Redis has it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,40 @@ from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from grpo_api.observability.run_metrics import run_metrics
-from grpo_api.store.run_facts import RunFacts
+from grpo_api.store.stats import RunStats
 
 _BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
 )
+_GAUGES = {
+    "step": ("step", "Batches handed out, counted from the run's starting step."),
+    "queued_groups": ("queued_groups", "Groups in the queue."),
+    "queued_sequences": ("queued_sequences", "Sequences in the queue."),
+    "queued_bytes": ("queued_bytes", "Stored bytes of the groups in the queue."),
+    "oldest_queued_age_s": (
+        "oldest_queued_group_age_seconds",
+        "Age of the oldest group in the queue; 0 where it is empty.",
+    ),
+    "buffered_parts": ("buffered_parts", "Parts of groups that wait for the rest."),
+    "buffered_bytes": ("buffered_bytes", "Stored bytes of the parts that wait for the rest."),
+    "leased_batches": ("leased_batches", "Batches handed out and not acknowledged."),
+    "leased_bytes": ("leased_bytes", "Stored bytes of the batches that are not acknowledged."),
+    "oldest_lease_age_s": (
+        "oldest_lease_age_seconds",
+        "Seconds that the oldest unacknowledged batch has been out; 0 where there is none.",
+    ),
+    "environments_alive": ("environments_alive", "Environments that are here: not left, not mute."),
+    "environments_registered": ("environments_registered", "Environments that ever registered."),
+}
+_COUNTERS = {
+    "deliveries": ("batches_delivered", "Batches handed out for the first time."),
+    "redeliveries": ("batches_redelivered", "Batches handed out again."),
+    "acknowledged_batches": ("batches_acknowledged", "Batches that the trainer acknowledged."),
+}
 
 
 @dataclass(frozen=True)
@@ -61,16 +85,29 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
         self._body_bytes.labels(route).inc(body_bytes)
 
-    def exposition(self, facts: RunFacts | None, accept: str) -> Exposition:
-        """All metrics in the format that the scraper accepts; no facts: Redis is away."""
+    def exposition(self, stats: RunStats | None, accept: str) -> Exposition:
+        """All metrics in the format that the scraper accepts; None: Redis is away."""
         encode, content_type = choose_encoder(accept)
-        return Exposition(encode(_Scrape(self._registry, facts)), content_type)
+        return Exposition(encode(_Scrape(self._registry, stats)), content_type)
 
 
 class _Scrape(Collector):
-    def __init__(self, registry: CollectorRegistry, facts: RunFacts | None) -> None:
+    def __init__(self, registry: CollectorRegistry, stats: RunStats | None) -> None:
         self._registry = registry
-        self._facts = facts
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        return chain(self._registry.collect(), run_metrics(self._facts))
+        return chain(self._registry.collect(), run_metrics(self._stats))
+
+
+def run_metrics(stats: RunStats | None) -> Iterator[Metric]:
+    """Whether Redis answered, and if it did, the run as it has it."""
+    yield GaugeMetricFamily(
+        "run_api_redis_up", "1 where Redis answered this scrape.", 0 if stats is None else 1
+    )
+    if stats is None:
+        return
+    for field, (name, says) in _GAUGES.items():
+        yield GaugeMetricFamily(f"run_api_{name}", says, getattr(stats, field))
+    for field, (name, says) in _COUNTERS.items():
+        yield CounterMetricFamily(f"run_api_{name}", says, getattr(stats, field))

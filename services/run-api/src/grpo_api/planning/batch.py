@@ -3,17 +3,54 @@
 A batch holds exactly `batch_size` sequences, every minimum of `Demand`, and of all such choices the
 oldest. The archived server forms batches from packs: equal groups that add up to the largest size
 in the queue. A pack is an exact sum, so a batch is found here wherever one is found there, and also
-where packs never come out even (parts of 3 + 1, or 6 + 4 + 4 + 6 sequences in a batch of 20).
-"""
+where packs never come out even (parts of 3 + 1, or 6 + 4 + 4 + 6 sequences in a batch of 20)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from grpo_api.planning.bundles import Bundle
 from grpo_api.planning.quotas import Demand
 from grpo_api.planning.subset_sum import Kind, oldest_choice
+from grpo_core.wire import PolicyVersion
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A group whose payload lies in Redis under `id`. Ids grow with the order of arrival.
+
+    `received_under`: the version that was served when it was received, None where nobody had said.
+    """
+
+    id: int
+    sequences: int
+    stored_bytes: int
+    received_under: PolicyVersion | None = None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Groups that are queued and served together, in this order.
+
+    Parts that an environment sent in place of one group stay together in the queue. Planned one by
+    one they could be stranded: a part of 3 whose part of 1 went into another batch fits none.
+    """
+
+    id: int
+    """Grows with the order of queueing: the id of the group that completed the bundle."""
+    env_id: int | None
+    groups: tuple[StoredGroup, ...]
+    queued_ms: int = 0
+    """Redis' time of queueing; 0 before."""
+
+    @property
+    def sequences(self) -> int:
+        return sum(group.sequences for group in self.groups)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.env_id, self.sequences)
 
 
 def plan_batch(queue: Sequence[Bundle], demand: Demand) -> list[Bundle] | None:

@@ -4,71 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from grpo_api.ingest.backpressure import Fill, Limits
-from grpo_api.planning.quotas import Demand, Share, demand
+from grpo_api.planning.quotas import Share
+from grpo_api.planning.run_view import Environment, Limits, RunCounters, RunView
 from grpo_api.planning.subset_sum import Kind
-from grpo_core.wire import IGNORED_WEIGHT, EnvironmentRegistration, EnvironmentStatus
+from grpo_core.wire import IGNORED_WEIGHT, EnvironmentStatus
 
 MIN_ENV_WEIGHT = 0.01
 """No environment is starved completely."""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """A registered environment. `connected`: it has not left, and has polled lately; one that is
-    not keeps its id and its data, but neither weight nor minimum."""
-
-    env_id: int
-    name: str
-    connected: bool
-    registration: EnvironmentRegistration
-
-    @property
-    def share(self) -> Share:
-        minimum = self.registration.min_batch_allocation or 0.0
-        return Share(self.env_id, self.registration.group_size, minimum)
-
-
-@dataclass(frozen=True)
-class RunCounters:
-    """The queue in numbers.
-
-    Attributes:
-        queued: bundles by sender and size; the sender is None for data without an env_id.
-        max_group_size: sequences in the largest queued group, 1 where the queue is empty.
-        num_steps: the step at which the trainer has all its batches; None: it does not say.
-    """
-
-    current_step: int
-    batch_size: int
-    queued: Mapping[Kind, int]
-    max_group_size: int
-    fill: Fill
-    num_steps: int | None
-
-    def sequences_by_env(self) -> dict[int | None, int]:
-        sequences: dict[int | None, int] = {}
-        for kind, bundles in self.queued.items():
-            sequences[kind.env_id] = sequences.get(kind.env_id, 0) + bundles * kind.sequences
-        return sequences
-
-
-@dataclass(frozen=True)
-class RunView:
-    """Everyone who registered, in that order, and the counters of the same moment."""
-
-    environments: Sequence[Environment]
-    counters: RunCounters
-
-    def connected(self) -> list[Environment]:
-        return [environment for environment in self.environments if environment.connected]
-
-    def demand(self) -> Demand:
-        """What the next batch has to hold."""
-        shares = [environment.share for environment in self.connected()]
-        return demand(self.counters.batch_size, shares, self.counters.queued)
 
 
 def environment_status(own: Environment, run: RunView, limits: Limits) -> EnvironmentStatus:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.bundles import Bundle, StoredGroup
-from grpo_api.planning.servable import Partners, can_be_served, why_unservable
+from grpo_api.planning.batch import Bundle, StoredGroup
+from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16
@@ -40,13 +40,11 @@ class IntakeState:
     Attributes:
         group_size_of: registered group size of every sender that is known, by env_id.
         buffers: parts that wait, oldest first, by env_id.
-        partners: what else a batch could get. Only sizes that do not divide the batch need it.
     """
 
     batch_size: int
     group_size_of: Mapping[int, int]
     buffers: Mapping[int, Buffer]
-    partners: Partners = field(default_factory=dict)
 
     def bundle_size(self, arrival: Arrival) -> int:
         """Sequences of the bundle that the group will be served in."""
@@ -56,9 +54,6 @@ class IntakeState:
     def sender(self, arrival: Arrival) -> int | None:
         """Ids that nobody registered are one sender, or they could make kinds without end."""
         return arrival.env_id if arrival.env_id in self.group_size_of else None
-
-    def fills_batch_alone(self, arrival: Arrival) -> bool:
-        return self.batch_size % self.bundle_size(arrival) == 0
 
 
 @dataclass
@@ -104,8 +99,8 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
             f"a group of {own} sequences, but environment {arrival.env_id} registered group_size "
             f"{size}: smaller groups are put together to that size, a larger one can never be",
         )
-    if not can_be_served(size, state.batch_size, state.partners):
-        raise GroupRefused(index, why_unservable(size, state.batch_size, state.partners))
+    if reason := why_unservable(size, state.batch_size):
+        raise GroupRefused(index, reason)
 
 
 def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placement) -> None:

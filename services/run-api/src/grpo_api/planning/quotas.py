@@ -10,8 +10,44 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_api.planning.servable import can_be_served, partners
 from grpo_api.planning.subset_sum import Kind, Stock, can_make
+
+
+def why_unservable(sequences: int, batch_size: int) -> str | None:
+    """Why no batch can be made of groups of this size; None where one can.
+
+    Groups are never split, so a size has to divide the batch. One that needs groups of other sizes
+    beside it would hold the queue up whenever their sender leaves.
+    """
+    if batch_size % sequences == 0:
+        return None
+    return (
+        f"groups of {sequences} sequences cannot be served: batches hold exactly {batch_size}, "
+        f"which they do not fill; use a group size that divides {batch_size}, or register the "
+        "trainer with another batch_size"
+    )
+
+
+def batch_size_conflicts(
+    batch_size: int, group_size_of: Mapping[int, int], queued: Mapping[Kind, int]
+) -> list[str]:
+    """Why a batch size does not suit what a run holds: queued groups, connected environments.
+
+    Args:
+        group_size_of: env_id → group size of each connected environment.
+        queued: groups in the queue, by kind.
+    """
+    lying = [
+        f"groups of {size} sequences are queued"
+        for size in sorted({kind.sequences for kind in queued})
+        if why_unservable(size, batch_size)
+    ]
+    coming = [
+        f"environment {env_id} sends groups of {size}"
+        for env_id, size in sorted(group_size_of.items())
+        if why_unservable(size, batch_size)
+    ]
+    return lying + coming
 
 
 @dataclass(frozen=True)
@@ -62,14 +98,13 @@ def demand(batch_size: int, shares: Sequence[Share], available: Mapping[Kind, in
     hold together, however long one waited for data, are scaled down by one common factor, as little
     as makes them fit: sums above one, and group sizes that do not add up beside each other.
     Where not even one group of each fits, none is enforced: a run must not wait for what cannot be.
-    An environment whose group size cannot be served now has no claim: its data is refused.
+    An environment whose group size does not divide the batch has no claim: its data is refused.
 
     Args:
         shares: of connected environments, each of which could still send any number of groups.
         available: groups in the queue, by kind.
     """
-    others = partners(batch_size, [share.group_size for share in shares], available)
-    shares = [share for share in shares if can_be_served(share.group_size, batch_size, others)]
+    shares = [share for share in shares if not why_unservable(share.group_size, batch_size)]
     own = {share.kind for share in shares}
     rest = [Stock(kind.sequences, 0, n) for kind, n in available.items() if kind not in own]
 

@@ -1,1 +1,1 @@
-"""HTTP handlers by noun: parse, call, reply."""
+"""HTTP handlers by noun: parse, call, reply. No Redis commands."""

@@ -9,13 +9,12 @@ import structlog
 from fastapi import APIRouter, Header
 from fastapi.responses import PlainTextResponse, Response
 
-from grpo_api.dependencies import ServerLifetime, ServerMetrics, Store
-from grpo_api.errors import StoreUnavailable
-from grpo_api.http.lifetime import ShuttingDown
+from grpo_api.errors import ShuttingDown, StoreUnavailable
 from grpo_api.http.openapi import refusals
-from grpo_api.routes.answers import Greeting, Healthy
+from grpo_api.routes.dependencies import Services
+from grpo_api.routes.schemas import Greeting, Healthy
 from grpo_api.store import RunStore
-from grpo_api.store.run_facts import RunFacts
+from grpo_api.store.stats import RunStats
 from grpo_core.wire import ServerStatus
 
 _SCRAPE_DEADLINE_S = 1.0
@@ -34,9 +33,9 @@ async def root() -> Greeting:
 
 
 @router.get("/health", responses=refusals(503))
-async def health(store: Store) -> Healthy:
+async def health(services: Services) -> Healthy:
     """200 only where Redis answers, else 503."""
-    await store.ping()
+    await services.store.ping()
     return {"status": "ok"}
 
 
@@ -47,41 +46,40 @@ async def healthz() -> Healthy:
 
 
 @router.get("/readyz", responses=refusals(503))
-async def readyz(store: Store, lifetime: ServerLifetime) -> Healthy:
+async def readyz(services: Services) -> Healthy:
     """200 where a request sent here now would be served: Redis answers, and this process stays."""
-    if lifetime.closing.is_set():
+    if services.lifetime.closing.is_set():
         raise ShuttingDown
-    await store.ping()
+    await services.store.ping()
     return {"status": "ok"}
 
 
 @router.get("/metrics", response_class=Response, responses=_EXPOSITION)
 async def metrics(
-    store: Store,
-    metrics: ServerMetrics,
+    services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
     """For Prometheus. Answers while Redis is away too, and says that it is."""
-    exposition = metrics.exposition(await _facts(store), accept)
+    exposition = services.metrics.exposition(await _stats(services.store), accept)
     return Response(exposition.body, headers={"content-type": exposition.content_type})
 
 
-async def _facts(store: RunStore) -> RunFacts | None:
+async def _stats(store: RunStore) -> RunStats | None:
     try:
         async with asyncio.timeout(_SCRAPE_DEADLINE_S):
-            return await store.facts.read()
+            return await store.stats.read()
     except (StoreUnavailable, TimeoutError):
         return None
 
 
 @router.get("/status", responses=refusals(503))
-async def status(store: Store) -> ServerStatus:
-    return await store.trainer.status()
+async def status(services: Services) -> ServerStatus:
+    return await services.store.trainer.status()
 
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
-async def reset_data(store: Store) -> PlainTextResponse:
+async def reset_data(services: Services) -> PlainTextResponse:
     """Forget the run: registration, step, environments, buffers, queue, the batch handed out."""
-    await store.reset()
+    await services.store.reset()
     _log.info("reset")
     return PlainTextResponse("Reset successful")

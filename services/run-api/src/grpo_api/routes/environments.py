@@ -5,19 +5,23 @@ from __future__ import annotations
 import structlog
 from fastapi import APIRouter
 
-from grpo_api.dependencies import RunLimits, Store
 from grpo_api.errors import Refused
 from grpo_api.http.openapi import json_body, refusals
-from grpo_api.planning.env_status import RunView, environment_status
-from grpo_api.routes.answers import (
+from grpo_api.planning.env_status import environment_status
+from grpo_api.planning.run_view import RunView
+from grpo_api.routes.dependencies import (
+    EnvironmentIdBody,
+    EnvironmentRegistrationBody,
+    IdempotencyKey,
+    Services,
+)
+from grpo_api.routes.schemas import (
     EnvironmentEnrolled,
     Failed,
     KnownEnvironment,
     Succeeded,
     Waiting,
 )
-from grpo_api.routes.bodies import EnvironmentIdBody, EnvironmentRegistrationBody
-from grpo_api.routes.idempotency import IdempotencyKey
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
 
@@ -30,15 +34,15 @@ _log = structlog.get_logger()
 @router.post("/register-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentRegistration))
 async def register_environment(
     registration: EnvironmentRegistrationBody,
-    store: Store,
+    services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    registered = await store.environments.register(registration, idempotency_key)
+    registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
     _log_registration(registered, registration)
     if registration.min_batch_allocation:
-        _warn_of_scaled_minimums(await store.environments.view())
+        _warn_of_scaled_minimums(await services.store.environments.view())
     return {
         "status": "success",
         "env_id": registered.env_id,
@@ -60,14 +64,6 @@ def _log_registration(
         group_size=registration.group_size,
         minimum=registration.min_batch_allocation,
     )
-    batch_size = registered.trainer.batch_size
-    if batch_size % registration.group_size:
-        _log.warning(
-            "group size does not divide the batch: groups are refused while nobody else's fill it",
-            env_id=registered.env_id,
-            group_size=registration.group_size,
-            batch_size=batch_size,
-        )
 
 
 def _warn_of_scaled_minimums(run: RunView) -> None:
@@ -83,9 +79,9 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
 
 @router.post("/disconnect-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentId))
 async def disconnect_environment(
-    environment: EnvironmentIdBody, store: Store
+    environment: EnvironmentIdBody, services: Services
 ) -> Succeeded | Failed:
-    parts_dropped = await store.environments.disconnect(environment.env_id)
+    parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
     _log.info("environment disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
@@ -96,22 +92,22 @@ async def disconnect_environment(
     "/status-env", responses=_REFUSALS | refusals(404), openapi_extra=json_body(EnvironmentId)
 )
 async def status_of_environment(
-    environment: EnvironmentIdBody, store: Store, limits: RunLimits
+    environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
-    run = await store.environments.poll(environment.env_id)
+    run = await services.store.environments.poll(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
-            return environment_status(own, run, limits)
+            return environment_status(own, run, services.limits)
     raise Refused(404, _unknown(environment.env_id))
 
 
 @router.get("/environments", responses=refusals(503))
-async def list_environments(store: Store) -> list[KnownEnvironment]:
+async def list_environments(services: Services) -> list[KnownEnvironment]:
     """For operators and runners: everyone who has registered, connected or not.
 
     `min_sequences` is what every batch holds of an environment at least, after scaling down.
     """
-    run = await store.environments.view()
+    run = await services.store.environments.view()
     least = run.demand().least
     return [
         {

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
 from grpo_api.delivery.registration import enrol_trainer
-from grpo_api.dependencies import Dispatcher, Store, UntilAnswered
+from grpo_api.delivery.stream import batch_pieces, begun, gzipped
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.http.compression import accepts_gzip
+from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, linked, refusals
-from grpo_api.http.responses import batch_pieces, begun, gzipped
-from grpo_api.routes.answers import (
+from grpo_api.routes.dependencies import RegistrationBody, Services
+from grpo_api.routes.schemas import (
     BatchesAcknowledged,
     LeasedBatch,
     NoBatch,
@@ -25,7 +26,6 @@ from grpo_api.routes.answers import (
     TrainerMissing,
     TrainerNames,
 )
-from grpo_api.routes.bodies import RegistrationBody
 from grpo_api.store import RunStore
 from grpo_api.store.records import DueBatch, Lease, Poll
 from grpo_core.wire import Registration, TrainerEnrolled, TrainerInfo
@@ -56,6 +56,15 @@ BatchesLeft = Annotated[
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
 
+
+async def _until_answered() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
+"""What is entered here ends once the answer is sent, or cut off."""
+
 _UUID = "$response.body#/uuid"
 _ENROLLED: dict[int | str, dict[str, Any]] = {
     200: {"links": {"batches": linked("batch", trainer=_UUID)}}
@@ -82,9 +91,9 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     responses=_ENROLLED | refusals(400, 409, 413, 422, 503),
     openapi_extra=json_body(Registration),
 )
-async def register(registration: RegistrationBody, store: Store) -> TrainerEnrolled:
+async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
     """Register a trainer; batches that are not acknowledged are handed out again."""
-    registered = await enrol_trainer(store, registration)
+    registered = await enrol_trainer(services.store, registration)
     _log.info(
         "registered",
         batch_size=registration.batch_size,
@@ -96,8 +105,7 @@ async def register(registration: RegistrationBody, store: Store) -> TrainerEnrol
 
 @router.get("/batch", responses=_HANDED_OUT | refusals(409, 422, 503))
 async def batch(
-    dispatcher: Dispatcher,
-    store: Store,
+    services: Services,
     until_answered: UntilAnswered,
     trainer: TrainerId | None = None,
     after: After = 0,
@@ -113,17 +121,17 @@ async def batch(
     """
     try:
         if trainer is None:
-            answer = await until_answered.enter_async_context(store.batches.answering())
-            due = await dispatcher.by_plain_poll(answer, wait_s)
+            answer = await until_answered.enter_async_context(services.store.batches.answering())
+            due = await services.dispatcher.by_plain_poll(answer, wait_s)
         else:
-            due = await dispatcher.by_lease(Poll(trainer, after, batches_left), wait_s)
+            due = await services.dispatcher.next_batch(Poll(trainer, after, batches_left), wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if due is None and trainer is not None:
-        return NoLease(batch=None, environments=await store.facts.environments())
+        return NoLease(batch=None, environments=await services.store.stats.environments())
     if due is None:
         return {"batch": None}
-    return await _answer(store, due, accepts_gzip(accept_encoding))
+    return await _answer(services.store, due, accepts_gzip(accept_encoding))
 
 
 async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> StreamingResponse:
@@ -152,12 +160,14 @@ async def _noting_delivery(
 
 
 @router.post("/batch/{batch_id}/ack", responses=refusals(404, 409, 422, 503))
-async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> BatchesAcknowledged:
+async def acknowledge(
+    batch_id: BatchId, trainer: TrainerId, services: Services
+) -> BatchesAcknowledged:
     """Every batch up to this one is durable with the trainer and never handed out again."""
     try:
-        acknowledged = await store.batches.acknowledge(trainer, batch_id)
+        acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
-        raise Refused(404, str(error)) from error
+        raise Refused(404, error.problems()) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
     if acknowledged.released:
@@ -172,16 +182,16 @@ async def acknowledge(batch_id: BatchId, trainer: TrainerId, store: Store) -> Ba
 
 
 @router.get("/info", responses=refusals(503))
-async def info(store: Store) -> TrainerInfo:
-    registration = await store.trainer.registration()
+async def info(services: Services) -> TrainerInfo:
+    registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
 
 
 @router.get("/wandb_info", responses=refusals(503))
-async def wandb_info(store: Store) -> TrainerNames:
-    registration = await store.trainer.registration()
+async def wandb_info(services: Services) -> TrainerNames:
+    registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}
     return {"group": registration.wandb_group, "project": registration.wandb_project}

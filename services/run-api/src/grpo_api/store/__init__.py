@@ -11,7 +11,7 @@ from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, former_keys, keys
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.stats import FactStore
+from grpo_api.store.stats import StatsStore
 from grpo_api.store.trainer import TrainerStore
 
 
@@ -31,7 +31,7 @@ class RunStore:
         self.environments = EnvironmentStore(link, environment_timeout_s)
         self.payloads = PayloadStore(link)
         self.groups = GroupStore(link)
-        self.facts = FactStore(link, environment_timeout_s)
+        self.stats = StatsStore(link, environment_timeout_s)
         self.batches = BatchStore(link, max_leased_bytes)
 
     async def close(self) -> None:

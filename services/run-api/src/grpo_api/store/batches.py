@@ -14,7 +14,7 @@ from grpo_api.errors import (
     TrainerNotRegistered,
     TrainerSuperseded,
 )
-from grpo_api.planning.bundles import Bundle
+from grpo_api.planning.batch import Bundle
 from grpo_api.store.keys import keys, parse_lease, write_queued
 from grpo_api.store.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 from grpo_api.store.redis import RedisLink

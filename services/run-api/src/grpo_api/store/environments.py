@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from grpo_api.errors import unprocessable
-from grpo_api.ingest.backpressure import Fill
-from grpo_api.planning.env_status import Environment, RunCounters, RunView
-from grpo_api.planning.servable import why_unservable
+from grpo_api.planning.quotas import why_unservable
+from grpo_api.planning.run_view import Environment, Fill, RunCounters, RunView
 from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
@@ -31,7 +30,7 @@ class EnvironmentStore:
         Args:
             key: the caller's name for this call: repeated, it gives the same environment.
         Raises:
-            Refused: 422, the group size is larger than a batch.
+            Refused: 422, the group size does not divide the batch.
         """
         outcome, *rest = await self._link.script(
             "register_environment",
@@ -47,9 +46,9 @@ class EnvironmentStore:
         )
         if outcome == b"wait":
             return None
-        if outcome == b"too large":
+        if outcome == b"unservable":
             reason = why_unservable(registration.group_size, batch_size=rest[0])
-            raise unprocessable(["group_size"], reason)
+            raise unprocessable(["group_size"], str(reason))
         env_id, name, step, trainer = rest
         return RegisteredEnvironment(
             env_id, name.decode(), step, Registration.model_validate_json(trainer)
@@ -85,23 +84,23 @@ class EnvironmentStore:
             ),
             polling,
         )
-        facts = _Facts(*answer)
+        found = _Answer(*answer)
         counters = RunCounters(
-            current_step=int(facts.trainer[0] or 0),
-            batch_size=int(facts.trainer[1] or 0),
-            queued={parse_kind(kind): int(n) for kind, n in _pairs(facts.kinds).items()},
-            max_group_size=max(map(int, facts.sizes), default=1),
-            fill=_fill(*facts.totals),
-            num_steps=None if facts.trainer[2] is None else int(facts.trainer[2]),
+            current_step=int(found.trainer[0] or 0),
+            batch_size=int(found.trainer[1] or 0),
+            queued={parse_kind(kind): int(n) for kind, n in _pairs(found.kinds).items()},
+            max_group_size=max(map(int, found.sizes), default=1),
+            fill=_fill(*found.totals),
+            num_steps=None if found.trainer[2] is None else int(found.trainer[2]),
         )
-        return RunView(self._environments(facts), counters)
+        return RunView(self._environments(found), counters)
 
-    def _environments(self, facts: _Facts) -> list[Environment]:
-        names, seen = _pairs(facts.names), _pairs(facts.seen)
+    def _environments(self, found: _Answer) -> list[Environment]:
+        names, seen = _pairs(found.names), _pairs(found.seen)
         here = {
             env_id
-            for env_id in facts.connected
-            if int(facts.now_ms) - int(seen[env_id]) <= self._timeout_ms
+            for env_id in found.connected
+            if int(found.now_ms) - int(seen[env_id]) <= self._timeout_ms
         }
         environments = [
             Environment(
@@ -110,7 +109,7 @@ class EnvironmentStore:
                 connected=env_id in here,
                 registration=_registration(registration),
             )
-            for env_id, registration in _pairs(facts.registrations).items()
+            for env_id, registration in _pairs(found.registrations).items()
         ]
         return sorted(environments, key=lambda environment: environment.env_id)
 
@@ -122,7 +121,7 @@ def _registration(written: bytes) -> EnvironmentRegistration:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Answer:
     """What `view_run` returns, in its order; hashes are flat."""
 
     now_ms: bytes

@@ -46,7 +46,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from grpo_api.planning.bundles import Bundle, StoredGroup
+from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
 from grpo_api.store.records import Lease
 from grpo_api.store.redis import RedisLink

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from grpo_api.ingest.codec import PackedGroup
 from grpo_api.planning.placement import IntakeState
+from grpo_api.store.codec import PackedGroup
 from grpo_core.wire import PolicyVersion, Registration
 
 

@@ -5,7 +5,7 @@
 --       8 resets (string)       9 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 -- Returns {'wait'}                    no trainer has registered and polled yet
---         {'too large', batch_size}   no batch can ever hold a group of this environment
+--         {'unservable', batch_size}  groups of this environment do not fill a batch
 --         {'registered', env_id, name, step, trainer's registration (JSON)}
 --
 -- The receipt makes a repeated call (its answer was lost) return the same environment.
@@ -18,8 +18,8 @@ local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
 if not batch_size then
   return {'wait'}
 end
-if tonumber(group_size) > batch_size then
-  return {'too large', batch_size}
+if batch_size % tonumber(group_size) ~= 0 then
+  return {'unservable', batch_size}
 end
 if not redis.call('HGET', trainer, 'started') then
   return {'wait'}

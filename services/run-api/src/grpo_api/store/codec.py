@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from isal import isal_zlib
 
@@ -20,22 +19,6 @@ _GZIP_WINDOW_BITS = 31
 _LENGTH_BYTES = 2
 _ISIZE_BYTES = 4
 _CLOSING = b"}"
-
-NO_EXAMPLE: dict[str, list[Any]] = {
-    name: []
-    for name in (
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "generation_params",
-        "inference_logprobs",
-        "messages",
-        "images",
-    )
-}
-"""Answer of `/latest_example` before any group was queued."""
 
 
 @dataclass(frozen=True)

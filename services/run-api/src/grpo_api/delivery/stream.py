@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from grpo_api.errors import BatchGone
-from grpo_api.ingest.codec import unpack, unpacked_bytes
+from grpo_api.store.codec import unpack, unpacked_bytes
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.records import DueBatch
 

@@ -1,18 +1,17 @@
 """Answers that are no records of `grpo_core.wire`, as handlers return them or as they are sent.
 
-Handlers are annotated with these, so the OpenAPI document is made of what they return.
-"""
+Handlers are annotated with these, so the OpenAPI document is made of what they return."""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field
-
-# pydantic takes the one of `typing` from Python 3.12 on
 from typing_extensions import TypedDict
 
 from grpo_core.wire import EnvironmentCount, ScoredGroup, Step
+
+# pydantic takes the one of `typing` from Python 3.12 on
 
 
 class Greeting(TypedDict):
@@ -145,17 +144,3 @@ class NoExample(_Streamed):
     inference_logprobs: list[None] = Field(max_length=0)
     messages: list[None] = Field(max_length=0)
     images: list[None] = Field(max_length=0)
-
-
-class Problem(_Streamed):
-    """What is wrong, and where: `loc` begins with body, query, path or header."""
-
-    loc: list[str | int]
-    msg: str
-    type: str
-
-
-class Refusal(_Streamed):
-    """Nothing was changed."""
-
-    detail: str | list[Problem]

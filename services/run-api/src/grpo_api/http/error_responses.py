@@ -1,0 +1,105 @@
+"""What an error looks like on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+
+from grpo_api.errors import BodyTooSlow, Conflict, Refused, Unavailable
+
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left before it was answered."""
+_MAX_PROBLEMS = 20
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LOCATION_CHARS = 100
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Let every error that a handler raises end in the answer that it stands for."""
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(Conflict, _conflict)
+    app.add_exception_handler(BodyTooSlow, _too_slow)
+    app.add_exception_handler(Unavailable, _unavailable)
+    app.add_exception_handler(ClientDisconnect, _nobody_there)
+    app.add_exception_handler(Exception, _unhandled)
+
+
+async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    """422 without the offending input: a NaN in it could not be written as JSON."""
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": listed(error.errors())}, status_code=422)
+
+
+async def _refused(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refused)
+    return JSONResponse({"detail": error.detail}, status_code=error.status)
+
+
+async def _conflict(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Conflict)
+    return JSONResponse({"detail": error.problems()}, status_code=409)
+
+
+async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
+    """Without closing it, the connection would go on waiting for the rest."""
+    return JSONResponse({"detail": str(error)}, status_code=408, headers={"Connection": "close"})
+
+
+async def _unavailable(_request: Request, error: Exception) -> JSONResponse:
+    return not_now(error)
+
+
+def not_now(error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "1"})
+
+
+async def _nobody_there(_request: Request, _error: Exception) -> Response:
+    """For the log and the metrics: who left in the middle of a body reads no answer."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
+    """The answer to a request that met a defect. Its traceback is logged by uvicorn."""
+    request_id: str = structlog.contextvars.get_contextvars()["request_id"]
+    return JSONResponse(
+        {"detail": "internal error; see the server's log", "request_id": request_id},
+        status_code=500,
+        headers={REQUEST_ID_HEADER: request_id},
+    )
+
+
+def invalid(error: ValidationError) -> Refused:
+    """422 for a body that breaks its record. A NaN in the input could not be written as JSON."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return Refused(
+        422, listed([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
+    )
+
+
+def listed(problems: Sequence[Any]) -> list[dict[str, Any]]:
+    """The first problems, of bounded length."""
+    return [_problem(problem) for problem in problems[:_MAX_PROBLEMS]]
+
+
+def too_large(max_bytes: int) -> Refused:
+    return Refused(413, f"body is larger than {max_bytes} bytes; send fewer groups at a time")
+
+
+def _problem(problem: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "loc": [
+            part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
+            for part in problem["loc"]
+        ],
+        "msg": problem["msg"][:_MAX_MESSAGE_CHARS],
+        "type": problem["type"],
+    }

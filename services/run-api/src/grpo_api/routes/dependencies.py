@@ -1,0 +1,110 @@
+"""What handlers take: the application's services, bodies, an idempotency key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from fastapi import Depends, FastAPI, Header, Request
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.errors import Refused
+from grpo_api.http.error_responses import invalid
+from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.request_body import BodyReader, inflate
+from grpo_api.ingest.decode import SubmissionDecoder
+from grpo_api.ingest.submit import Intake
+from grpo_api.observability.metrics import Metrics
+from grpo_api.planning.run_view import Limits
+from grpo_api.store import RunStore
+from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration
+
+
+@dataclass(frozen=True)
+class AppServices:
+    """What the application was built with."""
+
+    store: RunStore
+    lifetime: Lifetime
+    metrics: Metrics
+    dispatcher: BatchDispatcher
+    bodies: BodyReader
+    decoder: SubmissionDecoder
+    intake: Intake
+    limits: Limits
+
+
+def bind_services(app: FastAPI, services: AppServices) -> None:
+    app.state.services = services
+
+
+def services_of(request: Request) -> AppServices:
+    services: AppServices = request.app.state.services
+    return services
+
+
+async def _services(request: Request) -> AppServices:
+    """A coroutine: FastAPI hands a plain function to a thread, which costs more than it does."""
+    return services_of(request)
+
+
+Services = Annotated[AppServices, Depends(_services)]
+
+
+MAX_RECORD_BYTES = 1024 * 1024
+"""Registrations and ids, decompressed. Groups have a limit of their own."""
+
+T = TypeVar("T")
+
+
+class JsonBody(Generic[T]):
+    """Dependency that parses the body as `model`, whatever the method and the content type."""
+
+    def __init__(self, model: Any) -> None:
+        self._adapter: TypeAdapter[T] = TypeAdapter(model)
+
+    async def __call__(self, request: Request, services: Services) -> T:
+        with services.bodies.incoming(request) as incoming:
+            body = await incoming.read(MAX_RECORD_BYTES)
+        content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
+        try:
+            return self._adapter.validate_json(content)
+        except ValidationError as error:
+            raise invalid(error) from error
+
+
+RegistrationBody = Annotated[Registration, Depends(JsonBody[Registration](Registration))]
+EnvironmentRegistrationBody = Annotated[
+    EnvironmentRegistration, Depends(JsonBody[EnvironmentRegistration](EnvironmentRegistration))
+]
+EnvironmentIdBody = Annotated[EnvironmentId, Depends(JsonBody[EnvironmentId](EnvironmentId))]
+
+
+_MAX_KEY_CHARS = 255
+_KEY_PATTERN = "^[!-~]+$"
+_is_key = re.compile(_KEY_PATTERN).fullmatch
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=_MAX_KEY_CHARS,
+        pattern=_KEY_PATTERN,
+        description="names this submission: repeated with the same key it is queued once",
+    ),
+]
+
+
+def checked_key(key: str | None) -> str | None:
+    """
+    Raises:
+        Refused: 422, it is no `IdempotencyKey`.
+    """
+    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
+        return key
+    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
+    raise Refused(
+        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
+    )
