@@ -14,7 +14,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from grpo_api.http.bearer_token import OPEN_PATHS
 from grpo_api.http.lax_schema import LaxJsonSchema
 from grpo_api.routes.answers import Refusal
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
@@ -22,6 +21,8 @@ from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration,
 Json = dict[str, Any]
 
 OPENAPI_PATH = "/openapi.json"
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+"""Answered without the token: probes have none."""
 
 _COMPONENTS = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (

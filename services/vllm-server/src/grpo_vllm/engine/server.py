@@ -31,7 +31,7 @@ from grpo_vllm.engine.vllm_compat import (
 )
 from grpo_vllm.forkserver.channel import EngineEnd
 from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
-from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.http.connection_handover import ParkingLot
 from grpo_vllm.http.draining import Drain
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
@@ -85,7 +85,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         lot = ParkingLot()
         gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
-        guarded = ApiKeyGuard(gated, settings.api_key)
+        guarded = require_api_key(gated, settings.api_key)
         hosts = listed(settings.allowed_hosts)
         public = HttpServer(SameSiteOnly(guarded, pages, hosts), lot=lot)
         let_handlers_stop(app, public)
@@ -95,7 +95,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             Endpoint(HttpServer(private_app(serving, drain.begin)), _listening(plan.private)),
         ]
         if plan.control is not None:
-            control = ApiKeyGuard(control_app(serving), settings.api_key)
+            control = require_api_key(control_app(serving), settings.api_key)
             own = SameSiteOnly(control, hosts=hosts)
             endpoints.append(Endpoint(HttpServer(own), _listening(plan.control)))
         log.info(

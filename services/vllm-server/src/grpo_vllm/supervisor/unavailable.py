@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.handoff import ServerStatus, SupervisorState
-from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_vllm.http.api_key import require_api_key
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
@@ -36,7 +36,7 @@ def health_app(
 
     handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
     app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
-    return ApiKeyGuard(app, api_key)
+    return require_api_key(app, api_key)
 
 
 def _answer(status: ServerStatus, good: bool) -> Response:
