@@ -26,8 +26,8 @@ from grpo_core.weights.handoff import Action, OutcomeState, commands_key
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.engine_plan import UNTRAINED
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
+from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE

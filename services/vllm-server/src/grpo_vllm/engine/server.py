@@ -38,12 +38,18 @@ from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 from grpo_vllm.http.readiness import ReadinessGate
 from grpo_vllm.http.server import Endpoint, HttpServer, serve_until
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.beginning import Beginning, begin_after
 from grpo_vllm.weights.bridge_file import announced
 from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
-from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
+from grpo_vllm.weights.served_store import (
+    Beginning,
+    NoRecord,
+    ServedRecord,
+    ServedWeights,
+    WeightsRecord,
+    begin_after,
+)
 from grpo_vllm.weights.socket_server import serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 

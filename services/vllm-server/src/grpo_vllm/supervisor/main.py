@@ -16,11 +16,11 @@ from grpo_vllm.forkserver.client import ENGINE_MODULE, EngineHost
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.health import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.supervisor.unavailable import health_app
 from grpo_vllm.weights.served_store import NoRecord, ServedRecord
 from grpo_vllm.weights.socket_directory import own_directory
 

@@ -19,13 +19,11 @@ from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandDesk
 from grpo_vllm.supervisor.control_stream import ControlPlane
-from grpo_vllm.supervisor.engine import EngineSlot
-from grpo_vllm.supervisor.engine_child import EngineChild
+from grpo_vllm.supervisor.engine import EngineChild, EngineSlot
+from grpo_vllm.supervisor.health import refusing
 from grpo_vllm.supervisor.initial_weights import found_serving, recorded
-from grpo_vllm.supervisor.public_refusal import refusing
-from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
-from grpo_vllm.supervisor.state import Situation
+from grpo_vllm.supervisor.state import RestartPolicy, Situation
 from grpo_vllm.weights.served_store import WeightsRecord
 
 log = structlog.get_logger()

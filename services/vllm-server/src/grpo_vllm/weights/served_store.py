@@ -22,6 +22,7 @@ from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_core.redis.names import served_weights_key
 from grpo_core.redis.url import without_password
 from grpo_core.wire import PolicyVersion
+from grpo_vllm.forkserver.engine_plan import UNTRAINED
 
 log = structlog.get_logger()
 
@@ -184,3 +185,30 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
             f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
             "another --run-id"
         ) from error
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """`version` names what the engine holds or, where that is `missing`, what it should hold.
+
+    `new_name`: the version was made up now, so the record must learn it.
+    """
+
+    version: PolicyVersion
+    missing: bool = False
+    new_name: bool = False
+
+
+def begin_after(served: ServedWeights | None, await_weights: bool) -> Beginning:
+    """Args:
+    served: what the run was served last, None for nothing
+    await_weights: hold requests until a trainer has written that back
+    """
+    if served is None:
+        return Beginning(UNTRAINED)
+    if not served.trained:
+        return Beginning(served.version)
+    if await_weights:
+        return Beginning(served.version, missing=True)
+    # The checkpoint again, in the middle of a run: a name that no trainer has used.
+    return Beginning(PolicyVersion(served.version.epoch + 1, 0), new_name=True)

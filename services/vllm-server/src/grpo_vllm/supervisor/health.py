@@ -1,8 +1,12 @@
-"""Answers of the supervisor itself: on its health port, and for an engine that is given up."""
+"""Answers of the supervisor itself: on its health port, and on the public port once no engine is
+started any more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -13,6 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.handoff import ServerStatus, SupervisorState
 from grpo_vllm.http.api_key import require_api_key
+from grpo_vllm.http.server import HttpServer
+from grpo_vllm.supervisor.sockets import duplicate
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
@@ -56,3 +62,18 @@ class GivenUp:
         headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
         response = JSONResponse({"detail": self._reason}, 503, headers=headers)
         await response(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def refusing(
+    public: socket.socket, reason: str, parked: Iterable[int]
+) -> AsyncIterator[None]:
+    """Everybody is answered 503 inside the context, those on parked connections too."""
+    server = HttpServer(GivenUp(reason))
+    serving = asyncio.create_task(server.serve(sockets=[duplicate(public)]))
+    try:
+        await server.adopt(parked)
+        yield
+    finally:
+        server.should_exit = True
+        await serving
