@@ -346,13 +346,13 @@ class RolloutFacts(WireModel):
 
 class TrainerEnrolled(WireModel):
     """Answer of `POST /register`. `uuid` is the trainer's id (128 bits), for the lease routes;
-    `run_uuid` as in `ServerStatus`."""
+    `run_uuid` as in `RunStatus`."""
 
     uuid: int
     run_uuid: str
 
 
-class ServerStatus(WireModel):
+class RunStatus(WireModel):
     """`GET /status`. `queue_size` counts groups that no batch holds yet; `run_uuid` is made with a
     run's first trainer and ends with /reset_data, None: there is no run."""
 

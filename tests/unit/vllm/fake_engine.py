@@ -55,13 +55,13 @@ class FakeEngine:
 
 @dataclass
 class Record:
-    """`grpo_vllm.weights.served_store.WeightsRecord` that can be read in order."""
+    """`grpo_vllm.weights.served_store.ServedStore` that can be read in order."""
 
     served: ServedWeights | None = None
-    noted: list[ServedWeights] = field(default_factory=list)
+    saved: list[ServedWeights] = field(default_factory=list)
 
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
         return self.served
 
-    async def note(self, served: ServedWeights) -> None:
-        self.noted.append(served)
+    async def save(self, served: ServedWeights) -> None:
+        self.saved.append(served)

@@ -23,8 +23,8 @@ from grpo_core.wire import (
     EnvironmentRegistration,
     EnvironmentStatus,
     Registration,
+    RunStatus,
     ScoredGroup,
-    ServerStatus,
     TrainerEnrolled,
     TrainerInfo,
 )
@@ -75,8 +75,8 @@ class TrainerClient(ServiceClient):
         self._enrolled, self._last_batch = parse(TrainerEnrolled, answer), 0
         return self._enrolled.uuid
 
-    def status(self) -> ServerStatus:
-        return parse(ServerStatus, self._request("GET", "/status"))
+    def status(self) -> RunStatus:
+        return parse(RunStatus, self._request("GET", "/status"))
 
     def resume_after(self, batch_id: int) -> None:
         """After `register`: everything up to this batch is in the trainer's state."""

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights.handoff import ServerStatus, SupervisorState
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.health import health_app
@@ -36,7 +36,7 @@ async def test_every_route_asks_for_the_key_but_those_of_probes() -> None:
 
 
 async def test_the_supervisors_status_asks_for_it_too() -> None:
-    serving = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
+    serving = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=0, step=0)
     app = health_app(lambda: serving, lambda: True, KEY)
     assert [await status(app, path) for path in ("/healthz", "/readyz")] == [200, 200]
     assert await status(app, "/status") == 401

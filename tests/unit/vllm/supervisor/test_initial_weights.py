@@ -17,7 +17,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.initial_weights import first_weights, recorded
-from grpo_vllm.weights.served_store import Beginning, ServedWeights, begin_after
+from grpo_vllm.weights.served_store import InitialWeights, ServedWeights, initial_weights_after
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
@@ -53,7 +53,7 @@ async def test_the_last_served_weights_are_served_again(adapter: ServedWeights) 
     weights = await begins_with(record, "--enable-lora")
     assert weights.adapter == Path(adapter.path)
     assert recorded(weights, MODEL) == adapter
-    assert record.noted == []
+    assert record.saved == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_weights_of_another_mode_or_model_give_way_to_the_model_under_a_ne
 ) -> None:
     record = Record(replace(adapter, **change))  # type: ignore[arg-type]
     assert await begins_with(record, *flags) == PlannedWeights(version=V30)
-    assert [(noted.version, noted.trained) for noted in record.noted] == [(V30, False)]
+    assert [(noted.version, noted.trained) for noted in record.saved] == [(V30, False)]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_an_engine_that_shares_weights_waits_for_the_trained_ones_unless_told_no
 ) -> None:
     served = ServedWeights(V27, intact=intact, trained=True)
     # A trainer names steps within its epoch, and a torn write bumps the epoch by one at most.
-    fresh = Beginning(V30, new_name=True)
-    expected = Beginning(V27, missing=True) if await_weights else fresh
-    assert begin_after(served, await_weights) == expected
-    assert begin_after(UNTRAINED, await_weights) == Beginning(V30)
-    assert begin_after(None, await_weights) == Beginning(PolicyVersion(0, 0))
+    fresh = InitialWeights(V30, new_name=True)
+    expected = InitialWeights(V27, missing=True) if await_weights else fresh
+    assert initial_weights_after(served, await_weights) == expected
+    assert initial_weights_after(UNTRAINED, await_weights) == InitialWeights(V30)
+    assert initial_weights_after(None, await_weights) == InitialWeights(PolicyVersion(0, 0))

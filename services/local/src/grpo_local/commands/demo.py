@@ -13,7 +13,7 @@ from grpo_local.process.health import HealthProbe
 from grpo_local.process.launch import Launch
 from grpo_local.process.memory import MemoryPeaks
 from grpo_local.process.processes import ManagedProcess, ProcessFailed
-from grpo_local.process.server_facts import server_status
+from grpo_local.process.server_status import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack
 from grpo_local.report.metrics_file import MetricsFile, StepRecord

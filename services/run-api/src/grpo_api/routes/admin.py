@@ -16,7 +16,7 @@ from grpo_api.http.openapi import refusals
 from grpo_api.routes.answers import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.run_facts import RunFacts
-from grpo_core.wire import ServerStatus
+from grpo_core.wire import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
 _TEXT = {"schema": {"type": "string"}}
@@ -75,7 +75,7 @@ async def _facts(store: RunStore) -> RunFacts | None:
 
 
 @router.get("/status", responses=refusals(503))
-async def status(store: Store) -> ServerStatus:
+async def status(store: Store) -> RunStatus:
     return await store.trainer.status()
 
 

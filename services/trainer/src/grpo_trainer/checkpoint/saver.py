@@ -18,7 +18,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
-from grpo_trainer.weight_sync.files.served_files import KEPT as SERVED_KEPT
+from grpo_trainer.weight_sync.files.weight_directories import KEPT as SERVED_KEPT
 
 log = structlog.get_logger()
 

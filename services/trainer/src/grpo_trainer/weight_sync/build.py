@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights.handoff import Action
+from grpo_core.weights.supervisor_protocol import Action
 from grpo_trainer.config.modes import Mode
 from grpo_trainer.config.sync import served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files.handed_off import Cadence, HandedOff
-from grpo_trainer.weight_sync.files.handoff import Handoff
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.served_files import ServedFiles
-from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
+from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
@@ -36,7 +36,7 @@ def build_weight_sync(settings: TrainerSettings) -> WeightSync:
     )
     if settings.mode is Mode.SHARED_VLLM:
         return _shared(settings, bridge)
-    return _handed_off(settings, bridge)
+    return _by_files(settings, bridge)
 
 
 def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
@@ -52,18 +52,18 @@ def _shared(settings: TrainerSettings, bridge: BridgeClient) -> SharedVllm:
     )
 
 
-def _handed_off(settings: TrainerSettings, bridge: BridgeClient) -> HandedOff:
+def _by_files(settings: TrainerSettings, bridge: BridgeClient) -> FileSync:
     url, action = plain(settings.redis_url), ACTIONS[settings.mode]
     assert url is not None, "the settings refuse these modes without --redis-url"
-    link = HandoffLink(url, settings.run_id, settings.service_deadline_s)
-    watch = SupervisorWatch(link, settings.server_return_deadline_s)
-    return HandedOff(
+    supervisor = SupervisorClient(url, settings.run_id, settings.service_deadline_s)
+    monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
+    return FileSync(
         bridge=bridge,
-        link=link,
-        watch=watch,
-        handoff=Handoff(link, watch, action, settings.publish_deadline_s),
+        supervisor=supervisor,
+        monitor=monitor,
+        publisher=Publisher(supervisor, monitor, action, settings.publish_deadline_s),
         weights=_weights(settings),
-        files=ServedFiles(served_weights_directory(settings.save_path)),
+        directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
         cadence=Cadence(

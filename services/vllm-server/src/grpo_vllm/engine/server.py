@@ -43,12 +43,12 @@ from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import (
-    Beginning,
-    NoRecord,
-    ServedRecord,
+    InitialWeights,
+    NoServedStore,
+    RedisServedStore,
+    ServedStore,
     ServedWeights,
-    WeightsRecord,
-    begin_after,
+    initial_weights_after,
 )
 from grpo_vllm.weights.socket_server import serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
@@ -76,11 +76,11 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
     arguments = parsed_engine_arguments(settings, plan.weights)
     channel = EngineEnd(plan.channel)
     async with contextlib.AsyncExitStack() as stack:
-        record = await _open_record(settings, stack)
-        served = await record.read(settings.redis_deadline_s)
+        store = await _open_store(settings, stack)
+        served = await store.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
-        beginning = _beginning(settings, plan.weights, served)
-        bridge = await _begin(settings, engine, beginning, record)
+        initial = _initial_weights(settings, plan.weights, served)
+        bridge = await _begin(settings, engine, initial, store)
         in_flight = InFlight(on_dropped=channel.dropped)
         adapters = await _adapters(settings, engine, arguments, in_flight, plan.weights)
         serving = Serving(settings, engine, bridge, in_flight, adapters)
@@ -129,32 +129,32 @@ def _listening(descriptor: int) -> socket.socket:
     return socket.socket(fileno=descriptor)
 
 
-async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
+async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
     """Of weights that a trainer writes here. Others come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
-        return NoRecord()
+        return NoServedStore()
     url = settings.redis_url.get_secret_value()
-    return await stack.enter_async_context(ServedRecord(url, settings.run_id))
+    return await stack.enter_async_context(RedisServedStore(url, settings.run_id))
 
 
-def _beginning(
+def _initial_weights(
     settings: ServerSettings, weights: PlannedWeights, served: ServedWeights | None
-) -> Beginning:
+) -> InitialWeights:
     if not settings.share_weights:
-        return Beginning(weights.version)
+        return InitialWeights(weights.version)
     if served is None and weights.in_memory:  # without Redis the supervisor alone remembers
         served = ServedWeights(weights.version, intact=False, trained=weights.trained)
-    return begin_after(served, settings.await_weights)
+    return initial_weights_after(served, settings.await_weights)
 
 
 async def _begin(
-    settings: ServerSettings, engine: Any, beginning: Beginning, record: WeightsRecord
+    settings: ServerSettings, engine: Any, initial: InitialWeights, store: ServedStore
 ) -> WeightBridge:
-    bridge = WeightBridge(EngineControl(engine, settings.share_weights), beginning.version, record)
+    bridge = WeightBridge(EngineControl(engine, settings.share_weights), initial.version, store)
     await bridge.engine.name_weights(bridge.version)
-    if beginning.new_name:
-        await record.note(ServedWeights(bridge.version, intact=True, trained=False))
-    if beginning.missing:
+    if initial.new_name:
+        await store.save(ServedWeights(bridge.version, intact=True, trained=False))
+    if initial.missing:
         bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
     return bridge
 

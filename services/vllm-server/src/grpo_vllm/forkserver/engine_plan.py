@@ -40,7 +40,7 @@ class PlannedWeights(BaseModel):
 
     @property
     def kind_name(self) -> str:
-        """`kind` of `grpo_core.weights.handoff.ServerStatus`."""
+        """`kind` of `grpo_core.weights.supervisor_protocol.SupervisorStatus`."""
         if self.in_memory:
             return "memory"
         return self.kind.value if self.kind else "base"

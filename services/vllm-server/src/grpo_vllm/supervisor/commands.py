@@ -10,36 +10,42 @@ from dataclasses import dataclass
 import structlog
 
 from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
-from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
+from grpo_core.weights.supervisor_protocol import (
+    Action,
+    Command,
+    Outcome,
+    OutcomeState,
+    SupervisorPhase,
+)
 from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
-from grpo_vllm.supervisor.state import Restart, Situation
+from grpo_vllm.supervisor.state import Restart, SupervisorState
 
 log = structlog.get_logger()
 
 
-class CommandDesk:
+class CommandHandler:
     """Args:
     control: where commands come from and answers go
     slot: has the engine that loads adapters
-    note: writes down what is served
+    save: stores what is served
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         control: ControlPlane,
-        situation: Situation,
+        state: SupervisorState,
         slot: EngineSlot,
-        note: Callable[[], Awaitable[None]],
+        save: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._control = control
-        self._situation = situation
+        self._state = state
         self._slot = slot
-        self._note = note
+        self._save = save
         self._answers: set[asyncio.Task[None]] = set()
         self.loading = False
         """An adapter is on its way into the engine."""
@@ -50,14 +56,14 @@ class CommandDesk:
             found = newest_first(commands)
             for command in found.replaced:
                 await self._busy(command, f"{named(found.newest)} came at the same time")
-            if self._situation.restart is not None:
+            if self._state.restart is not None:
                 await self._busy(found.newest, "another command is under way")
             else:
                 await self._follow(found.newest)
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
         """If the engine was started for one."""
-        command = self._situation.take_launched()
+        command = self._state.take_launched()
         if command is None:
             return
         log.info("restart answered", command=named(command), outcome=state.value)
@@ -72,23 +78,23 @@ class CommandDesk:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def _follow(self, command: Command) -> None:
-        situation = self._situation
+        current = self._state
         try:
-            weights = await planned(command, self._settings, situation.weights)
+            weights = await planned(command, self._settings, current.weights)
         except UnusableWeights as error:
             log.warning("command refused", command=named(command), reason=str(error))
             await self._answer(command, OutcomeState.REFUSED, str(error))
             return
-        if weights == situation.weights and situation.serving:
+        if weights == current.weights and current.serving:
             await self._answer(command, OutcomeState.DONE)
-        elif command.action is Action.LOAD_ADAPTER and situation.serving:
+        elif command.action is Action.LOAD_ADAPTER and current.serving:
             await self._load(command, weights)
-        elif situation.state in (SupervisorState.SERVING, SupervisorState.FAILED):
+        elif current.phase in (SupervisorPhase.SERVING, SupervisorPhase.FAILED):
             log.info("restart asked for", command=named(command))
             await self._answer(command, OutcomeState.ACCEPTED)
-            situation.ask_for(Restart(command, weights))
+            current.request(Restart(command, weights))
         else:
-            await self._busy(command, f"the server is {situation.state.value}")
+            await self._busy(command, f"the server is {current.phase.value}")
 
     async def _load(self, command: Command, weights: PlannedWeights) -> None:
         engine, directory = self._slot.engine, weights.directory
@@ -102,8 +108,8 @@ class CommandDesk:
         except EngineDoesNotAnswer as error:
             await self._answer(command, OutcomeState.FAILED, str(error))
         else:
-            self._situation.has_served(weights)
-            await self._note()
+            self._state.has_served(weights)
+            await self._save()
             await self._answer(command, OutcomeState.DONE, in_use=in_use)
         finally:
             self.loading = False

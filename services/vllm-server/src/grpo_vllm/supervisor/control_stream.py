@@ -1,7 +1,7 @@
 """Commands from the trainer, their outcomes, and the supervisor's status: all in Redis.
 
 The only module of the supervisor that speaks it, beside the record of what is served
-(`grpo_vllm.weights.served_store`). The protocol: `grpo_core.weights.handoff`.
+(`grpo_vllm.weights.served_store`). The protocol: `grpo_core.weights.supervisor_protocol`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from redis.exceptions import RedisError
 from grpo_core.errors import ProtocolViolation
 from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_core.redis.names import run_prefix
-from grpo_core.weights.handoff import (
+from grpo_core.weights.supervisor_protocol import (
     OUTCOME_KEPT_S,
     Command,
     Outcome,
     OutcomeState,
-    ServerStatus,
+    SupervisorStatus,
     commands_key,
     outcome_key,
     status_key,
@@ -48,7 +48,7 @@ class ControlPlane(Protocol):
     async def answer(self, command: Command, outcome: Outcome) -> None:
         """Tell the sender. A final outcome is written until it is there."""
 
-    async def report(self, status: ServerStatus) -> None:
+    async def report(self, status: SupervisorStatus) -> None:
         """Rewrite the status. Never raises."""
 
 
@@ -62,7 +62,7 @@ class NoControlPlane:
     async def answer(self, command: Command, outcome: Outcome) -> None:
         """Nobody waits for it."""
 
-    async def report(self, status: ServerStatus) -> None:
+    async def report(self, status: SupervisorStatus) -> None:
         """Nobody reads it."""
 
 
@@ -124,7 +124,7 @@ class CommandStream(ClosesOnAsyncExit):
             if place is not None and not self._places_before(place):
                 await self._until_it_works("SET", self._cursor_key, place)
 
-    async def report(self, status: ServerStatus) -> None:
+    async def report(self, status: SupervisorStatus) -> None:
         """As `ControlPlane.report`."""
         words = [word for field in status.on_the_wire().items() for word in field]
         try:

@@ -58,7 +58,7 @@ class EngineSlot:
         self._memory_before = GpuMemory()
         self._totals = _Totals()
         self._tokens = 0
-        self.engine: EngineChild | None = None
+        self.engine: EngineProcess | None = None
         self.answers = False
         """As of the last look."""
 
@@ -83,7 +83,7 @@ class EngineSlot:
         """Before the first engine: what must be free again after each."""
         self._memory_before = await asyncio.to_thread(gpu_memory)
 
-    async def launch(self, weights: PlannedWeights) -> EngineChild:
+    async def launch(self, weights: PlannedWeights) -> EngineProcess:
         theirs = self._channel.open()
         sockets, parked = self._sockets, tuple(self._channel.parked)
         plan = EnginePlan(
@@ -96,7 +96,7 @@ class EngineSlot:
         )
         process = await self._host.start_engine(plan)
         theirs.close()
-        engine = self.engine = EngineChild(process, self._channel, sockets.private_path)
+        engine = self.engine = EngineProcess(process, self._channel, sockets.private_path)
         log.info(
             "starting the engine",
             policy_version=tuple(weights.version),
@@ -113,7 +113,7 @@ class EngineSlot:
         """Connections that wait for an engine; the caller closes them."""
         return self._channel.take_parked()
 
-    def let_go_of_parked(self) -> None:
+    def release_parked(self) -> None:
         """The engine process has them now, or nobody will: ours were copies for the case that it
         does not start."""
         close_all(self._channel.take_parked())
@@ -160,7 +160,7 @@ class EngineRefused(GrpoError):
     """The engine process answered 4xx: what was asked cannot be done."""
 
 
-class EngineChild:
+class EngineProcess:
     """Lives on the running event loop.
 
     Args:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from grpo_core.weights.handoff import ServerStatus, SupervisorState
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.supervisor.sockets import duplicate
@@ -25,14 +25,14 @@ HEALTH_PATHS = ("/healthz", "/readyz", "/status")
 
 
 def health_app(
-    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_key: SecretStr | None
+    status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
 ) -> ASGIApp:
     """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
     `/status`: everything that is known, for those who know the key."""
 
     async def healthz(_request: Request) -> Response:
         now = status()
-        return _answer(now, now.state is not SupervisorState.FAILED)
+        return _answer(now, now.state is not SupervisorPhase.FAILED)
 
     async def readyz(_request: Request) -> Response:
         return _answer(status(), ready())
@@ -45,7 +45,7 @@ def health_app(
     return require_api_key(app, api_key)
 
 
-def _answer(status: ServerStatus, good: bool) -> Response:
+def _answer(status: SupervisorStatus, good: bool) -> Response:
     body = {"state": status.state.value, "reason": status.reason}
     return JSONResponse(body, 200 if good else 503)
 

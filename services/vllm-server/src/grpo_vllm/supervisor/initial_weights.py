@@ -16,12 +16,12 @@ from grpo_core.weights.files import (
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.served_store import ServedWeights, WeightsRecord
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
 
 
-async def first_weights(settings: ServerSettings, record: WeightsRecord) -> PlannedWeights:
+async def first_weights(settings: ServerSettings, store: ServedStore) -> PlannedWeights:
     """Where weights are shared the engine process finds out itself: a trainer must write them.
 
     Raises:
@@ -30,7 +30,7 @@ async def first_weights(settings: ServerSettings, record: WeightsRecord) -> Plan
     """
     if settings.share_weights:
         return PlannedWeights()
-    served = await record.read(settings.redis_deadline_s)
+    served = await store.read(settings.redis_deadline_s)
     if served is None:
         return PlannedWeights()
     if not served.trained:
@@ -45,7 +45,7 @@ async def first_weights(settings: ServerSettings, record: WeightsRecord) -> Plan
         reason=obstacle,
     )
     begun = PlannedWeights(version=PolicyVersion(served.version.epoch + 1, 0))
-    await record.note(recorded(begun, settings.model))
+    await store.save(recorded(begun, settings.model))
     return begun
 
 

@@ -21,7 +21,7 @@ from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.weights.served_store import NoRecord, ServedRecord
+from grpo_vllm.weights.served_store import NoServedStore, RedisServedStore
 from grpo_vllm.weights.socket_directory import own_directory
 
 log = structlog.get_logger()
@@ -58,15 +58,15 @@ async def _run(
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
         control: CommandStream | NoControlPlane = NoControlPlane()
-        record: ServedRecord | NoRecord = NoRecord()
+        store: RedisServedStore | NoServedStore = NoServedStore()
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
-            record = await stack.enter_async_context(ServedRecord(url, settings.run_id))
+            store = await stack.enter_async_context(RedisServedStore(url, settings.run_id))
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
-        weights = await first_weights(settings, record)
+        weights = await first_weights(settings, store)
         host = EngineHost(engine_module, arguments)
         stack.push_async_callback(host.close)
-        supervisor = Supervisor(settings, sockets, weights, control, record, host)
+        supervisor = Supervisor(settings, sockets, weights, control, store, host)
         _handle_signals(supervisor, host)
         await stack.enter_async_context(_health(supervisor, sockets, settings))
         return await supervisor.run()

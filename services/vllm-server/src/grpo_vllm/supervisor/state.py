@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from grpo_core.weights.handoff import Command, SupervisorState
+from grpo_core.weights.supervisor_protocol import Command, SupervisorPhase
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.engine_plan import PlannedWeights
 
@@ -27,31 +27,31 @@ class Restart:
 
 
 @dataclass
-class Situation:
-    """`weights`: what is served, or will be once the engine is up; `before`: what was served last;
+class SupervisorState:
+    """`weights`: what is served, or will be once the engine is up; `previous`: served last;
     `reason`: why nothing is served.
 
-    `restart`: asked for and not answered yet; `wanted` is set as long as there is one. `launched`:
-    the same once an engine is started for it; only then can it be answered.
+    `restart`: asked for and not answered yet; `requested` is set as long as there is one.
+    `launched`: the same once an engine is started for it; only then can it be answered.
     """
 
     weights: PlannedWeights
-    before: PlannedWeights
-    state: SupervisorState = SupervisorState.STARTING
+    previous: PlannedWeights
+    phase: SupervisorPhase = SupervisorPhase.STARTING
     reason: str = ""
     restart: Restart | None = None
     launched: Restart | None = None
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def serving(self) -> bool:
-        return self.state is SupervisorState.SERVING
+        return self.phase is SupervisorPhase.SERVING
 
-    def ask_for(self, restart: Restart) -> None:
+    def request(self, restart: Restart) -> None:
         self.restart = restart
-        self.wanted.set()
+        self.requested.set()
 
-    def turn_to_what_is_asked_for(self) -> None:
+    def launch_requested(self) -> None:
         """The next engine serves it."""
         self.launched = self.restart
         if self.restart is not None:
@@ -59,7 +59,7 @@ class Situation:
 
     def has_served(self, weights: PlannedWeights) -> None:
         """An engine has them: there is no need to go back further."""
-        self.before = self.weights = weights
+        self.previous = self.weights = weights
 
     def take_launched(self) -> Command | None:
         """The command that the engine was started for and that is to be answered now, if any."""
@@ -67,7 +67,7 @@ class Situation:
         if launched is None:
             return None
         self.restart = None
-        self.wanted.clear()
+        self.requested.clear()
         return launched.command
 
 

@@ -58,27 +58,27 @@ class ServedWeights:
     model: str = ""
 
 
-class WeightsRecord(Protocol):
+class ServedStore(Protocol):
     """What is remembered of the weights that a run was served."""
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
         """None where the run was served nothing yet."""
 
-    async def note(self, served: ServedWeights) -> None:
+    async def save(self, served: ServedWeights) -> None:
         """Returns soon, whether or not it could be written down, and never raises."""
 
 
-class NoRecord:
+class NoServedStore:
     """Remembers nothing: where no Redis was named."""
 
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
         return None
 
-    async def note(self, served: ServedWeights) -> None:
+    async def save(self, served: ServedWeights) -> None:
         """Nobody reads it."""
 
 
-class ServedRecord(ClosesOnAsyncExit):
+class RedisServedStore(ClosesOnAsyncExit):
     """Args: url: of Redis; run_id: whose record."""
 
     def __init__(self, url: str, run_id: str) -> None:
@@ -106,7 +106,7 @@ class ServedRecord(ClosesOnAsyncExit):
         await self._redis.aclose()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
-        """As `WeightsRecord.read`.
+        """As `ServedStore.read`.
 
         Raises:
             RedisUnreachable: no answer within the deadline.
@@ -125,7 +125,7 @@ class ServedRecord(ClosesOnAsyncExit):
             ) from error
         return _parse(self._key, fields) if fields else None
 
-    async def note(self, served: ServedWeights) -> None:
+    async def save(self, served: ServedWeights) -> None:
         """Write down what is served from now on; where Redis is away, as soon as it is back."""
         self._latest = served
         if self._catching_up is None and not await self._write(served):
@@ -188,7 +188,7 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialWeights:
     """`version` names what the engine holds or, where that is `missing`, what it should hold.
 
     `new_name`: the version was made up now, so the record must learn it.
@@ -199,16 +199,16 @@ class Beginning:
     new_name: bool = False
 
 
-def begin_after(served: ServedWeights | None, await_weights: bool) -> Beginning:
+def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> InitialWeights:
     """Args:
     served: what the run was served last, None for nothing
     await_weights: hold requests until a trainer has written that back
     """
     if served is None:
-        return Beginning(UNTRAINED)
+        return InitialWeights(UNTRAINED)
     if not served.trained:
-        return Beginning(served.version)
+        return InitialWeights(served.version)
     if await_weights:
-        return Beginning(served.version, missing=True)
+        return InitialWeights(served.version, missing=True)
     # The checkpoint again, in the middle of a run: a name that no trainer has used.
-    return Beginning(PolicyVersion(served.version.epoch + 1, 0), new_name=True)
+    return InitialWeights(PolicyVersion(served.version.epoch + 1, 0), new_name=True)

@@ -26,7 +26,7 @@ from grpo_vllm.engine.control import Engine, EngineSwitch
 from grpo_vllm.forkserver.engine_plan import UNTRAINED
 from grpo_vllm.http.readiness import Refusal
 from grpo_vllm.http.serving_state import ServingState, refusal_in
-from grpo_vllm.weights.served_store import NoRecord, ServedWeights, WeightsRecord
+from grpo_vllm.weights.served_store import NoServedStore, ServedStore, ServedWeights
 from grpo_vllm.weights.write_back import WriteBack
 
 log = structlog.get_logger()
@@ -52,14 +52,14 @@ class WeightBridge:
     """Args:
     engine: what is paused, named and resumed
     version: names the weights that the engine starts with, or those that it should hold
-    record: learns every name before anybody is answered under it
+    store: learns every name before anybody is answered under it
     """
 
     def __init__(
         self,
         engine: Engine,
         version: PolicyVersion = UNTRAINED,
-        record: WeightsRecord | None = None,
+        store: ServedStore | None = None,
     ) -> None:
         self.engine = EngineSwitch(engine)
         self.write_back = WriteBack()
@@ -68,7 +68,7 @@ class WeightBridge:
         self.update_count = 0
         self.last_update_time: float | None = None
         self.notice_count = 0
-        self._record = record or NoRecord()
+        self._store = store or NoServedStore()
         self._session: str | None = None
         self._session_ended = asyncio.Event()
         self._session_ended.set()
@@ -234,7 +234,7 @@ class WeightBridge:
         self.weights_intact = intact
         self.update_count += 1
         self.last_update_time = time.time()
-        await self._record.note(ServedWeights(version, intact, trained=True))
+        await self._store.save(ServedWeights(version, intact, trained=True))
 
     def _lease_ran_out(self, session: str) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.

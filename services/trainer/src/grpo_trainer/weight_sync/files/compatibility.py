@@ -8,7 +8,7 @@ import torch
 
 from grpo_core.clients.inference import BridgeInfo
 from grpo_core.weights.files import WeightKind
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_trainer.errors import PolicyMismatch
 
 
@@ -48,6 +48,6 @@ def dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
     return dtype
 
 
-def served_directory(status: ServerStatus, kind: WeightKind) -> Path | None:
+def served_directory(status: SupervisorStatus, kind: WeightKind) -> Path | None:
     """The directory that is served from, where it holds weights of this kind."""
     return Path(status.path) if status.kind == kind.value and status.path else None

@@ -16,7 +16,7 @@ import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.model.device import device_to_load_on
@@ -30,10 +30,10 @@ from grpo_trainer.weight_sync.files.compatibility import (
     require_server,
     served_directory,
 )
-from grpo_trainer.weight_sync.files.handoff import Handoff
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.served_files import ServedFiles
-from grpo_trainer.weight_sync.files.supervisor_watch import POLL_S, SupervisorWatch
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()
 
@@ -55,14 +55,14 @@ class Cadence:
         return steps_taken % self.every_steps == 0 or steps_taken == self.last_step
 
 
-class HandedOff:
+class FileSync:
     """Args:
     bridge: asks the server
-    link: to its supervisor
-    watch: of the same
-    handoff: has it serve a directory
+    supervisor: to its supervisor
+    monitor: of the same
+    publisher: has it serve a directory
     weights: what is trained
-    files: directories of them
+    directories: directories of them
     dtype: what the server must hold; "auto": whatever it holds
     device: to train on; "auto": a GPU where there is one
     cadence: when to publish
@@ -71,21 +71,21 @@ class HandedOff:
     def __init__(
         self,
         bridge: BridgeClient,
-        link: HandoffLink,
-        watch: SupervisorWatch,
-        handoff: Handoff,
+        supervisor: SupervisorClient,
+        monitor: ServerMonitor,
+        publisher: Publisher,
         weights: TrainedWeights,
-        files: ServedFiles,
+        directories: WeightDirectories,
         dtype: str,
         device: str,
         cadence: Cadence,
     ) -> None:
         self._bridge = bridge
-        self._link = link
-        self._watch = watch
-        self._handoff = handoff
+        self._supervisor = supervisor
+        self._monitor = monitor
+        self._publisher = publisher
         self._weights = weights
-        self._files = files
+        self._directories = directories
         self._dtype = dtype
         self._device = device
         self._cadence = cadence
@@ -123,12 +123,15 @@ class HandedOff:
         these very weights already."""
         if bound is not None:
             self._proof_of_policy.bound = bound
-        status = self._watch.await_serving()
+        status = self._monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
-        self._files.prepare()
+        self._directories.prepare()
         self._epoch = 1 + max(
-            last_epoch, status.epoch, self._files.newest_epoch(), self._link.newest_epoch()
+            last_epoch,
+            status.epoch,
+            self._directories.newest_epoch(),
+            self._supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
         if self._cadence.at_start or not self._has(status, is_untrained):
@@ -169,7 +172,7 @@ class HandedOff:
 
     def tend(self) -> None:
         """Where the server is away: wait for its return. Raises `LostServer`."""
-        self._watch.look()
+        self._monitor.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
@@ -193,17 +196,17 @@ class HandedOff:
                 give_up_at = self._wait_after(error, give_up_at)
 
     def close(self) -> None:
-        self._link.close()
+        self._supervisor.close()
         self._bridge.close()
 
     def _publish(self, version: PolicyVersion) -> Alignment:
         started = time.monotonic()
-        files = self._files.write(version, lambda to: self._weights.write(self._policy, to))
-        if not self._handoff.restarts:
+        files = self._directories.write(version, lambda to: self._weights.write(self._policy, to))
+        if not self._publisher.restarts:
             self._proof_of_policy.prime()
-        in_use = self._handoff.serve(files)
+        in_use = self._publisher.publish(files)
         alignment = self._proven(version, f"After step {version.step}")
-        self._files.remove_older(in_use)
+        self._directories.remove_older(in_use)
         log.info(
             "published",
             version=tuple(version),
@@ -221,24 +224,24 @@ class HandedOff:
             raise WeightSyncError("no policy: load_policy() comes first")
         return self._proof
 
-    def _has(self, status: ServerStatus, is_untrained: bool) -> bool:
+    def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""
         if status.kind == "base":
             return is_untrained
         place = served_directory(status, self._weights.kind)
         return place is not None and self._weights.are_in(self._policy, place)
 
-    def _agreed_status(self, info: BridgeInfo) -> ServerStatus:
+    def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
-        give_up_at = time.monotonic() + self._link.deadline_s
+        give_up_at = time.monotonic() + self._supervisor.deadline_s
         while True:
-            status = self._watch.await_serving()
+            status = self._monitor.await_serving()
             if tuple(status.version) == info.policy_version:
                 return status
             if time.monotonic() >= give_up_at:
                 raise PolicyMismatch(
                     f"the server at {self._bridge.base_url} serves version {info.policy_version}, "
-                    f"and the one that reports for run {self._link.run_id!r} in Redis "
+                    f"and the one that reports for run {self._supervisor.run_id!r} in Redis "
                     f"{tuple(status.version)}: they are two. Give server and trainer the same "
                     "--redis-url and --run-id"
                 )
@@ -250,7 +253,7 @@ class HandedOff:
         if time.monotonic() >= give_up_at:
             raise error
         began = time.monotonic()
-        self._watch.await_serving()
+        self._monitor.await_serving()
         away_s = time.monotonic() - began
         time.sleep(POLL_S)
         return give_up_at + away_s

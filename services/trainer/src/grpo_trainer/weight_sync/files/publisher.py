@@ -13,11 +13,17 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
+from grpo_core.weights.supervisor_protocol import (
+    Action,
+    Command,
+    Outcome,
+    OutcomeState,
+    SupervisorPhase,
+)
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import NotPublished, WeightsRefused
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.supervisor_watch import POLL_S, SupervisorWatch, describe
+from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor, describe
+from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 
 log = structlog.get_logger()
 
@@ -36,19 +42,23 @@ class WeightFiles:
     sha256: str
 
 
-class Handoff:
+class Publisher:
     """Args:
-    link: to the supervisor
-    watch: of the same
+    supervisor: to the supervisor
+    monitor: of the same
     action: how the server takes new weights
     deadline_s: how long it may take, with everything that goes wrong on the way
     """
 
     def __init__(
-        self, link: HandoffLink, watch: SupervisorWatch, action: Action, deadline_s: float
+        self,
+        supervisor: SupervisorClient,
+        monitor: ServerMonitor,
+        action: Action,
+        deadline_s: float,
     ) -> None:
-        self._link = link
-        self._watch = watch
+        self._supervisor = supervisor
+        self._monitor = monitor
         self._action = action
         self._deadline_s = deadline_s
 
@@ -57,7 +67,7 @@ class Handoff:
         """The server begins anew with every publication, its caches too."""
         return self._action.restarts
 
-    def serve(self, files: WeightFiles) -> frozenset[Path]:
+    def publish(self, files: WeightFiles) -> frozenset[Path]:
         """Return once every request that arrives is answered by these weights.
 
         Returns:
@@ -72,7 +82,7 @@ class Handoff:
         retry_s = FIRST_RETRY_S
         while True:
             command = self._command(files)
-            self._link.send(command)
+            self._supervisor.send(command)
             outcome = self._outcome_of(command, give_up_at)
             if outcome.state is OutcomeState.DONE:
                 return _directories(outcome)
@@ -91,7 +101,7 @@ class Handoff:
         """The final one, or BUSY where the command was lost."""
         asked_at = time.monotonic()
         while True:
-            outcome = self._link.outcome(command)
+            outcome = self._supervisor.outcome(command)
             if outcome is not None and outcome.state is not OutcomeState.ACCEPTED:
                 return outcome
             if self._is_lost(command, asked_at):
@@ -100,26 +110,26 @@ class Handoff:
                 seen = "taken up" if outcome else "not seen"
                 raise self._not_published(
                     WeightFiles(command.version, Path(command.path), command.sha256),
-                    f"the command was {seen} and not answered; {describe(self._watch.status())}",
+                    f"the command was {seen} and not answered; {describe(self._monitor.status())}",
                 )
             time.sleep(POLL_S)
 
     def _is_lost(self, command: Command, asked_at: float) -> bool:
         """Raises `LostServer` where no supervisor is there for too long."""
-        status = self._watch.status()
+        status = self._monitor.status()
         if status is None:
-            self._watch.note_absence(status)
+            self._monitor.note_absence(status)
         else:
-            self._watch.note_presence()
+            self._monitor.note_presence()
         if time.monotonic() - asked_at < LOST_AFTER_S or status is None:
             return False
-        return status.state is SupervisorState.SERVING and not self._link.has(command)
+        return status.state is SupervisorPhase.SERVING and not self._supervisor.has(command)
 
     def _is_served(self, files: WeightFiles) -> bool:
-        status = self._watch.status()
+        status = self._monitor.status()
         return (
             status is not None
-            and status.state is SupervisorState.SERVING
+            and status.state is SupervisorPhase.SERVING
             and status.version == files.version
             and bool(status.path)
             and Path(status.path).resolve() == files.directory.resolve()

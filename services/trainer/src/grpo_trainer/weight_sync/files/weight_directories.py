@@ -11,14 +11,14 @@ from grpo_core.weights.files import directory_digest
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.save_path import make_directory, remove_directory, remove_unfinished
 from grpo_trainer.errors import CheckpointNotSaved
-from grpo_trainer.weight_sync.files.handoff import WeightFiles
+from grpo_trainer.weight_sync.files.publisher import WeightFiles
 
 KEPT = 2
 """What is served, and what the server goes back to where that fails."""
 _NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
-class ServedFiles:
+class WeightDirectories:
     """Args: root: the server's --weights-dir"""
 
     def __init__(self, root: Path) -> None:

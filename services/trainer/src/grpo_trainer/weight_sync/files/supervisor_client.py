@@ -1,5 +1,5 @@
 """Commands to the inference server's supervisor, and what it says: the trainer's side of
-`grpo_core.weights.handoff`. The only module of the trainer that speaks Redis."""
+`grpo_core.weights.supervisor_protocol`. The only module of the trainer that speaks Redis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from redis.retry import Retry
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.redis.url import without_password
-from grpo_core.weights.handoff import (
+from grpo_core.weights.supervisor_protocol import (
     COMMANDS_KEPT,
     Command,
     Outcome,
-    ServerStatus,
+    SupervisorStatus,
     commands_key,
     outcome_key,
     status_key,
@@ -29,7 +29,7 @@ RETRY_S = 0.2
 _FAILURES = (RedisError, OSError)
 
 
-class HandoffLink(ClosesOnExit):
+class SupervisorClient(ClosesOnExit):
     """Every call is repeated while Redis is away, until `deadline_s` has passed.
 
     Args:
@@ -57,10 +57,10 @@ class HandoffLink(ClosesOnExit):
     def close(self) -> None:
         self._redis.close()
 
-    def status(self) -> ServerStatus | None:
+    def status(self) -> SupervisorStatus | None:
         """What the supervisor said last; None where it never did."""
         fields = self._call("HGETALL", status_key(self.run_id))
-        return ServerStatus.from_wire(_hash(fields)) if fields else None
+        return SupervisorStatus.from_wire(_hash(fields)) if fields else None
 
     def send(self, command: Command) -> None:
         """Ask for it once: where an answer of Redis is lost, the stream says whether it is there.

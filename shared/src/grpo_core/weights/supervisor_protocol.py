@@ -59,7 +59,7 @@ class Action(StrEnum):
         return self is not Action.LOAD_ADAPTER
 
 
-class SupervisorState(StrEnum):
+class SupervisorPhase(StrEnum):
     """`state` of the status."""
 
     STARTING = "starting"
@@ -133,12 +133,12 @@ class Outcome(_Fields):
     in_use: str = "[]"
 
 
-class ServerStatus(_Fields):
+class SupervisorStatus(_Fields):
     """What the supervisor last said of itself. `dropped_requests`: aborted at a drain's end.
 
     `epoch` and `step`: the version that is served, or that will be once the engine is up."""
 
-    state: SupervisorState
+    state: SupervisorPhase
     epoch: int
     step: int
     kind: str = "base"

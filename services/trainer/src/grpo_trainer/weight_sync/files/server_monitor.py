@@ -8,28 +8,33 @@ from collections.abc import Callable
 import structlog
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.handoff import STATUS_EVERY_S, STATUS_STALE_S, ServerStatus, SupervisorState
+from grpo_core.weights.supervisor_protocol import (
+    STATUS_EVERY_S,
+    STATUS_STALE_S,
+    SupervisorPhase,
+    SupervisorStatus,
+)
 from grpo_trainer.errors import LostServer
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
+from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 
 log = structlog.get_logger()
 
 POLL_S = 0.1
 
 
-class SupervisorWatch:
+class ServerMonitor:
     """Args:
-    link: to the supervisor
+    supervisor: to the supervisor
     return_deadline_s: how long the server may be away before `LostServer`
     """
 
     def __init__(
         self,
-        link: HandoffLink,
+        supervisor: SupervisorClient,
         return_deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._link = link
+        self._supervisor = supervisor
         self._return_deadline_s = return_deadline_s
         self._clock = clock
         self._said_at = 0.0
@@ -37,12 +42,12 @@ class SupervisorWatch:
         self._asked_at = -STATUS_EVERY_S
         self._away_since: float | None = None
 
-    def status(self) -> ServerStatus | None:
+    def status(self) -> SupervisorStatus | None:
         """None where nobody has said anything for 10 s.
 
         Whether it is rewritten counts, not the time in it, which is that of another clock.
         """
-        status, now = self._link.status(), self._clock()
+        status, now = self._supervisor.status(), self._clock()
         self._asked_at = now
         if status is None:
             return None
@@ -60,12 +65,12 @@ class SupervisorWatch:
         if self._clock() - self._asked_at >= STATUS_EVERY_S:
             self.await_serving()
 
-    def await_serving(self) -> ServerStatus:
+    def await_serving(self) -> SupervisorStatus:
         """Raises as `look`."""
         waited = False
         while True:
             status = self.status()
-            if status is not None and status.state is SupervisorState.SERVING:
+            if status is not None and status.state is SupervisorPhase.SERVING:
                 self.note_presence()
                 if waited:
                     log.info("the inference server serves again", version=tuple(status.version))
@@ -80,7 +85,7 @@ class SupervisorWatch:
         """It is there, in whatever state."""
         self._away_since = None
 
-    def note_absence(self, status: ServerStatus | None) -> None:
+    def note_absence(self, status: SupervisorStatus | None) -> None:
         """Args: status: what it said last, for the message.
 
         Raises:
@@ -91,20 +96,20 @@ class SupervisorWatch:
             self._away_since = now
         elif now - self._away_since >= self._return_deadline_s:
             raise LostServer(
-                f"the inference server of run {self._link.run_id!r} was away for "
+                f"the inference server of run {self._supervisor.run_id!r} was away for "
                 f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
                 "with the --redis-url and --run-id of the trainer, then the trainer"
             )
 
-    def last_status(self) -> ServerStatus | None:
+    def last_status(self) -> SupervisorStatus | None:
         """For reports: None where Redis does not answer either."""
         try:
-            return self._link.status()
+            return self._supervisor.status()
         except ServiceUnavailable:
             return None
 
 
-def describe(status: ServerStatus | None) -> str:
+def describe(status: SupervisorStatus | None) -> str:
     if status is None:
         return "its supervisor says nothing in Redis"
     return f"{status.state}: {status.reason}" if status.reason else status.state.value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import redis
 
-from grpo_core.weights.handoff import ServerStatus, status_key
+from grpo_core.weights.supervisor_protocol import SupervisorStatus, status_key
 
 REDIS_TIMEOUT_S = 5.0
 
 
-def server_status(redis_url: str, run_id: str) -> ServerStatus | None:
+def server_status(redis_url: str, run_id: str) -> SupervisorStatus | None:
     """The newest status; None where no supervisor has said anything, or Redis does not answer.
 
     Raises:
@@ -22,4 +22,4 @@ def server_status(redis_url: str, run_id: str) -> ServerStatus | None:
             fields = client.hgetall(status_key(run_id))
         except redis.RedisError:
             return None
-    return ServerStatus.from_wire(fields) if fields else None
+    return SupervisorStatus.from_wire(fields) if fields else None
