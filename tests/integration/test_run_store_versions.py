@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.store.records import DueBatch, Poll
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
 from tests.integration.run_store_rig import (
@@ -31,7 +32,7 @@ class VersionedRun:
         self._record = record
 
     async def serve(self, version: PolicyVersion) -> None:
-        await self._record.save(ServedWeights(version, intact=True, trained=True))
+        await self._record.save(ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY)))
 
     async def leased(self, after: int) -> DueBatch:
         due = await self.run.dispatcher.by_lease(Poll(self.run.trainer_id, after), 0.0)

@@ -13,6 +13,7 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis.names import served_weights_key
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import bundled_redis, start_redis
@@ -25,9 +26,12 @@ from grpo_vllm.weights.served_store import (
 )
 from tests.support.wait import DEADLINE_S, wait_for_async
 
-FIRST = ServedWeights(PolicyVersion(1, 0), intact=True, trained=True)
-TORN = ServedWeights(PolicyVersion(2, 4), intact=False, trained=True)
-LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False, kind="adapter", path="/a")
+FIRST = ServedWeights(WeightRef(version=PolicyVersion(1, 0)))
+TORN = ServedWeights(WeightRef(version=PolicyVersion(2, 4), kind=WeightKind.MEMORY), intact=False)
+LATEST = ServedWeights(
+    WeightRef(version=PolicyVersion(3, 4), kind=WeightKind.ADAPTER, path=Path("/a"), digest="0f"),
+    model="m",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
-from grpo_core.weights.files import WeightKind, check_weights
+from grpo_core.weights.files import check_weights
+from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
@@ -57,13 +58,13 @@ class StandInServer:
         if command.id == IGNORED:
             return
         kind = command.action.kind
-        directory = check_weights(kind, command.path, command.sha256, self._root)
+        directory = check_weights(command.weights, self._root)
         adapted = kind is WeightKind.ADAPTER
         model = _loaded(self._model, directory) if adapted else _loaded(directory)
         self._engine.swap(model, command.version)
         self.version = command.version
         supervisor.serve(command)
-        supervisor.says = supervisor.says.model_copy(update={"kind": kind.value})
+        supervisor.says = supervisor.says.model_copy(update={"kind": kind})
         supervisor.answer(command, OutcomeState.DONE, in_use=json.dumps([]))
 
     def info(self) -> BridgeInfo:

@@ -14,6 +14,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
     Command,
@@ -25,12 +26,17 @@ from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.files import publisher
-from grpo_trainer.weight_sync.files.publisher import Publisher, WeightFiles
+from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
-FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)
+FILES = WeightRef(
+    version=PolicyVersion(1, 3),
+    kind=WeightKind.ADAPTER,
+    path=Path("/weights/epoch_1_step_3"),
+    digest="0" * 64,
+)
 FAILED = says(OutcomeState.FAILED, "no memory")
 
 

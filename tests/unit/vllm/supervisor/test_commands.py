@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_core.weights.files import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
     Command,
@@ -20,7 +21,6 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
@@ -61,14 +61,14 @@ class Slot:
     answers = True
 
     def __init__(self, *_: object) -> None:
-        self.launched: list[PlannedWeights] = []
+        self.launched: list[WeightRef] = []
         self.engine: Engine | None = None
         self.seen: dict[str, Any] | None = None
         self.broken: set[PolicyVersion] = set()
 
     async def measure_memory(self) -> None: ...
 
-    async def launch(self, weights: PlannedWeights) -> Engine:
+    async def launch(self, weights: WeightRef) -> Engine:
         self.launched.append(weights)
         self.engine = Engine()
         if weights.version in self.broken:
@@ -149,8 +149,12 @@ class Rig:
         (path / "model.safetensors").write_text(str(step))
         return path
 
-    def weights(self, step: int) -> PlannedWeights:
-        return PlannedWeights(version=PolicyVersion(1, step), directory=self.checkpoint(step))
+    def weights(self, step: int) -> WeightRef:
+        return WeightRef(
+            version=PolicyVersion(1, step),
+            kind=WeightKind.CHECKPOINT,
+            path=self.checkpoint(step),
+        )
 
     def send(self, step: int) -> None:
         path = self.checkpoint(step)
@@ -230,7 +234,7 @@ async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: 
         assert rig.supervisor.status().step == 1
         rig.slot.seen = seen(rig.checkpoint(5))
         await rig.until(lambda: rig.supervisor.status().step == 5)
-        assert rig.record.saved[-1].path == str(rig.checkpoint(5))
+        assert rig.record.saved[-1].weights.path == rig.checkpoint(5)
         rig.slot.broken = {PolicyVersion(1, 6)}
         rig.send(6)
         await rig.until(lambda: len(rig.slot.launched) == 3)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.http.serving_state import ServingState
 from grpo_vllm.weights.served_store import ServedWeights
@@ -50,7 +51,7 @@ async def test_it_serves_once_the_same_or_later_weights_are_back(
     assert bridge.refusal() is None
     assert bridge.state is ServingState.SERVING
     assert bridge.version == version
-    assert record.saved == [ServedWeights(version, intact=True, trained=True)]
+    assert record.saved == [ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY))]
 
 
 async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(

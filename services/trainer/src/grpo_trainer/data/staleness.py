@@ -29,10 +29,7 @@ class Lineage:
         """`own` for every version of a group."""
         if self.begun_as is None:
             return facts
-        versions = [
-            (self.own(PolicyVersion(*first)), self.own(PolicyVersion(*last)))
-            for first, last in facts.policy_version
-        ]
+        versions = [(self.own(first), self.own(last)) for first, last in facts.policy_version]
         return facts.model_copy(update={"policy_version": versions})
 
     def age(self, version: PolicyVersion, step: int) -> int:
@@ -48,7 +45,7 @@ class Lineage:
     def oldest(self, making: Making, step: int) -> int | None:
         """Age of the oldest first token of a group, or of the version that bounds it; None where
         neither is known."""
-        versions = [PolicyVersion(*first) for first, _ in making.facts.policy_version]
+        versions = [first for first, _ in making.facts.policy_version]
         if making.bound is not None:
             versions.append(making.bound)
         return max((self.age(version, step) for version in versions), default=None)

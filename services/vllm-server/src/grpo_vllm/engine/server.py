@@ -15,6 +15,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.security.same_site import SameSiteOnly, listed
 from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_vllm.engine.apps import (
     Serving,
     control_app,
@@ -30,7 +31,7 @@ from grpo_vllm.engine.vllm_compat import (
     open_engine,
 )
 from grpo_vllm.forkserver.channel import EngineEnd
-from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.forkserver.engine_plan import EnginePlan
 from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.http.connection_handover import ParkingLot
 from grpo_vllm.http.draining import Drain
@@ -138,12 +139,13 @@ async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack
 
 
 def _initial_weights(
-    settings: ServerSettings, weights: PlannedWeights, served: ServedWeights | None
+    settings: ServerSettings, weights: WeightRef, served: ServedWeights | None
 ) -> InitialWeights:
     if not settings.share_weights:
         return InitialWeights(weights.version)
-    if served is None and weights.in_memory:  # without Redis the supervisor alone remembers
-        served = ServedWeights(weights.version, intact=False, trained=weights.trained)
+    if served is None and weights.kind is WeightKind.MEMORY:
+        # Without Redis the supervisor alone remembers.
+        served = ServedWeights(weights, intact=False)
     return initial_weights_after(served, settings.await_weights)
 
 
@@ -153,7 +155,7 @@ async def _begin(
     bridge = WeightBridge(EngineControl(engine, settings.share_weights), initial.version, store)
     await bridge.engine.name_weights(bridge.version)
     if initial.new_name:
-        await store.save(ServedWeights(bridge.version, intact=True, trained=False))
+        await store.save(ServedWeights(WeightRef(version=bridge.version)))
     if initial.missing:
         bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
     return bridge
@@ -164,7 +166,7 @@ async def _adapters(
     engine: Any,
     arguments: argparse.Namespace,
     in_flight: InFlight,
-    weights: PlannedWeights,
+    weights: WeightRef,
 ) -> AdapterSwitch | None:
     """Raises `AdapterRefused` where the engine does not take the adapter that it is to serve."""
     if not settings.enable_lora:

@@ -239,7 +239,7 @@ class EngineControl:
     async def name_weights(self, version: PolicyVersion) -> None:
         """Have the engine stamp what it samples, where it can (vLLM 0.32)."""
         if stamps_versions(self._engine):
-            await self._engine.update_weight_version(version_label(version))
+            await self._engine.update_weight_version(str(version))
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._engine.reset_prefix_cache())
@@ -296,14 +296,10 @@ def stamps_versions(engine: Any) -> bool:
     return hasattr(engine, "update_weight_version")
 
 
-def version_label(version: PolicyVersion) -> str:
-    return f"{version.epoch}.{version.step}"
-
-
 def stamped_versions(output: Any) -> list[PolicyVersion]:
     """The versions on a finished completion, in the order of its tokens; [] without any."""
     spans = getattr(output, "weight_versions", None) or ()
-    return [PolicyVersion(*map(int, span.version.split("."))) for span in spans]
+    return [PolicyVersion.parse(span.version) for span in spans]
 
 
 def switch_lora_pdl_off() -> bool:

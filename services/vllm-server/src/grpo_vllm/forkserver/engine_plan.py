@@ -3,47 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.weights.files import WeightKind
-from grpo_core.wire import PolicyVersion
-
-UNTRAINED = PolicyVersion(epoch=0, step=0)
-"""The weights of the model that the server was started with, before any trainer."""
-
-
-class PlannedWeights(BaseModel):
-    """`directory`: None for the model that the server was started with.
-
-    `trained`: a trainer made them. `in_memory`: it wrote them in place, so nobody can load them.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: PolicyVersion = UNTRAINED
-    kind: WeightKind | None = None
-    directory: Path | None = None
-    sha256: str = ""
-    trained: bool = False
-    in_memory: bool = False
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.directory if self.kind is WeightKind.CHECKPOINT else None
-
-    @property
-    def adapter(self) -> Path | None:
-        return self.directory if self.kind is WeightKind.ADAPTER else None
-
-    @property
-    def kind_name(self) -> str:
-        """`kind` of `grpo_core.weights.supervisor_protocol.SupervisorStatus`."""
-        if self.in_memory:
-            return "memory"
-        return self.kind.value if self.kind else "base"
+from grpo_core.weights.ref import WeightRef
 
 
 class EnginePlan(BaseModel):
@@ -61,7 +25,7 @@ class EnginePlan(BaseModel):
     control: int | None = None
     private: int
     parked: tuple[int, ...] = ()
-    weights: PlannedWeights = Field(default_factory=PlannedWeights)
+    weights: WeightRef = Field(default_factory=WeightRef)
 
     def descriptors(self) -> tuple[int, ...]:
         """All that the engine process gets."""

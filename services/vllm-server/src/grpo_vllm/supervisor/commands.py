@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
     Command,
@@ -17,7 +18,6 @@ from grpo_core.weights.supervisor_protocol import (
     OutcomeState,
     SupervisorPhase,
 )
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
@@ -96,8 +96,8 @@ class CommandHandler:
         else:
             await self._busy(command, f"the server is {current.phase.value}")
 
-    async def _load(self, command: Command, weights: PlannedWeights) -> None:
-        engine, directory = self._slot.engine, weights.directory
+    async def _load(self, command: Command, weights: WeightRef) -> None:
+        engine, directory = self._slot.engine, weights.path
         assert engine is not None
         assert directory is not None
         self.loading = True
@@ -132,7 +132,7 @@ class CommandHandler:
 
 def named(command: Command) -> str:
     sender = f" from {command.sender}" if command.sender else ""
-    return f"{command.action.value} {command.epoch}.{command.step}{sender}"
+    return f"{command.action.value} {command.version}{sender}"
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ def newest_first(commands: Sequence[Command]) -> Sorted:
     return Sorted(newest, [command for command in commands if command is not newest])
 
 
-async def planned(
-    command: Command, settings: ServerSettings, served: PlannedWeights
-) -> PlannedWeights:
+async def planned(command: Command, settings: ServerSettings, served: WeightRef) -> WeightRef:
     """What the command asks to serve, everything checked that can be without loading it.
 
     Raises:
@@ -165,18 +163,10 @@ async def planned(
         )
     assert settings.weights_dir is not None, "_require_mode sees to it"
     # Large checkpoints take seconds to read: not on the event loop.
-    directory = await asyncio.to_thread(
-        check_weights, command.action.kind, command.path, command.sha256, settings.weights_dir
-    )
+    directory = await asyncio.to_thread(check_weights, command.weights, settings.weights_dir)
     if command.action is not Action.RESTART_WITH_CHECKPOINT:
         require_rank(directory, settings.max_lora_rank)
-    return PlannedWeights(
-        version=command.version,
-        kind=command.action.kind,
-        directory=directory,
-        sha256=command.sha256,
-        trained=True,
-    )
+    return command.weights.model_copy(update={"path": directory})
 
 
 def _require_mode(action: Action, settings: ServerSettings) -> None:
@@ -192,6 +182,6 @@ def _require_mode(action: Action, settings: ServerSettings) -> None:
         raise UnusableWeights(f"{action.value}: start the server {flag} for that")
 
 
-def _is_the_same(command: Command, served: PlannedWeights) -> bool:
+def _is_the_same(command: Command, served: WeightRef) -> bool:
     """Repeated by a sender, or by a supervisor that was killed before it had answered."""
-    return command.version == served.version and command.sha256 == served.sha256
+    return command.version == served.version and command.sha256 == served.digest

@@ -14,9 +14,10 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.orphans import end_orphans
+from grpo_core.weights.ref import WeightRef
 from grpo_vllm.forkserver.channel import SupervisorEnd, close_all
 from grpo_vllm.forkserver.client import EngineHost, ForkedEngine
-from grpo_vllm.forkserver.engine_plan import EnginePlan, PlannedWeights
+from grpo_vllm.forkserver.engine_plan import EnginePlan
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.preflight import GpuMemory, gpu_memory, memory_is_back
 from grpo_vllm.supervisor.sockets import Sockets
@@ -83,7 +84,7 @@ class EngineSlot:
         """Before the first engine: what must be free again after each."""
         self._memory_before = await asyncio.to_thread(gpu_memory)
 
-    async def launch(self, weights: PlannedWeights) -> EngineProcess:
+    async def launch(self, weights: WeightRef) -> EngineProcess:
         theirs = self._channel.open()
         sockets, parked = self._sockets, tuple(self._channel.parked)
         plan = EnginePlan(
@@ -100,7 +101,7 @@ class EngineSlot:
         log.info(
             "starting the engine",
             policy_version=tuple(weights.version),
-            weights=str(weights.directory or self._settings.model),
+            weights=str(weights.path or self._settings.model),
             waiting_connections=len(parked),
         )
         return engine

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import Command, SupervisorPhase
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
@@ -23,7 +23,7 @@ class Restart:
     """A command that needs another engine."""
 
     command: Command
-    weights: PlannedWeights
+    weights: WeightRef
 
 
 @dataclass
@@ -35,8 +35,8 @@ class SupervisorState:
     `launched`: the same once an engine is started for it; only then can it be answered.
     """
 
-    weights: PlannedWeights
-    previous: PlannedWeights
+    weights: WeightRef
+    previous: WeightRef
     phase: SupervisorPhase = SupervisorPhase.STARTING
     reason: str = ""
     restart: Restart | None = None
@@ -57,7 +57,7 @@ class SupervisorState:
         if self.restart is not None:
             self.weights = self.restart.weights
 
-    def has_served(self, weights: PlannedWeights) -> None:
+    def has_served(self, weights: WeightRef) -> None:
         """An engine has them: there is no need to go back further."""
         self.previous = self.weights = weights
 

@@ -12,6 +12,7 @@ import time
 
 import structlog
 
+from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
     STATUS_EVERY_S,
     OutcomeState,
@@ -20,16 +21,15 @@ from grpo_core.weights.supervisor_protocol import (
 )
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.client import EngineHost
-from grpo_vllm.forkserver.engine_plan import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
 from grpo_vllm.supervisor.health import refusing
-from grpo_vllm.supervisor.initial_weights import found_serving, recorded
+from grpo_vllm.supervisor.initial_weights import found_serving
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
-from grpo_vllm.weights.served_store import ServedStore
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class Supervisor:
         self,
         settings: ServerSettings,
         sockets: Sockets,
-        weights: PlannedWeights,
+        weights: WeightRef,
         control: ControlPlane,
         store: ServedStore,
         host: EngineHost,
@@ -80,10 +80,9 @@ class Supervisor:
         now, slot = self._state, self._slot
         return SupervisorStatus(
             state=now.phase,
-            epoch=now.weights.version.epoch,
-            step=now.weights.version.step,
-            kind=now.weights.kind_name,
-            path=str(now.weights.directory or ""),
+            **now.weights.version.fields(),
+            kind=now.weights.kind,
+            path=str(now.weights.path or ""),
             reason=now.reason,
             restarts=self._restarts,
             crashes=self._crashes,
@@ -253,8 +252,8 @@ class Supervisor:
     async def _save_served(self) -> None:
         """Whoever starts after a crash of this process finds it."""
         weights = self._state.weights
-        if not self._settings.share_weights and weights != PlannedWeights():
-            await self._store.save(recorded(weights, self._settings.model))
+        if not self._settings.share_weights and weights != WeightRef():
+            await self._store.save(ServedWeights(weights, model=self._settings.model))
 
     async def _report_for_ever(self) -> None:
         while True:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import structlog
 from redis.asyncio import Redis
@@ -21,8 +23,8 @@ from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_core.redis.names import served_weights_key
 from grpo_core.redis.url import without_password
+from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
 
 log = structlog.get_logger()
 
@@ -43,19 +45,39 @@ class BadServedRecord(GrpoError):
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """`trained`: a trainer made them. Else they are the checkpoint's, under a name of this run.
-
-    `kind`, `path`, `sha256`: where they lie on disk, "" where a trainer wrote them in place;
-    `model`: what the server was started with, "" where nobody said.
+    """`intact`: False after a write that was cut short. `model`: what the server was started with,
+    "" where nobody said. Untrained weights have a version where the run began with it anew.
     """
 
-    version: PolicyVersion
-    intact: bool
-    trained: bool
-    kind: str = ""
-    path: str = ""
-    sha256: str = ""
+    weights: WeightRef
+    intact: bool = True
     model: str = ""
+
+    def fields(self) -> dict[str, str | int]:
+        """As they are in Redis: `kind` and `path` are empty for weights that are not on disk."""
+        weights = self.weights
+        return {
+            **weights.version.fields(),
+            "intact": int(self.intact),
+            "trained": int(weights.trained),
+            "kind": weights.kind.value if weights.path else "",
+            "path": str(weights.path or ""),
+            "sha256": weights.digest,
+            "model": self.model,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str]) -> Self:
+        """Raises `KeyError`, `ValueError`."""
+        path = fields.get("path")
+        in_memory = WeightKind.MEMORY if int(fields["trained"]) else WeightKind.BASE
+        weights = WeightRef(
+            version=PolicyVersion.from_fields(fields),
+            kind=WeightKind(fields["kind"]) if path else in_memory,
+            path=Path(path) if path else None,
+            digest=fields.get("sha256", ""),
+        )
+        return cls(weights, bool(int(fields["intact"])), fields.get("model", ""))
 
 
 class ServedStore(Protocol):
@@ -148,17 +170,7 @@ class RedisServedStore(ClosesOnAsyncExit):
         log.warning("the weights served last are not in Redis", redis=self._where)
 
     async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
-        fields = {
-            "epoch": served.version.epoch,
-            "step": served.version.step,
-            "intact": int(served.intact),
-            "trained": int(served.trained),
-            "kind": served.kind,
-            "path": served.path,
-            "sha256": served.sha256,
-            "model": served.model,
-            "time": round(time.time(), 3),
-        }
+        fields = {**served.fields(), "time": round(time.time(), 3)}
         words = [word for field in fields.items() for word in field]
         try:
             await self._attempt("HSET", self._key, *words, deadline_s=deadline_s)
@@ -174,12 +186,7 @@ class RedisServedStore(ClosesOnAsyncExit):
 
 def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
     try:
-        return ServedWeights(
-            version=PolicyVersion(int(fields["epoch"]), int(fields["step"])),
-            intact=bool(int(fields["intact"])),
-            trained=bool(int(fields["trained"])),
-            **{name: fields.get(name, "") for name in ("kind", "path", "sha256", "model")},
-        )
+        return ServedWeights.from_fields(fields)
     except (KeyError, ValueError) as error:
         raise BadServedRecord(
             f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
@@ -206,9 +213,10 @@ def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> 
     """
     if served is None:
         return InitialWeights(UNTRAINED)
-    if not served.trained:
-        return InitialWeights(served.version)
+    version = served.weights.version
+    if not served.weights.trained:
+        return InitialWeights(version)
     if await_weights:
-        return InitialWeights(served.version, missing=True)
+        return InitialWeights(version, missing=True)
     # The checkpoint again, in the middle of a run: a name that no trainer has used.
-    return InitialWeights(PolicyVersion(served.version.epoch + 1, 0), new_name=True)
+    return InitialWeights(version.next_epoch(), new_name=True)

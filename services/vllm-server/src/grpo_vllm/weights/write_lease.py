@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import structlog
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import Engine, EngineSwitch
-from grpo_vllm.forkserver.engine_plan import UNTRAINED
 from grpo_vllm.http.readiness import Refusal
 from grpo_vllm.http.serving_state import ServingState, refusal_in
 from grpo_vllm.weights.served_store import NoServedStore, ServedStore, ServedWeights
@@ -234,7 +234,8 @@ class WeightBridge:
         self.weights_intact = intact
         self.update_count += 1
         self.last_update_time = time.time()
-        await self._store.save(ServedWeights(version, intact, trained=True))
+        written = WeightRef(version=version, kind=WeightKind.MEMORY)
+        await self._store.save(ServedWeights(written, intact))
 
     def _lease_ran_out(self, session: str) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.

@@ -28,7 +28,6 @@ from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.files.compatibility import (
     dtype_to_load,
     require_server,
-    served_directory,
 )
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
@@ -201,7 +200,11 @@ class FileSync:
 
     def _publish(self, version: PolicyVersion) -> Alignment:
         started = time.monotonic()
-        files = self._directories.write(version, lambda to: self._weights.write(self._policy, to))
+        files = self._directories.write(
+            version,
+            self._weights.kind,
+            lambda to: self._weights.write(self._policy, to),
+        )
         if not self._publisher.restarts:
             self._proof_of_policy.prime()
         in_use = self._publisher.publish(files)
@@ -226,22 +229,27 @@ class FileSync:
 
     def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""
-        if status.kind == "base":
+        served = status.weights
+        if not served.trained:
             return is_untrained
-        place = served_directory(status, self._weights.kind)
-        return place is not None and self._weights.are_in(self._policy, place)
+        return (
+            served.kind is self._weights.kind
+            and served.path is not None
+            and self._weights.are_in(self._policy, served.path)
+        )
 
     def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
         give_up_at = time.monotonic() + self._supervisor.deadline_s
         while True:
             status = self._monitor.await_serving()
-            if tuple(status.version) == info.policy_version:
+            if status.version == info.policy_version:
                 return status
             if time.monotonic() >= give_up_at:
                 raise PolicyMismatch(
-                    f"the server at {self._bridge.base_url} serves version {info.policy_version}, "
-                    f"and the one that reports for run {self._supervisor.run_id!r} in Redis "
+                    f"the server at {self._bridge.base_url} serves version "
+                    f"{tuple(info.policy_version)}, and the one that reports for run "
+                    f"{self._supervisor.run_id!r} in Redis "
                     f"{tuple(status.version)}: they are two. Give server and trainer the same "
                     "--redis-url and --run-id"
                 )

@@ -6,13 +6,12 @@ import json
 import os
 import socket
 import time
-import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from grpo_core.errors import ProtocolViolation
+from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
     Command,
@@ -20,7 +19,6 @@ from grpo_core.weights.supervisor_protocol import (
     OutcomeState,
     SupervisorPhase,
 )
-from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor, describe
 from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
@@ -31,15 +29,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
 LOST_AFTER_S = 15.0
 """A command that nobody has answered for so long, while the server serves something else, was lost
 with the last second of a Redis or with a supervisor."""
-
-
-@dataclass(frozen=True)
-class WeightFiles:
-    """A directory that is complete and will not change. `sha256`: `directory_digest` of it."""
-
-    version: PolicyVersion
-    directory: Path
-    sha256: str
 
 
 class Publisher:
@@ -67,7 +56,7 @@ class Publisher:
         """The server begins anew with every publication, its caches too."""
         return self._action.restarts
 
-    def publish(self, files: WeightFiles) -> frozenset[Path]:
+    def publish(self, weights: WeightRef) -> frozenset[Path]:
         """Return once every request that arrives is answered by these weights.
 
         Returns:
@@ -81,19 +70,20 @@ class Publisher:
         give_up_at = time.monotonic() + self._deadline_s
         retry_s = FIRST_RETRY_S
         while True:
-            command = self._command(files)
+            sender = f"trainer {os.getpid()} on {socket.gethostname()}"[:256]
+            command = Command.to_serve(weights, self._action, sender)
             self._supervisor.send(command)
             outcome = self._outcome_of(command, give_up_at)
             if outcome.state is OutcomeState.DONE:
                 return _directories(outcome)
-            if self._is_served(files):  # asked for by a command whose answer was lost
+            if self._is_served(weights):  # asked for by a command whose answer was lost
                 return frozenset()
             reason = f"{outcome.state}: {outcome.reason}"
             if outcome.state is OutcomeState.REFUSED:
-                raise _refused(files, outcome)
+                raise _refused(weights, outcome)
             if time.monotonic() + retry_s >= give_up_at:
-                raise self._not_published(files, reason)
-            log.warning("asking the server again", version=tuple(files.version), reason=reason)
+                raise self._not_published(weights, reason)
+            log.warning("asking the server again", version=tuple(weights.version), reason=reason)
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
@@ -109,7 +99,7 @@ class Publisher:
             if time.monotonic() >= give_up_at:
                 seen = "taken up" if outcome else "not seen"
                 raise self._not_published(
-                    WeightFiles(command.version, Path(command.path), command.sha256),
+                    command.weights,
                     f"the command was {seen} and not answered; {describe(self._monitor.status())}",
                 )
             time.sleep(POLL_S)
@@ -125,38 +115,27 @@ class Publisher:
             return False
         return status.state is SupervisorPhase.SERVING and not self._supervisor.has(command)
 
-    def _is_served(self, files: WeightFiles) -> bool:
+    def _is_served(self, weights: WeightRef) -> bool:
         status = self._monitor.status()
         return (
             status is not None
             and status.state is SupervisorPhase.SERVING
-            and status.version == files.version
-            and bool(status.path)
-            and Path(status.path).resolve() == files.directory.resolve()
+            and status.version == weights.version
+            and status.path != ""
+            and Path(status.path).resolve() == Path(str(weights.path)).resolve()
         )
 
-    def _command(self, files: WeightFiles) -> Command:
-        return Command(
-            id=uuid.uuid4().hex,
-            action=self._action,
-            epoch=files.version.epoch,
-            step=files.version.step,
-            path=str(files.directory),
-            sha256=files.sha256,
-            sender=f"trainer {os.getpid()} on {socket.gethostname()}"[:256],
-        )
-
-    def _not_published(self, files: WeightFiles, reason: str) -> NotPublished:
+    def _not_published(self, weights: WeightRef, reason: str) -> NotPublished:
         return NotPublished(
-            f"version {tuple(files.version)} is not served after {self._deadline_s:g} s "
+            f"version {tuple(weights.version)} is not served after {self._deadline_s:g} s "
             f"({reason}). Read the server's log; raise --publish-deadline-s where it only needs "
             "longer. Started again, the trainer goes on from the last state that it saved"
         )
 
 
-def _refused(files: WeightFiles, outcome: Outcome) -> WeightsRefused:
+def _refused(weights: WeightRef, outcome: Outcome) -> WeightsRefused:
     return WeightsRefused(
-        f"the server refuses version {tuple(files.version)} in {files.directory}: "
+        f"the server refuses version {tuple(weights.version)} in {weights.path}: "
         f"{outcome.reason}. It goes on serving the version before"
     )
 

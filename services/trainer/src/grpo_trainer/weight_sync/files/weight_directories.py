@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from grpo_core.weights.files import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.save_path import make_directory, remove_directory, remove_unfinished
 from grpo_trainer.errors import CheckpointNotSaved
-from grpo_trainer.weight_sync.files.publisher import WeightFiles
 
 KEPT = 2
 """What is served, and what the server goes back to where that fails."""
@@ -29,7 +29,9 @@ class WeightDirectories:
         make_directory(self.root)
         remove_unfinished(self.root)
 
-    def write(self, version: PolicyVersion, write_to: Callable[[Path], None]) -> WeightFiles:
+    def write(
+        self, version: PolicyVersion, kind: WeightKind, write_to: Callable[[Path], None]
+    ) -> WeightRef:
         """Args: write_to: writes its argument as a whole directory.
 
         Raises:
@@ -38,9 +40,10 @@ class WeightDirectories:
         target = self.root / f"epoch_{version.epoch}_step_{version.step}"
         write_to(target)
         try:
-            return WeightFiles(version, target, directory_digest(target))
+            digest = directory_digest(target)
         except OSError as error:
             raise CheckpointNotSaved(f"{target} cannot be read back: {error}") from error
+        return WeightRef(version=version, kind=kind, path=target, digest=digest)
 
     def remove_older(self, in_use: Collection[Path]) -> None:
         """All but the newest two and what requests in flight read. Args: in_use: resolved paths."""

@@ -97,7 +97,7 @@ class SharedVllm:
             self._refuse_torn(info)
             _say_where_it_starts(info)
         self._policy = build_policy(self._model_name, attachment.weights)
-        self._version = PolicyVersion(info.policy_version[0] + 1, 0)
+        self._version = info.policy_version.next_epoch()
         log.info(
             "attached to the server's weights",
             generation=attachment.weights.manifest.generation,
@@ -243,7 +243,7 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
 
     A restarted server waits for the very version that it lost; any other may be taken once only.
     """
-    served = PolicyVersion(*info.policy_version)
+    served = info.policy_version
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
     return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
 
