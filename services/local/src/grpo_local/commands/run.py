@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_local.commands.run_settings import TRAINERS_RESTART_INTERVAL, RunSettings
 from grpo_local.mode_flags import HandOff
@@ -74,9 +75,9 @@ class Training:
     def _end(self, trainer: ManagedProcess) -> int:
         """Pass the signal on and let it finish; a second signal ends the patience."""
         trainer.signal(self.stop_request.received[0])
-        give_up_at = time.monotonic() + self.settings.stop_grace_s
+        grace = Deadline(self.settings.stop_grace_s)
         while (code := trainer.exit_code) is None:
-            if self.stop_request.is_urgent or time.monotonic() > give_up_at:
+            if self.stop_request.is_urgent or grace.has_passed:
                 return EXIT_FAILED
             time.sleep(_POLL_S)
         return code

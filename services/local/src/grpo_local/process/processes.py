@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 
 _PR_SET_PDEATHSIG = 1
@@ -72,9 +73,9 @@ class ManagedProcess:
 
     def wait(self, timeout_s: float) -> int:
         """Wait for the end. Raises `ProcessFailed` when it still runs after `timeout_s`."""
-        give_up_at = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while (code := self.exit_code) is None:
-            if time.monotonic() > give_up_at:
+            if deadline.has_passed:
                 raise ProcessFailed(
                     f"{self.name} still runs after {timeout_s:g} s; see {self.log_path}"
                 )

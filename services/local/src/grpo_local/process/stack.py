@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from grpo_core.deadline import Deadline
 from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.processes import ManagedProcess, ProcessFailed, describe_exit
 from grpo_local.process.signals import StopRequest
@@ -99,10 +100,10 @@ class Stack:
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and wake early for whatever `check` raises."""
-        wake_at = time.monotonic() + seconds
-        while (left := wake_at - time.monotonic()) > 0:
+        until = Deadline(seconds)
+        while not until.has_passed:
             self.check()
-            time.sleep(min(_POLL_S, left))
+            time.sleep(min(_POLL_S, until.left_s))
 
     def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
         """Run jobs side by side until all have ended; returns their exit statuses by name.
@@ -135,8 +136,8 @@ class Stack:
         while self._running:
             _, process = self._running[-1]
             process.signal(signal.SIGTERM)
-            give_up_at = time.monotonic() + self._grace_s
-            while process.exit_code is None and time.monotonic() < give_up_at:
+            grace = Deadline(self._grace_s)
+            while process.exit_code is None and not grace.has_passed:
                 if self._stop_request.is_urgent:
                     break
                 time.sleep(_POLL_S)

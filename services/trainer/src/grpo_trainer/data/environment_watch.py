@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import structlog
 
+from grpo_core.deadline import Deadline
 from grpo_core.wire import EnvironmentCount
 from grpo_trainer.errors import NoEnvironmentLeft
 
@@ -27,12 +29,12 @@ class EnvironmentWatch:
     ) -> None:
         self._return_deadline_s = return_deadline_s
         self._clock = clock
-        self._give_up_at: float | None = None
+        self._deadline: Deadline | None = None
         self._has_waited = self._has_seen = False
 
     def begin(self) -> None:
         """A batch is waited for."""
-        self._give_up_at, self._has_waited = None, False
+        self._deadline, self._has_waited = None, False
 
     def end(self) -> None:
         """It is there: somebody has sent it, unless it was there all the time."""
@@ -44,16 +46,16 @@ class EnvironmentWatch:
         self._has_waited = True
         self._has_seen |= environments.connected > 0
         if environments.connected or not environments.registered or not self._has_seen:
-            self._give_up_at = None
-        elif self._give_up_at is None:
-            self._give_up_at = self._clock() + self._return_deadline_s
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = Deadline(self._return_deadline_s, self._clock)
             log.warning(
                 "environments.left",
                 registered=environments.registered,
                 waits_s=self._return_deadline_s,
                 more="--environment-return-deadline-s",
             )
-        elif self._clock() >= self._give_up_at:
+        elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
                 f"no environment is connected to run-api: {environments.registered} registered in "
                 f"this run, all have left or stopped polling, and none came back within "
@@ -63,7 +65,5 @@ class EnvironmentWatch:
 
     def not_counting(self, work: Callable[[], None]) -> None:
         """What it waits for, such as a server that restarts, keeps environments away too."""
-        began = self._clock()
-        work()
-        if self._give_up_at is not None:
-            self._give_up_at += self._clock() - began
+        with self._deadline.suspended() if self._deadline else nullcontext():
+            work()

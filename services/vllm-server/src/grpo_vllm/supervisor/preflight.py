@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -117,18 +118,16 @@ async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> b
     """
     if not before.used_mib:
         return True
-    clock = asyncio.get_running_loop().time
-    give_up_at = clock() + deadline_s
-    lowest, settled_at = await asyncio.to_thread(gpu_memory), clock() + SETTLED_S
-    now = lowest
+    deadline, settled = Deadline(deadline_s), Deadline(SETTLED_S)
+    now = lowest = await asyncio.to_thread(gpu_memory)
     while now.exceeds(before, by_mib=SLACK_MIB):
-        if clock() >= settled_at:
+        if settled.has_passed:
             log.info("others use GPU memory", used_mib=now.used_mib, before_mib=before.used_mib)
             return True
-        if clock() >= give_up_at:
+        if deadline.has_passed:
             return False
         await asyncio.sleep(_POLL_S)
         now = await asyncio.to_thread(gpu_memory)
         if lowest.exceeds(now):
-            lowest, settled_at = now, clock() + SETTLED_S
+            lowest, settled = now, Deadline(SETTLED_S)
     return True

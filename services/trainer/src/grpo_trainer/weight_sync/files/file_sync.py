@@ -9,12 +9,14 @@ the trainer needs for a server that crashes is patience.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire import PolicyVersion
@@ -35,6 +37,8 @@ from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 PROBE_DEADLINE_S = 30.0
 
@@ -176,23 +180,15 @@ class FileSync:
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
         30 s, and as `tend`."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
-        while True:
-            try:
-                return self._bridge.prompt_logprobs(token_ids)
-            except ServiceUnavailable as error:
-                give_up_at = self._wait_after(error, give_up_at)
+        return self._while_serving(lambda: self._bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Raises as `served_logprobs`."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
-        while True:
-            try:
-                return self._bridge.sample(
-                    prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-                )
-            except ServiceUnavailable as error:
-                give_up_at = self._wait_after(error, give_up_at)
+        return self._while_serving(
+            lambda: self._bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            )
+        )
 
     def close(self) -> None:
         self._supervisor.close()
@@ -240,12 +236,12 @@ class FileSync:
 
     def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
-        give_up_at = time.monotonic() + self._supervisor.deadline_s
+        deadline = Deadline(self._supervisor.deadline_s)
         while True:
             status = self._monitor.await_serving()
             if status.version == info.policy_version:
                 return status
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 raise PolicyMismatch(
                     f"the server at {self._bridge.base_url} serves version "
                     f"{tuple(info.policy_version)}, and the one that reports for run "
@@ -256,12 +252,15 @@ class FileSync:
             time.sleep(POLL_S)
             info = self._bridge.info()
 
-    def _wait_after(self, error: ServiceUnavailable, give_up_at: float) -> float:
-        """Until the server serves; returns the time to give up, later by what it was away."""
-        if time.monotonic() >= give_up_at:
-            raise error
-        began = time.monotonic()
-        self._monitor.await_serving()
-        away_s = time.monotonic() - began
-        time.sleep(POLL_S)
-        return give_up_at + away_s
+    def _while_serving(self, ask: Callable[[], T]) -> T:
+        """Ask again until the server answers; the time for which it is away does not count."""
+        deadline = Deadline(PROBE_DEADLINE_S)
+        while True:
+            try:
+                return ask()
+            except ServiceUnavailable:
+                if deadline.has_passed:
+                    raise
+            with deadline.suspended():
+                self._monitor.await_serving()
+            time.sleep(POLL_S)

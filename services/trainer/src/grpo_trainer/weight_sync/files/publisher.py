@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
@@ -67,13 +68,13 @@ class Publisher:
             NotPublished: it tried until the deadline.
             LostServer: nobody is there to ask.
         """
-        give_up_at = time.monotonic() + self._deadline_s
+        deadline = Deadline(self._deadline_s)
         retry_s = FIRST_RETRY_S
         while True:
             sender = f"trainer {os.getpid()} on {socket.gethostname()}"[:256]
             command = Command.to_serve(weights, self._action, sender)
             self._supervisor.send(command)
-            outcome = self._outcome_of(command, give_up_at)
+            outcome = self._outcome_of(command, deadline)
             if outcome.state is OutcomeState.DONE:
                 return _directories(outcome)
             if self._is_served(weights):  # asked for by a command whose answer was lost
@@ -81,22 +82,22 @@ class Publisher:
             reason = f"{outcome.state}: {outcome.reason}"
             if outcome.state is OutcomeState.REFUSED:
                 raise _refused(weights, outcome)
-            if time.monotonic() + retry_s >= give_up_at:
+            if deadline.left_s <= retry_s:
                 raise self._not_published(weights, reason)
             log.warning("asking the server again", version=tuple(weights.version), reason=reason)
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
-    def _outcome_of(self, command: Command, give_up_at: float) -> Outcome:
+    def _outcome_of(self, command: Command, deadline: Deadline) -> Outcome:
         """The final one, or BUSY where the command was lost."""
-        asked_at = time.monotonic()
+        lost = Deadline(LOST_AFTER_S)
         while True:
             outcome = self._supervisor.outcome(command)
             if outcome is not None and outcome.state is not OutcomeState.ACCEPTED:
                 return outcome
-            if self._is_lost(command, asked_at):
+            if self._is_lost(command, lost):
                 return Outcome(state=OutcomeState.BUSY, reason="nobody answered the command")
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 seen = "taken up" if outcome else "not seen"
                 raise self._not_published(
                     command.weights,
@@ -104,14 +105,14 @@ class Publisher:
                 )
             time.sleep(POLL_S)
 
-    def _is_lost(self, command: Command, asked_at: float) -> bool:
+    def _is_lost(self, command: Command, lost: Deadline) -> bool:
         """Raises `LostServer` where no supervisor is there for too long."""
         status = self._monitor.status()
         if status is None:
             self._monitor.note_absence(status)
         else:
             self._monitor.note_presence()
-        if time.monotonic() - asked_at < LOST_AFTER_S or status is None:
+        if status is None or not lost.has_passed:
             return False
         return status.state is SupervisorPhase.SERVING and not self._supervisor.has(command)
 

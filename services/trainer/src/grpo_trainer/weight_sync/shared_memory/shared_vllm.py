@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.config.trainer import AUTO_DEVICE
@@ -160,13 +161,13 @@ class SharedVllm:
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a living server does not answer for 30 s."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
+        deadline = Deadline(PROBE_DEADLINE_S)
         while True:
             self.tend()
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
-                if time.monotonic() >= give_up_at and not self._hold.attachment.is_lost():
+                if deadline.has_passed and not self._hold.attachment.is_lost():
                     raise
                 time.sleep(RETURN_POLL_S)
 
@@ -180,7 +181,7 @@ class SharedVllm:
         A server that is dying may take a connection and answer for a while: what it cannot do is
         tried again until the deadline.
         """
-        give_up_at = time.monotonic() + self._hold.return_deadline_s
+        deadline = Deadline(self._hold.return_deadline_s)
         while True:
             if self._hold.attachment.is_lost():
                 self._reattach("its connection closed")
@@ -191,7 +192,7 @@ class SharedVllm:
                 self._write(version)
             except (ServiceUnavailable, RequestRefused) as error:
                 self._check_is_about_the_session(error, version)
-                if time.monotonic() >= give_up_at:
+                if deadline.has_passed:
                     raise self._hold.gone_for_good(str(error)) from error
                 let_go_of_views(self._policy)
                 time.sleep(RETURN_POLL_S)
