@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -14,9 +13,8 @@ from pathlib import Path
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.process.children import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
@@ -52,7 +50,7 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -137,7 +135,3 @@ def describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"status {code}"
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from grpo_core.deadline import Deadline
-from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
+from grpo_core.process.children import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.processes import ManagedProcess, ProcessFailed, describe_exit
 from grpo_local.process.signals import StopRequest
 

@@ -13,7 +13,7 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.orphans import end_orphans
+from grpo_core.process.children import end_orphans
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.forkserver.channel import SupervisorEnd, close_all
 from grpo_vllm.forkserver.client import EngineHost, ForkedEngine

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import structlog
 
-from grpo_core.process.orphans import adopt_orphans, children
+from grpo_core.process.children import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, EngineHost
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.settings import ServerSettings

@@ -4,7 +4,6 @@ the user, who is told what to type."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import signal
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
+from grpo_core.process.children import end_with_parent
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.security.bearer_token import plain
 from grpo_trainer.config.modes import STARTS_SERVER_WITH
@@ -40,8 +40,6 @@ END_GRACE_S = 60.0
 _POLL_S = 0.2
 _CONNECT_S = 2.0
 _LOG_TAIL_LINES = 15
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @contextlib.contextmanager
@@ -87,7 +85,7 @@ class ServerChild(ClosesOnExit):
                 stderr=subprocess.STDOUT,
                 env=_environment(settings),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
         log.info("started the inference server", pid=self._child.pid, log=str(self.log_path))
 
@@ -196,7 +194,3 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
