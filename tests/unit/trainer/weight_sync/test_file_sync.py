@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.weights.files import check_weights
 from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
@@ -29,7 +30,6 @@ from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel

@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor_protocol import (
@@ -28,7 +29,6 @@ from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefu
 from grpo_trainer.weight_sync.files import publisher
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
 FILES = WeightRef(
@@ -145,12 +145,12 @@ class BreaksOnce(SupervisorClient):
 
     carries_out = is_whole = False
 
-    def _attempt(self, *command: Any) -> Any:
+    def attempt(self, *command: Any) -> Any:
         if self.is_whole or command[0] != "XADD":
-            return super()._attempt(*command)
+            return super().attempt(*command)
         self.is_whole = True
         if self.carries_out:
-            super()._attempt(*command)
+            super().attempt(*command)
         raise RedisConnectionError("broken")
 
 

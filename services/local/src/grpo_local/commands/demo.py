@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
 from grpo_local.modes import Mode
@@ -13,7 +14,6 @@ from grpo_local.process.health import HealthProbe
 from grpo_local.process.launch import Launch
 from grpo_local.process.memory import MemoryPeaks
 from grpo_local.process.processes import ManagedProcess, ProcessFailed
-from grpo_local.process.server_status import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
@@ -28,6 +28,7 @@ from grpo_local.sizes import Sizes, sizes_for
 
 EXIT_FAILED = 1
 FOLLOW_POLL_S = 0.2
+REDIS_DEADLINE_S = 5.0
 INDENT = 9 * " "
 
 
@@ -75,7 +76,10 @@ def _train_and_report(
             training_started = time.monotonic()
             records = follow_training(stack, run, sizes, settings.weight_mode, screen)
             training_s = time.monotonic() - training_started
-            status = server_status(hand_off.redis_url, hand_off.run_id)
+            with SupervisorClient(
+                hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
+            ) as supervisor:
+                status = supervisor.status_for_report()
         finally:
             with screen.activity("ending every process of this run"):
                 stack.stop()

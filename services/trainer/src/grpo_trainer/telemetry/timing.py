@@ -28,11 +28,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_core.errors import GrpoError
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0
@@ -154,10 +153,7 @@ def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
     if url is None:
         return None
     with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
-        try:
-            return link.status()
-        except GrpoError:  # a report of a run that went well must not end it badly
-            return None
+        return link.status_for_report()
 
 
 def _peak_cuda_bytes() -> int | None:

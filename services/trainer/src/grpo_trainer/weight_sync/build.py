@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_core.clients.inference import BridgeClient
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import Action
 from grpo_trainer.config.modes import Mode
@@ -13,7 +14,6 @@ from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_memory.opened_epochs import OpenedEpochs

@@ -10,19 +10,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from grpo_core.clients.retry import async_retrying
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnAsyncExit
+from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.names import served_weights_key
-from grpo_core.redis.url import without_password
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 
@@ -32,7 +27,6 @@ ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
 """Of the one when the server ends and Redis has not caught up; well below the grace that it has."""
-_FAILURES = (RedisError, OSError, TimeoutError)
 
 
 class RedisUnreachable(GrpoError):
@@ -100,22 +94,13 @@ class NoServedStore:
         """Nobody reads it."""
 
 
-class RedisServedStore(ClosesOnAsyncExit):
+class RedisServedStore(AsyncRedisConnection):
     """Args: url: of Redis; run_id: whose record."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._where = without_password(url)
+        # The longest that any attempt has; each is bounded by itself.
+        super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
-        self._redis: Redis = Redis.from_url(
-            url,
-            # The longest that any attempt has; `_attempt` bounds each.
-            socket_connect_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
-            socket_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=True,
-            encoding_errors="replace",  # what is no text is refused as what it then says
-        )
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
 
@@ -125,7 +110,7 @@ class RedisServedStore(ClosesOnAsyncExit):
             self._catching_up.cancel()
             await asyncio.wait([self._catching_up])
             await self._write_at_last()
-        await self._redis.aclose()
+        await super().close()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
         """As `ServedStore.read`.
@@ -135,10 +120,10 @@ class RedisServedStore(ClosesOnAsyncExit):
             BadServedRecord: somebody else's value under our key.
         """
         try:
-            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, _FAILURES)):
+            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, FAILURES)):
                 with attempt:
-                    fields = await self._attempt("HGETALL", self._key)
-        except _FAILURES as error:
+                    fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
+        except FAILURES as error:
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
                 f"({error or type(error).__name__}), so it is unknown whether this run was served "
@@ -171,17 +156,12 @@ class RedisServedStore(ClosesOnAsyncExit):
 
     async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}
-        words = [word for field in fields.items() for word in field]
+        within_s = deadline_s or ATTEMPT_DEADLINE_S
         try:
-            await self._attempt("HSET", self._key, *words, deadline_s=deadline_s)
-        except _FAILURES:
+            await self.attempt("HSET", self._key, *words(fields), within_s=within_s)
+        except FAILURES:
             return False
         return True
-
-    async def _attempt(self, *command: Any, deadline_s: float | None = None) -> Any:
-        async with asyncio.timeout(deadline_s or ATTEMPT_DEADLINE_S):
-            # redis-py leaves this method without types
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
 def _parse(key: str, fields: dict[str, str]) -> ServedWeights:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
@@ -33,7 +34,6 @@ from grpo_trainer.weight_sync.files.compatibility import (
 )
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()

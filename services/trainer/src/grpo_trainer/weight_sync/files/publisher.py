@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.ref import WeightRef
@@ -22,7 +23,6 @@ from grpo_core.weights.supervisor_protocol import (
 )
 from grpo_trainer.errors import NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor, describe
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 
 log = structlog.get_logger()
 

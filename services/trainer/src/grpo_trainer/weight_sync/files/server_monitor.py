@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from grpo_core.errors import ServiceUnavailable
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.weights.supervisor_protocol import (
     STATUS_EVERY_S,
     STATUS_STALE_S,
@@ -15,7 +15,6 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_trainer.errors import LostServer
-from grpo_trainer.weight_sync.files.supervisor_client import SupervisorClient
 
 log = structlog.get_logger()
 
@@ -100,13 +99,6 @@ class ServerMonitor:
                 f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
                 "with the --redis-url and --run-id of the trainer, then the trainer"
             )
-
-    def last_status(self) -> SupervisorStatus | None:
-        """For reports: None where Redis does not answer either."""
-        try:
-            return self._supervisor.status()
-        except ServiceUnavailable:
-            return None
 
 
 def describe(status: SupervisorStatus | None) -> str:

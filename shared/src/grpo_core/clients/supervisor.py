@@ -1,19 +1,14 @@
-"""Commands to the inference server's supervisor, and what it says: the trainer's side of
-`grpo_core.weights.supervisor_protocol`. The only module of the trainer that speaks Redis."""
+"""Client of the inference server's supervisor: commands to it, and what it reports, in Redis. The
+protocol: `grpo_core.weights.supervisor_protocol`.
+"""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
-
-from grpo_core.errors import ProtocolViolation, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.redis.url import without_password
+from grpo_core.deadline import Deadline
+from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.redis.connection import FAILURES, RedisConnection, words
 from grpo_core.weights.supervisor_protocol import (
     COMMANDS_KEPT,
     Command,
@@ -25,11 +20,9 @@ from grpo_core.weights.supervisor_protocol import (
 )
 
 ATTEMPT_S = 5.0
-RETRY_S = 0.2
-_FAILURES = (RedisError, OSError)
 
 
-class SupervisorClient(ClosesOnExit):
+class SupervisorClient(RedisConnection):
     """Every call is repeated while Redis is away, until `deadline_s` has passed.
 
     Args:
@@ -42,40 +35,34 @@ class SupervisorClient(ClosesOnExit):
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
+        super().__init__(url, ATTEMPT_S, deadline_s)
         self.run_id = run_id
-        self.deadline_s = deadline_s
-        self._where = without_password(url)
-        self._redis: Redis = Redis.from_url(
-            url,
-            socket_connect_timeout=ATTEMPT_S,
-            socket_timeout=ATTEMPT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=True,
-        )
-
-    def close(self) -> None:
-        self._redis.close()
 
     def status(self) -> SupervisorStatus | None:
         """What the supervisor said last; None where it never did."""
-        fields = self._call("HGETALL", status_key(self.run_id))
+        fields = self.call("HGETALL", status_key(self.run_id))
         return SupervisorStatus.from_wire(_hash(fields)) if fields else None
+
+    def status_for_report(self) -> SupervisorStatus | None:
+        """The same; None also where it cannot be read: a run that went well must not end badly."""
+        try:
+            return self.status()
+        except GrpoError:
+            return None
 
     def send(self, command: Command) -> None:
         """Ask for it once: where an answer of Redis is lost, the stream says whether it is there.
 
         A repeat under the same id would be answered too, and take the place of the first answer.
         """
-        words = [word for field in command.on_the_wire().items() for word in field]
-        key = commands_key(self.run_id)
-        give_up_at = time.monotonic() + self.deadline_s
+        key, fields = commands_key(self.run_id), words(command.on_the_wire())
+        deadline = Deadline(self.deadline_s)
         while True:
             try:
-                self._attempt("XADD", key, "MAXLEN", "~", COMMANDS_KEPT, "*", *words)
+                self.attempt("XADD", key, "MAXLEN", "~", COMMANDS_KEPT, "*", *fields)
                 return
-            except _FAILURES as error:
-                self._pause_unless_late(give_up_at, error)
+            except FAILURES as error:
+                self.pause(deadline, error)
                 if self.has(command):
                     return
 
@@ -85,7 +72,7 @@ class SupervisorClient(ClosesOnExit):
 
     def outcome(self, command: Command) -> Outcome | None:
         """None until the supervisor has seen it."""
-        fields = self._call("HGETALL", outcome_key(self.run_id, command.id))
+        fields = self.call("HGETALL", outcome_key(self.run_id, command.id))
         return Outcome.from_wire(_hash(fields)) if fields else None
 
     def newest_epoch(self) -> int:
@@ -95,29 +82,8 @@ class SupervisorClient(ClosesOnExit):
         return max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)
 
     def _commands(self) -> list[dict[str, str]]:
-        entries = self._call("XREVRANGE", commands_key(self.run_id), "+", "-")
+        entries = self.call("XREVRANGE", commands_key(self.run_id), "+", "-")
         return [_hash(fields) for _, fields in entries]
-
-    def _call(self, *command: Any) -> Any:
-        give_up_at = time.monotonic() + self.deadline_s
-        while True:
-            try:
-                return self._attempt(*command)
-            except _FAILURES as error:
-                self._pause_unless_late(give_up_at, error)
-
-    def _attempt(self, *command: Any) -> Any:
-        # redis-py leaves this method without types
-        return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-
-    def _pause_unless_late(self, give_up_at: float, error: Exception) -> None:
-        if time.monotonic() >= give_up_at:
-            raise ServiceUnavailable(
-                f"Redis not usable at {self._where} for {self.deadline_s:g} s "
-                f"({str(error) or type(error).__name__}); check that it runs and that --redis-url "
-                "is that of the inference server"
-            ) from error
-        time.sleep(RETRY_S)
 
 
 def _hash(fields: Any) -> dict[str, str]:
