@@ -15,8 +15,7 @@ from grpo_api.ingest.allocator import keep_freed_memory
 from grpo_api.observability.logging import forward_library_logs
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.persistence import report_persistence
-from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis import RedisLink, report_persistence
 from grpo_core.logs import configure_logging
 
 
