@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.weights.served_store import ServedWeights
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from tests.support.wait import wait_for_async
 
 
@@ -54,8 +54,8 @@ class FakeEngine:
 
 
 @dataclass
-class Record:
-    """`grpo_vllm.weights.served_store.ServedStore` that can be read in order."""
+class Record(ServedStore):
+    """A store whose entries can be read in order."""
 
     served: ServedWeights | None = None
     saved: list[ServedWeights] = field(default_factory=list)

@@ -4,10 +4,8 @@ protocol: `grpo_core.weights.supervisor_protocol`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, RedisConnection, words
 from grpo_core.weights.supervisor_protocol import (
     COMMANDS_KEPT,
@@ -41,7 +39,7 @@ class SupervisorClient(RedisConnection):
     def status(self) -> SupervisorStatus | None:
         """What the supervisor said last; None where it never did."""
         fields = self.call("HGETALL", status_key(self.run_id))
-        return SupervisorStatus.from_wire(_hash(fields)) if fields else None
+        return SupervisorStatus.from_wire(fields) if fields else None
 
     def status_for_report(self) -> SupervisorStatus | None:
         """The same; None also where it cannot be read: a run that went well must not end badly."""
@@ -73,7 +71,7 @@ class SupervisorClient(RedisConnection):
     def outcome(self, command: Command) -> Outcome | None:
         """None until the supervisor has seen it."""
         fields = self.call("HGETALL", outcome_key(self.run_id, command.id))
-        return Outcome.from_wire(_hash(fields)) if fields else None
+        return Outcome.from_wire(fields) if fields else None
 
     def newest_epoch(self) -> int:
         """Of all commands that are remembered; 0 where there is none. A trainer that was killed may
@@ -83,13 +81,4 @@ class SupervisorClient(RedisConnection):
 
     def _commands(self) -> list[dict[str, str]]:
         entries = self.call("XREVRANGE", commands_key(self.run_id), "+", "-")
-        return [_hash(fields) for _, fields in entries]
-
-
-def _hash(fields: Any) -> dict[str, str]:
-    """redis-py parses some answers into dictionaries and leaves others as flat lists."""
-    if isinstance(fields, dict):
-        return fields
-    if not isinstance(fields, list) or len(fields) % 2:
-        raise ProtocolViolation(f"Redis answered {fields!r}, which is no hash")
-    return dict(zip(fields[::2], fields[1::2], strict=True))
+        return [fields for _, fields in entries]

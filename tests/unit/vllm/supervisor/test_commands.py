@@ -22,6 +22,7 @@ from grpo_core.weights.supervisor_protocol import (
 )
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async
@@ -92,7 +93,7 @@ class Slot:
         return code or 0
 
 
-class Control:
+class Control(ControlPlane):
     """`answers`: with the weights that were launched last when each was given."""
 
     def __init__(self, slot: Slot) -> None:

@@ -45,7 +45,6 @@ from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import (
     InitialWeights,
-    NoServedStore,
     RedisServedStore,
     ServedStore,
     ServedWeights,
@@ -133,7 +132,7 @@ def _listening(descriptor: int) -> socket.socket:
 async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
     """Of weights that a trainer writes here. Others come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
-        return NoServedStore()
+        return ServedStore()
     url = settings.redis_url.get_secret_value()
     return await stack.enter_async_context(RedisServedStore(url, settings.run_id))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -33,11 +33,13 @@ TIMEOUT_S = 5.0
 _READ_AT_MOST = 100
 
 
-class ControlPlane(Protocol):
-    """Where commands come from."""
+class ControlPlane:
+    """Where commands come from. This one is for servers without Redis: nobody asks for anything."""
 
-    def commands(self) -> AsyncIterator[list[Command]]:
+    async def commands(self) -> AsyncIterator[list[Command]]:
         """What was asked since the last time, oldest first; never an empty list."""
+        await asyncio.Event().wait()
+        yield []
 
     async def answer(self, command: Command, outcome: Outcome) -> None:
         """Tell the sender. A final outcome is written until it is there."""
@@ -46,21 +48,7 @@ class ControlPlane(Protocol):
         """Rewrite the status. Never raises."""
 
 
-class NoControlPlane:
-    """Where no Redis was named: nobody asks for anything."""
-
-    async def commands(self) -> AsyncIterator[list[Command]]:
-        await asyncio.Event().wait()
-        yield []
-
-    async def answer(self, command: Command, outcome: Outcome) -> None:
-        """Nobody waits for it."""
-
-    async def report(self, status: SupervisorStatus) -> None:
-        """Nobody reads it."""
-
-
-class CommandStream(AsyncRedisConnection):
+class CommandStream(ControlPlane, AsyncRedisConnection):
     """Args: url: of Redis; run_id: whose commands."""
 
     def __init__(self, url: str, run_id: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 
 
-@dataclass
-class _Totals:
-    """Of engine processes that have ended."""
-
-    dropped_requests: int = 0
-    generation_tokens: int = 0
-
-
 class EngineSlot:
     """Args:
     sockets: what engine processes get
@@ -57,7 +48,7 @@ class EngineSlot:
         self._host = host
         self._channel = SupervisorEnd()
         self._memory_before = GpuMemory()
-        self._totals = _Totals()
+        self._dropped_before = self._tokens_before = 0
         self._tokens = 0
         self.engine: EngineProcess | None = None
         self.answers = False
@@ -70,7 +61,7 @@ class EngineSlot:
 
     @property
     def dropped_requests(self) -> int:
-        return self._totals.dropped_requests + self._channel.dropped
+        return self._dropped_before + self._channel.dropped
 
     @property
     def dropped_by_this_engine(self) -> int:
@@ -78,7 +69,7 @@ class EngineSlot:
 
     @property
     def generation_tokens(self) -> int:
-        return self._totals.generation_tokens + self._tokens
+        return self._tokens_before + self._tokens
 
     async def measure_memory(self) -> None:
         """Before the first engine: what must be free again after each."""
@@ -143,8 +134,8 @@ class EngineSlot:
         # vLLM's worker processes become ours when their parent goes.
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
-        self._totals.dropped_requests += self._channel.dropped
-        self._totals.generation_tokens += self._tokens
+        self._dropped_before += self._channel.dropped
+        self._tokens_before += self._tokens
         self._channel.dropped = self._tokens = 0
         if not await memory_is_back(self._memory_before):
             log.error(

@@ -15,13 +15,13 @@ from grpo_core.process.children import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, EngineHost
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.control_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.control_stream import CommandStream, ControlPlane
 from grpo_vllm.supervisor.health import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.weights.served_store import NoServedStore, RedisServedStore
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_directory import own_directory
 
 log = structlog.get_logger()
@@ -57,8 +57,8 @@ async def _run(
     engine_module: str,
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        control: CommandStream | NoControlPlane = NoControlPlane()
-        store: RedisServedStore | NoServedStore = NoServedStore()
+        control = ControlPlane()
+        store = ServedStore()
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
             store = await stack.enter_async_context(RedisServedStore(url, settings.run_id))

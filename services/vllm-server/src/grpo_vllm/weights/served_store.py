@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
@@ -74,27 +74,18 @@ class ServedWeights:
         return cls(weights, bool(int(fields["intact"])), fields.get("model", ""))
 
 
-class ServedStore(Protocol):
-    """What is remembered of the weights that a run was served."""
+class ServedStore:
+    """Remembers nothing: where no Redis was named."""
 
-    async def read(self, deadline_s: float) -> ServedWeights | None:
-        """None where the run was served nothing yet."""
+    async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
+        """What the run was served last; None where it was served nothing yet."""
+        return None
 
     async def save(self, served: ServedWeights) -> None:
         """Returns soon, whether or not it could be written down, and never raises."""
 
 
-class NoServedStore:
-    """Remembers nothing: where no Redis was named."""
-
-    async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
-        return None
-
-    async def save(self, served: ServedWeights) -> None:
-        """Nobody reads it."""
-
-
-class RedisServedStore(AsyncRedisConnection):
+class RedisServedStore(ServedStore, AsyncRedisConnection):
     """Args: url: of Redis; run_id: whose record."""
 
     def __init__(self, url: str, run_id: str) -> None:

@@ -26,7 +26,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import Engine, EngineSwitch
 from grpo_vllm.http.readiness import Refusal
 from grpo_vllm.http.serving_state import ServingState, refusal_in
-from grpo_vllm.weights.served_store import NoServedStore, ServedStore, ServedWeights
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from grpo_vllm.weights.write_back import WriteBack
 
 log = structlog.get_logger()
@@ -68,7 +68,7 @@ class WeightBridge:
         self.update_count = 0
         self.last_update_time: float | None = None
         self.notice_count = 0
-        self._store = store or NoServedStore()
+        self._store = store or ServedStore()
         self._session: str | None = None
         self._session_ended = asyncio.Event()
         self._session_ended.set()
