@@ -25,8 +25,6 @@ log = structlog.get_logger()
 
 ANSWERING = ("serving", "paused")
 """States of an engine process whose callers are answered; a pause lasts milliseconds."""
-
-
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 

@@ -61,8 +61,8 @@ class Cadence:
 class FileSync:
     """Args:
     bridge: asks the server
-    supervisor: to its supervisor
-    monitor: of the same
+    supervisor: of that server
+    monitor: of that server
     publisher: has it serve a directory
     weights: what is trained
     directories: directories of them

@@ -34,8 +34,8 @@ with the last second of a Redis or with a supervisor."""
 
 class Publisher:
     """Args:
-    supervisor: to the supervisor
-    monitor: of the same
+    supervisor: takes the commands
+    monitor: of its server
     action: how the server takes new weights
     deadline_s: how long it may take, with everything that goes wrong on the way
     """
@@ -122,7 +122,6 @@ class Publisher:
             status is not None
             and status.state is SupervisorPhase.SERVING
             and status.version == weights.version
-            and status.path != ""
             and Path(status.path).resolve() == Path(str(weights.path)).resolve()
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.deadline import Deadline
 from grpo_core.weights.supervisor_protocol import (
     STATUS_EVERY_S,
     STATUS_STALE_S,
@@ -23,7 +24,7 @@ POLL_S = 0.1
 
 class ServerMonitor:
     """Args:
-    supervisor: to the supervisor
+    supervisor: of the server
     return_deadline_s: how long the server may be away before `LostServer`
     """
 
@@ -39,7 +40,7 @@ class ServerMonitor:
         self._said_at = 0.0
         self._heard_at = -STATUS_STALE_S
         self._asked_at = -STATUS_EVERY_S
-        self._away_since: float | None = None
+        self._return_deadline: Deadline | None = None
 
     def status(self) -> SupervisorStatus | None:
         """None where nobody has said anything for 10 s.
@@ -82,7 +83,7 @@ class ServerMonitor:
 
     def note_presence(self) -> None:
         """It is there, in whatever state."""
-        self._away_since = None
+        self._return_deadline = None
 
     def note_absence(self, status: SupervisorStatus | None) -> None:
         """Args: status: what it said last, for the message.
@@ -90,10 +91,9 @@ class ServerMonitor:
         Raises:
             LostServer: its absence was noted first too long ago.
         """
-        now = self._clock()
-        if self._away_since is None:
-            self._away_since = now
-        elif now - self._away_since >= self._return_deadline_s:
+        if self._return_deadline is None:
+            self._return_deadline = Deadline(self._return_deadline_s, self._clock)
+        elif self._return_deadline.has_passed:
             raise LostServer(
                 f"the inference server of run {self._supervisor.run_id!r} was away for "
                 f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
