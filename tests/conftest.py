@@ -16,7 +16,7 @@ pytest_plugins = [
     "tests.fixtures.inference",
     "tests.fixtures.redis",
     "tests.fixtures.run_api",
-    "tests.fixtures.handed_off",
+    "tests.fixtures.file_sync",
 ]
 
 EXCUSED_SKIPS = ("no GPU",)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_local.modes import MODES, Mode
 from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, accuracy_of, load_model, run_demo
 
@@ -41,9 +41,9 @@ class ModeRun(DemoRun):
     mode: Mode
 
     @property
-    def server(self) -> ServerStatus:
+    def server(self) -> SupervisorStatus:
         summary: Any = json.loads((self.directory / "summary.json").read_text())
-        return ServerStatus.model_validate(summary["server"])
+        return SupervisorStatus.model_validate(summary["server"])
 
     @property
     def final(self) -> Path:

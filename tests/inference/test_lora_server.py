@@ -12,7 +12,7 @@ import torch
 
 from grpo_core.wire import PolicyVersion
 from tests.fixtures.adapters import load, logprobs
-from tests.fixtures.handed_off import HandedOffServer
+from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
 from tests.inference.engine_load import running_sequences
 from tests.inference.request_load import load_on

@@ -17,7 +17,7 @@ from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.fixtures.adapters import load, make_adapter
-from tests.fixtures.handed_off import HandedOffServer, serve_by_hand
+from tests.fixtures.file_sync import HandedOffServer, serve_by_hand
 from tests.fixtures.inference import FILE_NOISE
 from tests.negative_controls.grpo_negative_controls import control_plugin
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_core.weights.handoff import Action
+from grpo_core.weights.supervisor_protocol import Action
 from tests.fixtures.adapters import load
-from tests.fixtures.handed_off import HandedOffServer
+from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
 from tests.inference.request_load import CLIENTS, load_on
 

@@ -179,13 +179,13 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 
 @pytest.mark.usefixtures("internals")
 def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
+    from grpo_core.weights.ref import WeightRef
     from grpo_vllm.engine.args import parsed_engine_arguments
-    from grpo_vllm.forkserver.protocol import PlannedWeights
     from grpo_vllm.settings import load_server_settings
 
     def parsed(*flags: str) -> Any:
         settings = load_server_settings(["--model", "m", *flags])
-        return parsed_engine_arguments(settings, PlannedWeights())
+        return parsed_engine_arguments(settings, WeightRef())
 
     file = tmp_path / "vllm.yaml"
     file.write_text("api-key: k\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import partial
 
 import httpx
 import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import (
     ProtocolViolation,
     ServiceUnavailable,
@@ -135,8 +136,8 @@ def test_what_is_done_between_the_polls_does_not_count_as_waiting(
 ) -> None:
     """As long as a server is waited for, no environment can send."""
     ahead_s = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0], sleep=time.sleep)
-    monkeypatch.setattr("grpo_core.clients.run_api.time", clock)
+    ours = partial(Deadline, clock=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr("grpo_core.clients.run_api.Deadline", ours)
     monkeypatch.setattr("grpo_core.clients.run_api.BATCH_WAIT_S", 0.1)
 
     def work() -> None:

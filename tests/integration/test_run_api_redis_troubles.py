@@ -19,8 +19,7 @@ from grpo_api.errors import StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.persistence import report_persistence
-from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis import RedisLink, report_persistence
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import bundled_redis, start_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api

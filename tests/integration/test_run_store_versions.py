@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.store.records import DueBatch, Poll
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.weights.served_store import ServedRecord, ServedWeights
+from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
 from tests.integration.run_store_rig import (
     DEADLINE_S,
     LARGE,
@@ -26,12 +27,12 @@ OLD, NEW = PolicyVersion(1, 9), PolicyVersion(2, 10)
 class VersionedRun:
     """A run, and the inference server's record of what it serves."""
 
-    def __init__(self, run: Run, record: ServedRecord) -> None:
+    def __init__(self, run: Run, record: RedisServedStore) -> None:
         self.run = run
         self._record = record
 
     async def serve(self, version: PolicyVersion) -> None:
-        await self._record.note(ServedWeights(version, intact=True, trained=True))
+        await self._record.save(ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY)))
 
     async def leased(self, after: int) -> DueBatch:
         due = await self.run.dispatcher.next_batch(Poll(self.run.trainer_id, after), 0.0)
@@ -52,7 +53,7 @@ async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     monkeypatch.setattr("grpo_vllm.weights.served_store.ATTEMPT_DEADLINE_S", DEADLINE_S)
     async with (
         open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,
-        ServedRecord(redis_url, RUN_ID) as record,
+        RedisServedStore(redis_url, RUN_ID) as record,
     ):
         await run.link.call("DEL", run.link.served_weights)
         yield VersionedRun(run, record)

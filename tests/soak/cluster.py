@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.process.managed import ManagedProcess, describe_exit
-from grpo_core.wire import ServerStatus
+from grpo_core.wire import RunStatus
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
@@ -186,8 +186,8 @@ class Cluster(ClosesOnExit):
             member.process.signal(signal.SIGTERM)
         self.wait_until(lambda: all(member.process.exit_code is not None for member in members))
 
-    def status(self) -> ServerStatus:
-        return ServerStatus.model_validate_json(self._ask("/status").content)
+    def status(self) -> RunStatus:
+        return RunStatus.model_validate_json(self._ask("/status").content)
 
     def _ask(self, path: str) -> httpx.Response:
         """Again where Redis stands still, which run-api answers with 503."""

@@ -110,9 +110,10 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
 
 
 def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
+    from grpo_core.process.children import killed_with_parent
     from grpo_vllm.forkserver import server
 
-    server.die_with_parent()
+    killed_with_parent()
     output, errors, supervisor = descriptors
     os.dup2(output, 1)
     os.dup2(errors, 2)

@@ -13,7 +13,7 @@ Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `ma
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
@@ -92,10 +92,34 @@ _MAX_PROBLEMS = 20
 
 
 class PolicyVersion(NamedTuple):
-    """Names one set of weights: a trainer that starts again opens a new epoch."""
+    """Names one set of weights: a trainer that starts again opens a new epoch.
 
-    epoch: int
-    step: int
+    In JSON it is the list `[3, 12]`, in text `3.12`, in Redis two fields of a hash.
+    """
+
+    epoch: Step
+    step: Step
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises `ValueError`."""
+        epoch, step = text.split(".")
+        return cls(int(epoch), int(step))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str]) -> Self:
+        """The inverse of `fields`, as Redis answers. Raises `KeyError`, `ValueError`."""
+        return cls(int(fields["epoch"]), int(fields["step"]))
+
+    def fields(self) -> dict[str, int]:
+        return self._asdict()
+
+    def next_epoch(self) -> Self:
+        """The first name of the epoch after this one: no trainer has used it."""
+        return type(self)(self.epoch + 1, 0)
 
 
 class WireModel(BaseModel):
@@ -323,7 +347,7 @@ class RolloutFacts(WireModel):
     not said.
     """
 
-    policy_version: list[tuple[tuple[Step, Step], tuple[Step, Step]]] = []
+    policy_version: list[tuple[PolicyVersion, PolicyVersion]] = []
     """[(first, last), ...]: the versions that sampled each completion's first and last token."""
     generation_seconds: Float32 | None = None
     """How long the group's one generation request took."""
@@ -346,13 +370,13 @@ class RolloutFacts(WireModel):
 
 class TrainerEnrolled(WireModel):
     """Answer of `POST /register`. `uuid` is the trainer's id (128 bits), for the lease routes;
-    `run_uuid` as in `ServerStatus`."""
+    `run_uuid` as in `RunStatus`."""
 
     uuid: int
     run_uuid: str
 
 
-class ServerStatus(WireModel):
+class RunStatus(WireModel):
     """`GET /status`. `queue_size` counts groups that no batch holds yet; `run_uuid` is made with a
     run's first trainer and ends with /reset_data, None: there is no run."""
 

@@ -79,8 +79,8 @@ while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
     time.sleep(0.01)
 
 import redis
-from grpo_core.weights.handoff import ServerStatus, status_key
-status = ServerStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000)
+from grpo_core.weights.supervisor_protocol import SupervisorStatus, status_key
+status = SupervisorStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000)
 with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
     client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo_vllm.weights.served_store import ServedWeights
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from tests.support.wait import wait_for_async
 
 
@@ -54,14 +54,14 @@ class FakeEngine:
 
 
 @dataclass
-class Record:
-    """`grpo_vllm.weights.served_store.WeightsRecord` that can be read in order."""
+class Record(ServedStore):
+    """A store whose entries can be read in order."""
 
     served: ServedWeights | None = None
-    noted: list[ServedWeights] = field(default_factory=list)
+    saved: list[ServedWeights] = field(default_factory=list)
 
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
         return self.served
 
-    async def note(self, served: ServedWeights) -> None:
-        self.noted.append(served)
+    async def save(self, served: ServedWeights) -> None:
+        self.saved.append(served)

@@ -38,7 +38,7 @@ class StubEngine:
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
         self.version = list(plan.weights.version)
-        self.path = str(plan.weights.directory or "")
+        self.path = str(plan.weights.path or "")
         self.in_flight = InFlight()
 
     async def generate(self, request: Request) -> Response:
@@ -123,7 +123,7 @@ def preload(_options: list[str]) -> str | None:
 
 
 def run_engine(plan: EnginePlan, _options: list[str]) -> None:
-    places = [Path(os.environ[DIRECTORY]), plan.weights.directory]
+    places = [Path(os.environ[DIRECTORY]), plan.weights.path]
     if any(place is not None and (place / BROKEN).exists() for place in places):
         raise SystemExit(3)
     while (Path(os.environ[DIRECTORY]) / HELD).exists():

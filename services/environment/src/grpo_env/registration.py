@@ -11,6 +11,7 @@ import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.clients.run_api_answers import parse
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.wire import EnvironmentRegistration, WireModel
 from grpo_env.config.settings import EnvServerSettings
@@ -72,7 +73,7 @@ async def join_run(
         ServiceUnavailable: run-api is gone.
         RequestRefused: run-api does not take this environment.
     """
-    give_up_at = time.monotonic() + trainer_deadline_s
+    deadline = Deadline(trainer_deadline_s)
     waiting = False
     while True:
         answer = await api.register(registration)
@@ -81,7 +82,7 @@ async def join_run(
         if not waiting:
             log.info("waiting for a trainer", deadline_s=trainer_deadline_s)
             waiting = True
-        if time.monotonic() >= give_up_at:
+        if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
                 "start one with the same run-api, or raise --env.trainer-deadline-s"

@@ -12,7 +12,6 @@ import uvloop
 from fastapi import FastAPI
 
 from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.http.bearer_token import BearerTokenMiddleware
 from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.middleware import (
@@ -20,7 +19,7 @@ from grpo_api.http.middleware import (
     RequestMiddleware,
     RouteTemplates,
 )
-from grpo_api.http.openapi import OPENAPI_PATH, describe, operation_name
+from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe, operation_name
 from grpo_api.http.request_body import BodyReader
 from grpo_api.http.server import HttpServer
 from grpo_api.ingest.decode import SubmissionDecoder
@@ -32,9 +31,9 @@ from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices, bind_services
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.persistence import report_persistence
-from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis import RedisLink, report_persistence
 from grpo_core.logs import configure_logging
+from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly, listed
 
 _HELD_BODIES = 4
@@ -81,7 +80,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     # the one added last is the outermost
     app.add_middleware(CompressionMiddleware)
     if settings.token is not None:
-        app.add_middleware(BearerTokenMiddleware, token=settings.token.get_secret_value())
+        app.add_middleware(BearerTokenGuard, token=settings.token, open_paths=OPEN_PATHS)
     app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
         RequestMiddleware,

@@ -51,7 +51,7 @@ class GenerateAnswer(BaseModel):
     logprobs: list[list[list[dict[int, float]]]]
     prompt_token_ids: list[int]
     token_ids: list[list[int]]
-    policy_version: list[tuple[tuple[int, int], tuple[int, int]]]
+    policy_version: list[tuple[PolicyVersion, PolicyVersion]]
     prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def completions(self) -> list[Completion]:
@@ -63,8 +63,8 @@ class GenerateAnswer(BaseModel):
                     finish_reason=reason,
                     token_ids=token_ids,
                     logprobs=_sampled_logprobs(token_ids, logprobs),
-                    first_version=PolicyVersion(*versions[0]),
-                    last_version=PolicyVersion(*versions[1]),
+                    first_version=versions[0],
+                    last_version=versions[1],
                 )
                 for text, reason, token_ids, logprobs, versions in zip(
                     self.text,
@@ -125,21 +125,12 @@ class GenerationClient(AsyncServiceClient):
         return _parse_generate(answer)
 
 
-class LoadedAdapter(BaseModel):
-    """The LoRA adapter that answers for the model's name."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    name: str
-    path: str
-
-
 class BridgeInfo(BaseModel):
     """`GET /bridge/info`, as far as a trainer reads it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    policy_version: tuple[int, int]
+    policy_version: PolicyVersion
     paused: bool
     weights_intact: bool
     weights_socket: str | None
@@ -153,7 +144,6 @@ class BridgeInfo(BaseModel):
     kv_block_size: int | None = None
     """Tokens that are cached, or not, together."""
     lora_enabled: bool = False
-    adapter: LoadedAdapter | None = None
 
     @property
     def awaiting_weights(self) -> bool:

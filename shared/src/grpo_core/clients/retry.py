@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 from tenacity import (
@@ -64,22 +65,17 @@ def is_transient(error: BaseException) -> bool:
 
 def retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> Retrying:
     """A synchronous retry loop that gives up after `deadline_s` seconds, re-raising the last."""
-    return Retrying(
-        stop=stop_after_delay(deadline_s),
-        wait=_wait,
-        retry=retry_if_exception(retry_on),
-        reraise=True,
-    )
+    return Retrying(**_policy(deadline_s, retry_on))
 
 
 def async_retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> AsyncRetrying:
     """The same for coroutines."""
-    return AsyncRetrying(
-        stop=stop_after_delay(deadline_s),
-        wait=_wait,
-        retry=retry_if_exception(retry_on),
-        reraise=True,
-    )
+    return AsyncRetrying(**_policy(deadline_s, retry_on))
+
+
+def _policy(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> dict[str, Any]:
+    stop, retry = stop_after_delay(deadline_s), retry_if_exception(retry_on)
+    return {"stop": stop, "wait": _wait, "retry": retry, "reraise": True}
 
 
 def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:

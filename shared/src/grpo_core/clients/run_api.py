@@ -17,14 +17,15 @@ from grpo_core.clients.run_api_answers import (
     parse,
 )
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import (
     EnvironmentCount,
     EnvironmentRegistration,
     EnvironmentStatus,
     Registration,
+    RunStatus,
     ScoredGroup,
-    ServerStatus,
     TrainerEnrolled,
     TrainerInfo,
 )
@@ -75,8 +76,8 @@ class TrainerClient(ServiceClient):
         self._enrolled, self._last_batch = parse(TrainerEnrolled, answer), 0
         return self._enrolled.uuid
 
-    def status(self) -> ServerStatus:
-        return parse(ServerStatus, self._request("GET", "/status"))
+    def status(self) -> RunStatus:
+        return parse(RunStatus, self._request("GET", "/status"))
 
     def resume_after(self, batch_id: int) -> None:
         """After `register`: everything up to this batch is in the trainer's state."""
@@ -104,23 +105,21 @@ class TrainerClient(ServiceClient):
             UnknownBatch: the batch given to `resume_after` is not one of this run.
             ProtocolViolation: run-api answered that no trainer is registered, or a broken batch.
         """
-        give_up_at = time.monotonic() + deadline_s
+        deadline = Deadline(deadline_s)
         while True:
-            left_s = max(0.0, give_up_at - time.monotonic())
-            found = self._lease(min(BATCH_WAIT_S, left_s), batches_left)
+            found = self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
             if isinstance(found, LeasedBatch):
                 self._last_batch = found.id
                 return found
             look(found)
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 raise ServiceUnavailable(
                     f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
                     f"sending groups? Look at {self.base_url}/status and at their logs"
                 )
-            began = time.monotonic()
-            meanwhile()
-            # What it waited for, such as a server that restarts, kept environments waiting too.
-            give_up_at += time.monotonic() - began
+            # What it waits for, such as a server that restarts, keeps environments waiting too.
+            with deadline.suspended():
+                meanwhile()
             time.sleep(_POLL_S)  # run-api answers early while it shuts down
 
     def acknowledge(self, batch_id: int) -> None:

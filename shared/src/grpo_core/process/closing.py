@@ -1,9 +1,12 @@
-"""`with` and `async with` for objects that have a `close`."""
+"""`with` and `async with` for objects that have a `close`.
+
+`contextlib.closing` does this for one object at every place where it is opened; here the class says
+it once, and `with` gives the object itself.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 
@@ -16,12 +19,7 @@ class ClosesOnExit(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -34,10 +32,5 @@ class ClosesOnAsyncExit(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -12,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.process.children import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
@@ -51,7 +50,7 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -73,9 +72,9 @@ class ManagedProcess:
     def wait(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> int:
         """Wait for the end. Raises `ProcessFailed` if it still runs after `timeout_s`, or once
         `hurry` is true."""
-        give_up_at = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while (code := self.exit_code) is None:
-            if hurry() or time.monotonic() > give_up_at:
+            if hurry() or deadline.has_passed:
                 raise ProcessFailed(
                     f"{self.name} still runs after {timeout_s:g} s; see {self.log_path}"
                 )
@@ -138,7 +137,3 @@ def describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"status {code}"
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

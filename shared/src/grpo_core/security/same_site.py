@@ -15,16 +15,11 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import json
 import socket
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from typing import Any
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+from grpo_core.security.asgi import App, Receive, Scope, Send, refuse
 
 PROBE_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/ping"})
 """Open under every name of the server."""
@@ -52,20 +47,16 @@ class SameSiteOnly:
         self._allowed = allowed
         self._hosts = {host.lower() for host in hosts}
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self._why_not(scope) if scope["type"] in ("http", "websocket") else None
         if reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})  # before it is accepted: 403
         else:
-            body = json.dumps({"detail": reason}).encode()
-            headers = [(b"content-type", b"application/json")]
-            headers.append((b"content-length", b"%d" % len(body)))
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await refuse(send, 403, reason)
 
-    def _why_not(self, scope: MutableMapping[str, Any]) -> str | None:
+    def _why_not(self, scope: Scope) -> str | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")  # HTTP/1.0 has none, and browsers do not speak it
         name = _name(host)

@@ -10,25 +10,16 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.ref import WeightKind, WeightRef
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
-
-
-class WeightKind(StrEnum):
-    """What a directory of weights holds."""
-
-    ADAPTER = "adapter"
-    """A LoRA adapter as PEFT saves it, to be put on the model that the server was started with."""
-    CHECKPOINT = "checkpoint"
-    """A whole model with its tokenizer, as transformers saves it."""
 
 
 class UnusableWeights(GrpoError):
@@ -51,25 +42,25 @@ def directory_digest(directory: Path) -> str:
     return total.hexdigest()
 
 
-def check_weights(kind: WeightKind, path: str, sha256: str, below: Path) -> Path:
+def check_weights(weights: WeightRef, below: Path) -> Path:
     """The directory, once everything that can be known without loading it is right.
 
     Args:
-        path: as it came over the wire
-        sha256: what `directory_digest` gave when it was written
+        weights: as they came over the wire
         below: the only directory that weights are taken from
 
     Raises:
         UnusableWeights: outside `below`, missing, half-written, or other bytes than were written.
     """
-    directory = inside(path, below)
-    require_complete(kind, directory)
+    directory = inside(str(weights.path), below)
+    require_complete(weights.kind, directory)
     with _readable(directory):
         found = directory_digest(directory)
-    if found != sha256:
+    if found != weights.digest:
         raise UnusableWeights(
-            f"{directory}: checksum {found[:12]}…, announced {sha256[:12]}…; it was changed or cut "
-            "off after it was written, or the server sees another directory under this path"
+            f"{directory}: checksum {found[:12]}…, announced {weights.digest[:12]}…; it was "
+            "changed or cut off after it was written, or the server sees another directory under "
+            "this path"
         )
     return directory
 

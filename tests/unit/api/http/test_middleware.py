@@ -5,15 +5,16 @@ from __future__ import annotations
 import socket
 
 import pytest
+from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.http.bearer_token import BearerTokenMiddleware
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.middleware import RequestMiddleware, RouteTemplates
 from grpo_api.observability.metrics import Metrics
+from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly
 
-TOKEN = "correct-horse"
+TOKEN = SecretStr("correct-horse")
 
 
 def answering(status: int) -> ASGIApp:
@@ -59,7 +60,7 @@ async def test_a_request_id_that_a_log_cannot_hold_is_replaced(given: bytes) -> 
 )
 async def test_any_other_token_is_refused_and_no_body_is_read(given: list[str]) -> None:
     headers = [(b"authorization", value.encode("latin-1")) for value in given]
-    answer = await exchange(BearerTokenMiddleware(answering(200), TOKEN), *headers)
+    answer = await exchange(BearerTokenGuard(answering(200), TOKEN, ()), *headers)
     assert answer["status"] == 401
 
 

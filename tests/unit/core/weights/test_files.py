@@ -12,12 +12,12 @@ from grpo_core.weights.files import (
     ADAPTER_WEIGHTS,
     MODEL_CONFIG,
     UnusableWeights,
-    WeightKind,
     adapter_rank,
     check_weights,
     directory_digest,
     require_rank,
 )
+from grpo_core.weights.ref import WeightKind, WeightRef
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def checked(adapter: Path, digest: str = "", kind: WeightKind = WeightKind.ADAPTER) -> Path:
-    return check_weights(kind, str(adapter), digest, adapter.parent)
+    return check_weights(WeightRef(kind=kind, path=adapter, digest=digest), adapter.parent)
 
 
 def test_a_whole_one_is_taken_wherever_it_lies(adapter: Path) -> None:
@@ -60,7 +60,7 @@ def test_nothing_outside_the_root_is_taken(adapter: Path, name: str) -> None:
     outside.mkdir()
     (root / "link").symlink_to(outside)
     with pytest.raises(UnusableWeights, match="is not below"):
-        check_weights(WeightKind.ADAPTER, str(root / name), "", root)
+        check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
 
 
 def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
     (root / "circle").symlink_to(root / "circle")
     for name in ("x" * 300, "circle"):
         with pytest.raises(UnusableWeights, match=rf"{name}.*(too long|loop)"):
-            check_weights(WeightKind.ADAPTER, str(root / name), "", root)
+            check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
     with pytest.raises(FileNotFoundError):
         directory_digest(root / "gone")
     (adapter / "\udcff").touch()  # a byte that is no text

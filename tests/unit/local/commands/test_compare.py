@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_local.commands.compare import compare_modes
 from grpo_local.process.memory import MIB
 from grpo_local.report.summary import Benchmark, RunFacts, summarise
@@ -55,7 +55,9 @@ def facts() -> RunFacts:
         seed=5,
         summary=summarise(records, total_s=60.0, training_s=40.0),
         benchmark=Benchmark(publishes=20),
-        server=ServerStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000),
+        server=SupervisorStatus(
+            state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000
+        ),
         peak_bytes={"vllm-server": 100 * MIB},
     )
 

@@ -8,10 +8,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights.handoff import ServerStatus, SupervisorState
-from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.unavailable import health_app
+from grpo_vllm.supervisor.health import health_app
 
 KEY = SecretStr("one-key")
 GUARDED = ("/generate", "/bridge/info", "/bridge/pause", "/lora/load", "/v1/models", "/docs")
@@ -26,17 +26,17 @@ async def status(app: object, path: str, *words: str) -> int:
 
 async def test_every_route_asks_for_the_key_but_those_of_probes() -> None:
     routes = [Route("/{rest:path}", lambda _: Response())]
-    app = ApiKeyGuard(Starlette(routes=routes), KEY)
+    app = require_api_key(Starlette(routes=routes), KEY)
     for path in GUARDED:
         assert await status(app, path, "Bearer", "one-key") == 200
         for wrong in ((), ("Bearer", "one"), ("Basic", "one-key")):
             assert await status(app, path, *wrong) == 401
     assert [await status(app, path) for path in ("/health", "/metrics")] == [200, 200]
-    assert await status(ApiKeyGuard(Starlette(routes=routes), None), "/generate") == 200
+    assert await status(require_api_key(Starlette(routes=routes), None), "/generate") == 200
 
 
 async def test_the_supervisors_status_asks_for_it_too() -> None:
-    serving = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
+    serving = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=0, step=0)
     app = health_app(lambda: serving, lambda: True, KEY)
     assert [await status(app, path) for path in ("/healthz", "/readyz")] == [200, 200]
     assert await status(app, "/status") == 401

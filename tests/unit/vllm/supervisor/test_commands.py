@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from grpo_core.weights.files import directory_digest
-from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, ServerStatus
+from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.supervisor_protocol import (
+    Action,
+    Command,
+    Outcome,
+    OutcomeState,
+    SupervisorStatus,
+)
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async
@@ -55,14 +62,14 @@ class Slot:
     answers = True
 
     def __init__(self, *_: object) -> None:
-        self.launched: list[PlannedWeights] = []
+        self.launched: list[WeightRef] = []
         self.engine: Engine | None = None
         self.seen: dict[str, Any] | None = None
         self.broken: set[PolicyVersion] = set()
 
     async def measure_memory(self) -> None: ...
 
-    async def launch(self, weights: PlannedWeights) -> Engine:
+    async def launch(self, weights: WeightRef) -> Engine:
         self.launched.append(weights)
         self.engine = Engine()
         if weights.version in self.broken:
@@ -74,7 +81,7 @@ class Slot:
             await asyncio.Event().wait()
         return True
 
-    def let_go_of_parked(self) -> None: ...
+    def release_parked(self) -> None: ...
 
     async def look(self) -> dict[str, Any] | None:
         return self.seen
@@ -86,13 +93,13 @@ class Slot:
         return code or 0
 
 
-class Control:
+class Control(ControlPlane):
     """`answers`: with the weights that were launched last when each was given."""
 
     def __init__(self, slot: Slot) -> None:
         self.sent: asyncio.Queue[Command] = asyncio.Queue()
         self.answers: list[tuple[OutcomeState, PolicyVersion]] = []
-        self.statuses: list[ServerStatus] = []
+        self.statuses: list[SupervisorStatus] = []
         self._slot = slot
 
     async def commands(self) -> AsyncIterator[list[Command]]:
@@ -102,7 +109,7 @@ class Control:
     async def answer(self, _command: Command, outcome: Outcome) -> None:
         self.answers.append((outcome.state, self._slot.launched[-1].version))
 
-    async def report(self, status: ServerStatus) -> None:
+    async def report(self, status: SupervisorStatus) -> None:
         self.statuses.append(status)
 
 
@@ -114,8 +121,8 @@ class HeldRecord(Record):
         self.free = asyncio.Event()
         self.free.set()
 
-    async def note(self, served: ServedWeights) -> None:
-        await super().note(served)
+    async def save(self, served: ServedWeights) -> None:
+        await super().save(served)
         await self.free.wait()
 
 
@@ -143,8 +150,12 @@ class Rig:
         (path / "model.safetensors").write_text(str(step))
         return path
 
-    def weights(self, step: int) -> PlannedWeights:
-        return PlannedWeights(version=PolicyVersion(1, step), directory=self.checkpoint(step))
+    def weights(self, step: int) -> WeightRef:
+        return WeightRef(
+            version=PolicyVersion(1, step),
+            kind=WeightKind.CHECKPOINT,
+            path=self.checkpoint(step),
+        )
 
     def send(self, step: int) -> None:
         path = self.checkpoint(step)
@@ -183,10 +194,10 @@ async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -
     """A command is accepted while the supervisor notes what a recovered engine serves."""
     async with rig.serving():
         rig.record.free.clear()
-        noted = len(rig.record.noted)
+        noted = len(rig.record.saved)
         assert rig.slot.engine is not None
         rig.slot.engine.end(9)
-        await rig.until(lambda: len(rig.record.noted) > noted)
+        await rig.until(lambda: len(rig.record.saved) > noted)
         rig.send(2)
         await rig.until(lambda: len(rig.control.answers) == 1)
         rig.record.free.set()
@@ -200,7 +211,7 @@ async def test_an_engine_that_ends_before_the_answer_has_not_done_it(rig: Rig) -
     async with rig.serving():
         rig.record.free.clear()
         rig.send(2)
-        await rig.until(lambda: len(rig.record.noted) == 2)
+        await rig.until(lambda: len(rig.record.saved) == 2)
         assert rig.slot.engine is not None
         rig.slot.engine.end(9)
         rig.record.free.set()
@@ -224,7 +235,7 @@ async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: 
         assert rig.supervisor.status().step == 1
         rig.slot.seen = seen(rig.checkpoint(5))
         await rig.until(lambda: rig.supervisor.status().step == 5)
-        assert rig.record.noted[-1].path == str(rig.checkpoint(5))
+        assert rig.record.saved[-1].weights.path == rig.checkpoint(5)
         rig.slot.broken = {PolicyVersion(1, 6)}
         rig.send(6)
         await rig.until(lambda: len(rig.slot.launched) == 3)

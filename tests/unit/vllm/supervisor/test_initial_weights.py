@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +14,17 @@ from grpo_core.weights.files import (
     UnusableWeights,
     directory_digest,
 )
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.initial_weights import first_weights, recorded
-from grpo_vllm.weights.beginning import Beginning, begin_after
-from grpo_vllm.weights.served_store import ServedWeights
+from grpo_vllm.supervisor.initial_weights import first_weights
+from grpo_vllm.weights.served_store import InitialWeights, ServedWeights, initial_weights_after
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
 V27, V30 = PolicyVersion(2, 7), PolicyVersion(3, 0)
-UNTRAINED = ServedWeights(V30, intact=True, trained=False)
+UNTRAINED = ServedWeights(WeightRef(version=V30))
+IN_MEMORY = WeightRef(version=V27, kind=WeightKind.MEMORY)
 
 
 @pytest.fixture
@@ -32,69 +33,64 @@ def adapter(tmp_path: Path) -> ServedWeights:
     path.mkdir()
     (path / ADAPTER_CONFIG).write_text('{"r": 8}')
     (path / ADAPTER_WEIGHTS).write_text("weights")
-    return ServedWeights(
-        version=V27,
-        intact=True,
-        trained=True,
-        kind="adapter",
-        path=str(path),
-        sha256=directory_digest(path),
-        model=MODEL,
+    weights = WeightRef(
+        version=V27, kind=WeightKind.ADAPTER, path=path, digest=directory_digest(path)
     )
+    return ServedWeights(weights, model=MODEL)
 
 
-async def begins_with(record: Record, *flags: str) -> PlannedWeights:
-    directory = record.served.path if record.served and record.served.path else "/weights"
-    given = ["--model", MODEL, "--weights-dir", str(Path(directory).parent), *flags]
+async def begins_with(record: Record, *flags: str) -> WeightRef:
+    directory = (record.served and record.served.weights.path) or Path("/weights")
+    given = ["--model", MODEL, "--weights-dir", str(directory.parent), *flags]
     return await first_weights(load_server_settings(given), record)
 
 
 async def test_the_last_served_weights_are_served_again(adapter: ServedWeights) -> None:
     record = Record(adapter)
     weights = await begins_with(record, "--enable-lora")
-    assert weights.adapter == Path(adapter.path)
-    assert recorded(weights, MODEL) == adapter
-    assert record.noted == []
+    assert weights == adapter.weights
+    assert record.saved == []
 
 
 @pytest.mark.parametrize(
     ("flags", "change"),
     [
         pytest.param((), {}, id="an adapter, and this server takes none"),
-        pytest.param(("--enable-lora",), {"kind": "", "path": ""}, id="written in place"),
+        pytest.param(("--enable-lora",), {"weights": IN_MEMORY}, id="written in place"),
         (("--enable-lora",), {"model": "another-model"}),
         (("--enable-lora", "--no-await-weights"), {}),
     ],
 )
 async def test_weights_of_another_mode_or_model_give_way_to_the_model_under_a_new_epoch(
-    adapter: ServedWeights, flags: tuple[str, ...], change: dict[str, str]
+    adapter: ServedWeights, flags: tuple[str, ...], change: dict[str, Any]
 ) -> None:
-    record = Record(replace(adapter, **change))  # type: ignore[arg-type]
-    assert await begins_with(record, *flags) == PlannedWeights(version=V30)
-    assert [(noted.version, noted.trained) for noted in record.noted] == [(V30, False)]
+    record = Record(replace(adapter, **change))
+    assert await begins_with(record, *flags) == WeightRef(version=V30)
+    assert [saved.weights for saved in record.saved] == [WeightRef(version=V30)]
 
 
 @pytest.mark.parametrize(
     ("served", "flags", "expected"),
     [
-        pytest.param(None, (), PlannedWeights(), id="a new run"),
-        pytest.param(UNTRAINED, (), PlannedWeights(version=V30), id="a name no trainer made"),
+        pytest.param(None, (), WeightRef(), id="a new run"),
+        pytest.param(UNTRAINED, (), WeightRef(version=V30), id="a name no trainer made"),
         pytest.param(
-            ServedWeights(V27, intact=True, trained=True),
+            ServedWeights(IN_MEMORY),
             ("--share-weights",),
-            PlannedWeights(),
+            WeightRef(),
             id="a trainer writes in place, and the engine process finds out",
         ),
     ],
 )
 async def test_a_run_without_weights_on_disk_begins_with_the_model(
-    served: ServedWeights | None, flags: tuple[str, ...], expected: PlannedWeights
+    served: ServedWeights | None, flags: tuple[str, ...], expected: WeightRef
 ) -> None:
     assert await begins_with(Record(served), *flags) == expected
 
 
 async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
-    (Path(adapter.path) / ADAPTER_WEIGHTS).write_text("other weights")
+    assert adapter.weights.path is not None
+    (adapter.weights.path / ADAPTER_WEIGHTS).write_text("other weights")
     with pytest.raises(UnusableWeights, match=r"policy version \(2, 7\) last.*--no-await-weights"):
         await begins_with(Record(adapter), "--enable-lora")
 
@@ -104,10 +100,10 @@ async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
 def test_an_engine_that_shares_weights_waits_for_the_trained_ones_unless_told_not_to(
     await_weights: bool, intact: bool
 ) -> None:
-    served = ServedWeights(V27, intact=intact, trained=True)
+    served = ServedWeights(IN_MEMORY, intact)
     # A trainer names steps within its epoch, and a torn write bumps the epoch by one at most.
-    fresh = Beginning(V30, new_name=True)
-    expected = Beginning(V27, missing=True) if await_weights else fresh
-    assert begin_after(served, await_weights) == expected
-    assert begin_after(UNTRAINED, await_weights) == Beginning(V30)
-    assert begin_after(None, await_weights) == Beginning(PolicyVersion(0, 0))
+    fresh = InitialWeights(V30, new_name=True)
+    expected = InitialWeights(V27, missing=True) if await_weights else fresh
+    assert initial_weights_after(served, await_weights) == expected
+    assert initial_weights_after(UNTRAINED, await_weights) == InitialWeights(V30)
+    assert initial_weights_after(None, await_weights) == InitialWeights(PolicyVersion(0, 0))

@@ -22,12 +22,12 @@ import psutil
 import pytest
 from redis import Redis
 
-from grpo_core.weights.handoff import Action, OutcomeState, commands_key
+from grpo_core.weights.ref import UNTRAINED
+from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
 from grpo_core.wire import PolicyVersion
-from grpo_vllm.forkserver.protocol import UNTRAINED
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from grpo_vllm.supervisor.sockets import Sockets
+from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE

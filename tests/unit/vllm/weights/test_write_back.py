@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.http.readiness import ServingState
@@ -51,7 +52,7 @@ async def test_it_serves_once_the_same_or_later_weights_are_back(
     assert bridge.refusal() is None
     assert bridge.state is ServingState.SERVING
     assert bridge.version == version
-    assert record.noted == [ServedWeights(version, intact=True, trained=True)]
+    assert record.saved == [ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY))]
 
 
 async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(
@@ -74,7 +75,7 @@ async def test_a_pause_that_wrote_nothing_changes_nothing(
     await bridge.pause(session, 10.0, SERVED_BEFORE)
     await bridge.resume(session, written=False)
     assert bridge.state is ServingState.AWAITING_WEIGHTS
-    assert record.noted == []
+    assert record.saved == []
 
 
 async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
@@ -86,7 +87,7 @@ async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
     assert bridge.state is ServingState.AWAITING_WEIGHTS
     assert not bridge.paused
     assert not bridge.weights_intact
-    assert record.noted == []  # nobody is answered from them, so they need no name
+    assert record.saved == []  # nobody is answered from them, so they need no name
     await write_back(bridge, SERVED_BEFORE)
     assert bridge.weights_intact
     assert bridge.refusal() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import httpx
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.retry import TransientAnswer, check_answer
 from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
 
 log = structlog.get_logger()
@@ -45,7 +45,7 @@ class HealthClient(AsyncServiceClient):
 
     async def wait_until_healthy(self, deadline_s: float) -> None:
         """Raises `ServiceUnavailable` after the deadline, `NotAnInferenceServer` on a 4xx."""
-        give_up_at = time.monotonic() + deadline_s
+        deadline = Deadline(deadline_s)
         last: Exception | None = None
         while (failure := await self._failure()) is not None:
             if last is None:
@@ -53,7 +53,7 @@ class HealthClient(AsyncServiceClient):
             # That none came in time says less than what was said before.
             if last is None or not isinstance(failure, httpx.TimeoutException):
                 last = failure
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 raise ServiceUnavailable(
                     f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
                     f"last answer: {str(last) or type(last).__name__}; read its log, check "

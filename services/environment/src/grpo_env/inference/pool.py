@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_env.pacing.failure_budget import FailureBudget
@@ -71,12 +72,11 @@ class InferencePool(ClosesOnAsyncExit):
             NoGenerateRoute: the server knows no such route.
         """
         failure: ServiceUnavailable | None = None
-        give_up_at = time.monotonic() + self._deadline_s
+        deadline = Deadline(self._deadline_s)
         # Those that failed lately come last, so that they are tried when nothing else is left.
         for server in sorted(self._servers, key=lambda s: (s.budget.delay_s > 0, s.busy)):
             try:
-                left_s = give_up_at - time.monotonic()
-                return await _generate(server, prompt_token_ids, left_s, sampling)
+                return await _generate(server, prompt_token_ids, deadline.left_s, sampling)
             except ServiceUnavailable as error:
                 failure = error
                 server.budget.failed(error)

@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
@@ -13,7 +14,6 @@ from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.memory import MemoryPeaks
 from grpo_local.process.ports import free_port
-from grpo_local.process.server_facts import server_status
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
@@ -32,6 +32,7 @@ from grpo_local.settings import DemoSettings
 from grpo_local.sizes import Sizes, sizes_for
 
 FOLLOW_POLL_S = 0.2
+REDIS_DEADLINE_S = 5.0
 INDENT = 9 * " "
 
 
@@ -77,7 +78,10 @@ def _train_and_report(
             training_started = time.monotonic()
             records = follow_training(stack, run, sizes, settings.weight_mode, screen)
             training_s = time.monotonic() - training_started
-            status = server_status(hand_off.redis_url, hand_off.run_id)
+            with SupervisorClient(
+                hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
+            ) as supervisor:
+                status = supervisor.status_for_report()
         finally:
             with screen.activity("ending every process of this run"):
                 stack.stop()

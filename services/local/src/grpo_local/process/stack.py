@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from grpo_core.deadline import Deadline
+from grpo_core.process.children import adopt_orphans, end_orphans, stop_adopting
 from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
-from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
 
@@ -76,10 +77,10 @@ class Stack:
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and wake early for whatever `check` raises."""
-        wake_at = time.monotonic() + seconds
-        while (left := wake_at - time.monotonic()) > 0:
+        until = Deadline(seconds)
+        while not until.has_passed:
             self.check()
-            time.sleep(min(_POLL_S, left))
+            time.sleep(min(_POLL_S, until.left_s))
 
     def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
         """Run jobs side by side until all have ended; returns their exit statuses by name.

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_local.modes import Mode, ModeName
 from grpo_local.report.metrics_file import StepRecord
 from grpo_local.report.table import seconds
@@ -79,7 +79,7 @@ class RunFacts(BaseModel):
     seed: int
     summary: Summary
     benchmark: Benchmark | None
-    server: ServerStatus | None
+    server: SupervisorStatus | None
     """The last that the supervisor said while the trainer was there."""
     peak_bytes: dict[str, int]
     """Memory of each service's process tree."""

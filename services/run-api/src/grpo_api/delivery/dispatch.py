@@ -14,6 +14,7 @@ from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
 from grpo_api.store.records import DueBatch, OpenPoll, PlanLost, Poll
+from grpo_core.deadline import Deadline
 
 _MAX_PLANS = 8
 _LOOK_S = 0.05
@@ -42,14 +43,14 @@ class BatchDispatcher:
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
         """
-        give_up_at = time.monotonic() + wait_s
+        deadline = Deadline(wait_s)
         while True:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
             due = await self._next(poll)
             if due is not None:
                 _log_delivery(due)
                 return due
-            if not await self._something_changes(arrivals, give_up_at):
+            if not await self._something_changes(arrivals, deadline):
                 return None
 
     async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
@@ -65,10 +66,10 @@ class BatchDispatcher:
         await self._store.batches.acknowledge(None)
         return await self.next_batch(Poll(answer=answer), wait_s)
 
-    async def _something_changes(self, arrivals: int, give_up_at: float) -> bool:
+    async def _something_changes(self, arrivals: int, deadline: Deadline) -> bool:
         """Wait for a reason to plan again; False once it is time to answer."""
         plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
-        while time.monotonic() < give_up_at:
+        while not deadline.has_passed:
             if await self._lifetime.closes_within(_LOOK_S):
                 return False
             if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:

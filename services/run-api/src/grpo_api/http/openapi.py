@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
 
-from grpo_api.http.bearer_token import OPEN_PATHS
 from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
 
 Json = dict[str, Any]
 
 OPENAPI_PATH = "/openapi.json"
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+"""Answered without the token: probes have none."""
 
 _COMPONENTS = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (

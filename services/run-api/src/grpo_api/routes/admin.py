@@ -15,7 +15,7 @@ from grpo_api.routes.dependencies import Services
 from grpo_api.routes.schemas import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.stats import RunStats
-from grpo_core.wire import ServerStatus
+from grpo_core.wire import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
 _TEXT = {"schema": {"type": "string"}}
@@ -73,7 +73,7 @@ async def _stats(store: RunStore) -> RunStats | None:
 
 
 @router.get("/status", responses=refusals(503))
-async def status(services: Services) -> ServerStatus:
+async def status(services: Services) -> RunStatus:
     return await services.store.trainer.status()
 
 

@@ -122,7 +122,7 @@ def parse_kind(field: bytes) -> Kind:
 
 
 def write_version(version: PolicyVersion | None) -> str:
-    return "" if version is None else f"@{version.epoch}.{version.step}"
+    return "" if version is None else f"@{version}"
 
 
 def write_groups(groups: tuple[StoredGroup, ...]) -> str:
@@ -139,7 +139,7 @@ def parse_groups(written: str) -> tuple[StoredGroup, ...]:
 def _parse_group(written: str) -> StoredGroup:
     numbers, _, version = written.partition("@")
     group_id, sequences, stored_bytes = map(int, numbers.split(":"))
-    under = PolicyVersion(*map(int, version.split("."))) if version else None
+    under = PolicyVersion.parse(version) if version else None
     return StoredGroup(group_id, sequences, stored_bytes, under)
 
 

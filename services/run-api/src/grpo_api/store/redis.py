@@ -1,4 +1,7 @@
-"""One connection pool, one deadline, one error: how the store reaches Redis."""
+"""How the store reaches Redis: one connection pool, one deadline, one error.
+
+At the start it logs what Redis does with the run when it is restarted.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
+import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -18,12 +22,16 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable
+from grpo_api.http.lifetime import Lifetime
 from grpo_core.redis.names import run_prefix, served_weights_key
+
+_log = structlog.get_logger()
 
 _LAYOUT = 4
 """Changes whenever the keys or what is written in them do: no version touches another's."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
+_PERSISTENCE_RETRY_S = 5.0
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
@@ -176,3 +184,32 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
         for file in folder.iterdir()
         if file.name.endswith(".lua")
     }
+
+
+async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
+    """Log how Redis writes to disk, once it answers; nothing where it does not tell."""
+    settings = await _append_settings(link, lifetime)
+    appendfsync = settings.get("appendfsync")
+    match settings.get("appendonly"):
+        case "yes":
+            _log.info("Redis writes the run to disk", appendfsync=appendfsync)
+        case "no":
+            _log.warning(
+                "Redis runs without appendonly: a restart of Redis forgets the run; "
+                "start it with --appendonly yes"
+            )
+
+
+async def _append_settings(link: RedisLink, lifetime: Lifetime) -> dict[str, str]:
+    """Empty where Redis refuses to tell, as managed ones do, or where the server stops first."""
+    while not lifetime.closing.is_set():
+        try:
+            flat: list[bytes] = await link.call("CONFIG", "GET", "append*")
+        except ResponseError:
+            break
+        except StoreUnavailable:
+            await lifetime.closes_within(_PERSISTENCE_RETRY_S)
+        else:
+            words = [word.decode() for word in flat]
+            return dict(zip(words[::2], words[1::2], strict=True))
+    return {}

@@ -8,7 +8,7 @@ from grpo_api.errors import Refused
 from grpo_api.store.keys import former_keys, keys
 from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import Registration, ServerStatus
+from grpo_core.wire import Registration, RunStatus
 
 
 class TrainerStore:
@@ -57,12 +57,12 @@ class TrainerStore:
         found = await self._link.call("HGET", trainer, "registration")
         return Registration.model_validate_json(found) if found else None
 
-    async def status(self) -> ServerStatus:
+    async def status(self) -> RunStatus:
         trainer, totals = keys(self._link, "trainer", "totals")
         (step, run_uuid), groups = await self._link.transaction(
             ("HMGET", trainer, "step", "run_uuid"), ("HGET", totals, "queued_groups")
         )
-        return ServerStatus(
+        return RunStatus(
             current_step=int(step or 0),
             queue_size=int(groups or 0),
             run_uuid=run_uuid.decode() if run_uuid else None,

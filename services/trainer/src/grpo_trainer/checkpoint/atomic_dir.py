@@ -18,6 +18,7 @@ from typing import IO
 import structlog
 from safetensors import SafetensorError
 
+from grpo_core.deadline import Deadline
 from grpo_trainer.errors import CheckpointNotSaved, UnusableSavePath
 
 log = structlog.get_logger()
@@ -58,13 +59,13 @@ def not_writable(save_path: Path, error: OSError) -> UnusableSavePath:
 
 
 def _take(lock: IO[str], save_path: Path) -> None:
-    give_up_at = time.monotonic() + LOCK_DEADLINE_S
+    deadline = Deadline(LOCK_DEADLINE_S)
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 raise UnusableSavePath(
                     f"--save-path {save_path}: another trainer saves there; end it, or choose a "
                     "directory of its own for each run"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
 
 from grpo_core.clients.run_api import LeasedBatch, TrainerClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.wire import EnvironmentCount, ScoredGroup
 from grpo_trainer.checkpoint.saver import Saver
@@ -149,11 +151,11 @@ class EnvironmentWatch:
     ) -> None:
         self._return_deadline_s = return_deadline_s
         self._clock = clock
-        self._give_up_at: float | None = None
+        self._deadline: Deadline | None = None
         self._has_waited = self._has_seen = False
 
     def wait_started(self) -> None:
-        self._give_up_at, self._has_waited = None, False
+        self._deadline, self._has_waited = None, False
 
     def wait_ended(self) -> None:
         """The batch came: an environment has sent it, unless it was there before the wait."""
@@ -165,16 +167,16 @@ class EnvironmentWatch:
         self._has_waited = True
         self._has_seen |= environments.connected > 0
         if environments.connected or not environments.registered or not self._has_seen:
-            self._give_up_at = None
-        elif self._give_up_at is None:
-            self._give_up_at = self._clock() + self._return_deadline_s
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = Deadline(self._return_deadline_s, self._clock)
             log.warning(
                 "environments.left",
                 registered=environments.registered,
                 waits_s=self._return_deadline_s,
                 more="--environment-return-deadline-s",
             )
-        elif self._clock() >= self._give_up_at:
+        elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
                 f"no environment is connected to run-api: {environments.registered} registered in "
                 f"this run, all have left or stopped polling, and none came back within "
@@ -184,7 +186,5 @@ class EnvironmentWatch:
 
     def excluding(self, work: Callable[[], None]) -> None:
         """Do not count the time of `work`: a server that restarts keeps environments away too."""
-        began = self._clock()
-        work()
-        if self._give_up_at is not None:
-            self._give_up_at += self._clock() - began
+        with self._deadline.suspended() if self._deadline else nullcontext():
+            work()

@@ -130,7 +130,7 @@ def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
     shared = _shared_tokens(group.tokens)
     for i in range(group.size):
         first, last = versions[i] if versions else (None, None)
-        version = PolicyVersion(*first) if first is not None and first == last else None
+        version = first if first == last else None
         yield Origin(index, group.env_id, version, group.size, shared)
 
 

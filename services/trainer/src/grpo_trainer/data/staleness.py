@@ -23,7 +23,7 @@ class GroupProvenance:
     @property
     def versions(self) -> list[PolicyVersion]:
         """Of each completion's first token, or the one that bounds them; empty if unknown."""
-        versions = [PolicyVersion(*first) for first, _ in self.facts.policy_version]
+        versions = [first for first, _ in self.facts.policy_version]
         return versions if self.bound is None else [*versions, self.bound]
 
 
@@ -72,10 +72,7 @@ class VersionHistory:
     def _renamed(self, facts: RolloutFacts) -> RolloutFacts:
         if self.begun_as is None:
             return facts
-        versions = [
-            (self._own(PolicyVersion(*first)), self._own(PolicyVersion(*last)))
-            for first, last in facts.policy_version
-        ]
+        versions = [(self._own(first), self._own(last)) for first, last in facts.policy_version]
         return facts.model_copy(update={"policy_version": versions})
 
 

@@ -51,9 +51,7 @@ def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
         zero_variance_fraction=fmean(len(set(s)) == 1 for s in scores),
         truncated_fraction=fmean(length > seq_len for length in lengths),
         completion_tokens_mean=fmean(trained),
-        first_versions=[
-            PolicyVersion(*first) for usable in groups for first, _ in usable.facts.policy_version
-        ],
+        first_versions=[first for usable in groups for first, _ in usable.facts.policy_version],
         version_bounds=[
             usable.version_bound
             for usable in groups

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_core.weights.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB, WeightKind
+from grpo_core.weights.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
+from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
 from grpo_trainer.checkpoint.export import save_model, write_adapter
 from grpo_trainer.config.sync import LoraOptions

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_core.errors import GrpoError
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0
@@ -108,7 +107,7 @@ class Stopwatch:
         self._total_s = record["time_s"]
         self._rewards = [*self._rewards[:1], record.get("reward/mean")]
 
-    def summary(self, mode: str, server: ServerStatus | None) -> Summary:
+    def summary(self, mode: str, server: SupervisorStatus | None) -> Summary:
         return Summary(
             mode=mode,
             steps=self._steps,
@@ -129,16 +128,13 @@ class Stopwatch:
         )
 
 
-def server_status(settings: TrainerSettings) -> ServerStatus | None:
+def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
     """What the server's supervisor counts; None where no Redis says it."""
     url = plain(settings.redis_url)
     if url is None:
         return None
-    with HandoffLink(url, settings.run_id, STATUS_DEADLINE_S) as link:
-        try:
-            return link.status()
-        except GrpoError:  # a report of a run that went well must not end it badly
-            return None
+    with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
+        return link.status_for_report()
 
 
 def _peak_cuda_bytes() -> int | None:

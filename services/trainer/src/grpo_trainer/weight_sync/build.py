@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from grpo_core.clients.inference import BridgeClient
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights.handoff import Action
+from grpo_core.weights.supervisor_protocol import Action
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.sync import (
     CheckpointRestartSettings,
@@ -17,11 +18,10 @@ from grpo_trainer.config.sync import (
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files.handed_off import Cadence, HandedOff
-from grpo_trainer.weight_sync.files.handoff import Handoff
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.served_files import ServedFiles
-from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
+from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
@@ -37,7 +37,7 @@ def build_weight_sync(settings: TrainerSettings) -> WeightSync:
     chosen = settings.sync
     if isinstance(chosen, SharedVllmSettings):
         return _shared(settings, chosen)
-    return _handed_off(settings, chosen)
+    return _by_files(settings, chosen)
 
 
 def _bridge(settings: TrainerSettings, control_url: str | None = None) -> BridgeClient:
@@ -58,18 +58,18 @@ def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm
     )
 
 
-def _handed_off(settings: TrainerSettings, chosen: HandOffSettings) -> HandedOff:
+def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
     url, action = plain(settings.redis_url), ACTIONS[type(chosen)]
     assert url is not None, "the command line refuses these modes without --redis-url"
-    link = HandoffLink(url, settings.run_id, settings.service_deadline_s)
-    watch = SupervisorWatch(link, settings.server_return_deadline_s)
-    return HandedOff(
+    supervisor = SupervisorClient(url, settings.run_id, settings.service_deadline_s)
+    monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
+    return FileSync(
         bridge=_bridge(settings),
-        link=link,
-        watch=watch,
-        handoff=Handoff(link, watch, action, chosen.publish_deadline_s),
+        supervisor=supervisor,
+        monitor=monitor,
+        publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
         weights=trained_weights(settings),
-        files=ServedFiles(served_weights_directory(settings.save_path)),
+        directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
         cadence=Cadence(

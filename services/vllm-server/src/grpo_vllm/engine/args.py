@@ -7,6 +7,7 @@ import argparse
 import structlog
 
 from grpo_core.security.bearer_token import plain
+from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.admission import PROCESSOR
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (
@@ -16,7 +17,6 @@ from grpo_vllm.engine.vllm_compat.launch import (
     switch_lora_pdl_off,
 )
 from grpo_vllm.engine.vllm_compat.layers import current_platform
-from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 
@@ -26,9 +26,7 @@ LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
 
 
-def parsed_engine_arguments(
-    settings: ServerSettings, weights: PlannedWeights
-) -> argparse.Namespace:
+def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> argparse.Namespace:
     """A wrong flag ends the process with status 2, in vLLM's own words."""
     arguments = parse_engine_arguments(engine_arguments(settings, weights))
     refuse_what_is_ours(arguments, settings.share_weights)
@@ -85,7 +83,7 @@ def refuse_float32_adapters(dtype: str) -> None:
         )
 
 
-def engine_arguments(settings: ServerSettings, weights: PlannedWeights) -> list[str]:
+def engine_arguments(settings: ServerSettings, weights: WeightRef) -> list[str]:
     """Ours, then the user's own, which win where both name one."""
     ours = [
         *("--model", str(weights.checkpoint or settings.model)),

@@ -47,7 +47,7 @@ class EngineControl:
     async def name_weights(self, version: PolicyVersion) -> None:
         """Have the engine stamp what it samples from now on, where it can (vLLM 0.32)."""
         if stamps_versions(self._engine):
-            label = f"{version.epoch}.{version.step}"
+            label = str(version)
             await self._or_broken("name its weights", self._engine.update_weight_version(label))
 
     async def reset_prefix_cache(self) -> bool:

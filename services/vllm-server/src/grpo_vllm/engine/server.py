@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from grpo_core.errors import GrpoError
 from grpo_core.security.same_site import SameSiteOnly, listed
 from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_vllm.engine.apps import (
     Serving,
     control_app,
@@ -25,17 +26,22 @@ from grpo_vllm.engine.apps import (
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
-from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan, PlannedWeights
-from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
+from grpo_vllm.http.api_key import require_api_key
 from grpo_vllm.http.in_flight import InFlight, InFlightCounter
 from grpo_vllm.http.readiness import ReadinessGate
 from grpo_vllm.http.server import HttpServer, serve_until
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.beginning import Beginning, begin_after
 from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
-from grpo_vllm.weights.served_store import NoRecord, ServedRecord, ServedWeights, WeightsRecord
+from grpo_vllm.weights.served_store import (
+    InitialWeights,
+    RedisServedStore,
+    ServedStore,
+    ServedWeights,
+    initial_weights_after,
+)
 from grpo_vllm.weights.socket_server import bridge_config_written, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge
 
@@ -62,11 +68,11 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
     arguments = parsed_engine_arguments(settings, plan.weights)
     channel = EngineEnd(plan.channel)
     async with contextlib.AsyncExitStack() as stack:
-        record = await _open_record(settings, stack)
-        served = await record.read(settings.redis_deadline_s)
+        store = await _open_store(settings, stack)
+        served = await store.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
-        beginning = _beginning(settings, plan.weights, served)
-        bridge = await _begin(settings, engine, beginning, record)
+        initial = _initial_weights(settings, plan.weights, served)
+        bridge = await _begin(settings, engine, initial, store)
         in_flight = InFlight(on_dropped=channel.dropped)
         adapters = await _adapters(settings, engine, arguments, in_flight, plan.weights)
         serving = Serving(settings, engine, bridge, in_flight, adapters)
@@ -110,36 +116,37 @@ def _guarded(
     app: ASGIApp, settings: ServerSettings, pages: frozenset[str] = frozenset()
 ) -> ASGIApp:
     """Behind the API key, and closed to browser pages of other sites than `pages`."""
-    guarded = ApiKeyGuard(app, settings.api_key)
+    guarded = require_api_key(app, settings.api_key)
     return SameSiteOnly(guarded, pages, listed(settings.allowed_hosts))
 
 
-async def _open_record(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> WeightsRecord:
+async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
     """Of weights that a trainer writes here. Others come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
-        return NoRecord()
+        return ServedStore()
     url = settings.redis_url.get_secret_value()
-    return await stack.enter_async_context(ServedRecord(url, settings.run_id))
+    return await stack.enter_async_context(RedisServedStore(url, settings.run_id))
 
 
-def _beginning(
-    settings: ServerSettings, weights: PlannedWeights, served: ServedWeights | None
-) -> Beginning:
+def _initial_weights(
+    settings: ServerSettings, weights: WeightRef, served: ServedWeights | None
+) -> InitialWeights:
     if not settings.share_weights:
-        return Beginning(weights.version)
-    if served is None and weights.in_memory:  # without Redis the supervisor alone remembers
-        served = ServedWeights(weights.version, intact=False, trained=weights.trained)
-    return begin_after(served, settings.await_weights)
+        return InitialWeights(weights.version)
+    if served is None and weights.kind is WeightKind.MEMORY:
+        # Without Redis the supervisor alone remembers.
+        served = ServedWeights(weights, intact=False)
+    return initial_weights_after(served, settings.await_weights)
 
 
 async def _begin(
-    settings: ServerSettings, engine: Any, beginning: Beginning, record: WeightsRecord
+    settings: ServerSettings, engine: Any, initial: InitialWeights, store: ServedStore
 ) -> WeightBridge:
-    bridge = WeightBridge(EngineControl(engine, settings.share_weights), beginning.version, record)
+    bridge = WeightBridge(EngineControl(engine, settings.share_weights), initial.version, store)
     await bridge.engine.name_weights(bridge.version)
-    if beginning.new_name:
-        await record.note(ServedWeights(bridge.version, intact=True, trained=False))
-    if beginning.missing:
+    if initial.new_name:
+        await store.save(ServedWeights(WeightRef(version=bridge.version)))
+    if initial.missing:
         bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
     return bridge
 
@@ -149,7 +156,7 @@ async def _adapters(
     engine: Any,
     arguments: argparse.Namespace,
     in_flight: InFlight,
-    weights: PlannedWeights,
+    weights: WeightRef,
 ) -> AdapterSwitch | None:
     """Raises `AdapterRefused` where the engine does not take the adapter that it is to serve."""
     if not settings.enable_lora:

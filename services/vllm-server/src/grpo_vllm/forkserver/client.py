@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import structlog
 
+from grpo_core.process.children import killed_with_parent
 from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
-from grpo_vllm.forkserver.server import die_with_parent
 
 log = structlog.get_logger()
 
@@ -83,7 +83,7 @@ class ForkServer:
                 *(*self._command, str(theirs.fileno()), *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                preexec_fn=die_with_parent,
+                preexec_fn=killed_with_parent,
             )
 
 

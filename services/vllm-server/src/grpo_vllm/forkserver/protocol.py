@@ -13,51 +13,16 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.weights.files import WeightKind
-from grpo_core.wire import PolicyVersion
+from grpo_core.weights.ref import WeightRef
 
-UNTRAINED = PolicyVersion(epoch=0, step=0)
-"""The weights of the model that the server was started with, before any trainer."""
 _PLAN_BYTES = 1024 * 1024
 _FACT = struct.Struct("i")
 _DESCRIPTORS_PER_PACKET = 200
 """The kernel takes 253."""
 SERVING, PARKED, DROPPED = b"s", b"p", b"d"
-
-
-class PlannedWeights(BaseModel):
-    """`directory`: None for the model that the server was started with.
-
-    `trained`: a trainer made them. `in_memory`: it wrote them in place, so nobody can load them.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: PolicyVersion = UNTRAINED
-    kind: WeightKind | None = None
-    directory: Path | None = None
-    sha256: str = ""
-    trained: bool = False
-    in_memory: bool = False
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.directory if self.kind is WeightKind.CHECKPOINT else None
-
-    @property
-    def adapter(self) -> Path | None:
-        return self.directory if self.kind is WeightKind.ADAPTER else None
-
-    @property
-    def kind_name(self) -> str:
-        """`kind` of `grpo_core.weights.handoff.ServerStatus`."""
-        if self.in_memory:
-            return "memory"
-        return self.kind.value if self.kind else "base"
 
 
 class EnginePlan(BaseModel):
@@ -74,7 +39,7 @@ class EnginePlan(BaseModel):
     control: int | None = None
     private: int
     parked: tuple[int, ...] = ()
-    weights: PlannedWeights = Field(default_factory=PlannedWeights)
+    weights: WeightRef = Field(default_factory=WeightRef)
 
     def descriptors(self) -> tuple[int, ...]:
         """All that the engine process gets."""

@@ -6,7 +6,6 @@ importing torch and vLLM; what is forked has them. One engine process runs at a 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -18,12 +17,11 @@ from typing import Protocol, cast
 
 import structlog
 
+from grpo_core.process.children import killed_with_parent
 from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
 
 log = structlog.get_logger()
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
 """The fork server ends when its supervisor closes the socket, or is gone."""
 
@@ -80,7 +78,8 @@ def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
 
 
 def _leave_the_server(server: int) -> None:
-    die_with_parent()
+    # An engine without its supervisor would hold the port that the next one needs.
+    killed_with_parent()
     if os.getppid() != server:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,11 +89,6 @@ def _leave_the_server(server: int) -> None:
 def _why_not_forkable() -> str | None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     return None if threads == 1 else f"importing it has started {threads - 1} threads"
-
-
-def die_with_parent() -> None:
-    """SIGKILL: an engine without its supervisor would hold the port that the next one needs."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

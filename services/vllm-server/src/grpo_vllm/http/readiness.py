@@ -15,6 +15,7 @@ from typing import Protocol
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_core.deadline import Deadline
 from grpo_core.wire import PolicyVersion
 
 HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
@@ -92,14 +93,12 @@ class ReadinessGate:
 
     async def _wait_for_opening(self) -> Refusal | None:
         """What still stands in the way once the hold is over; None as soon as nothing does."""
-        clock = asyncio.get_running_loop().time
-        give_up_at = clock() + self._hold_s
+        hold = Deadline(self._hold_s)
         while True:
             refusal = self._barrier.refusal()
-            left_s = give_up_at - clock()
-            if refusal is None or not refusal.hold or left_s <= 0:
+            if refusal is None or not refusal.hold or hold.has_passed:
                 return refusal
-            await self._barrier.wait(left_s)
+            await self._barrier.wait(hold.left_s)
 
 
 class _Lookahead:

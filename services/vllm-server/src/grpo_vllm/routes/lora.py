@@ -10,12 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from grpo_core.weights.files import (
-    WeightKind,
-    inside,
-    require_complete,
-    require_rank,
-)
+from grpo_core.weights.files import inside, require_complete, require_rank
+from grpo_core.weights.ref import WeightKind
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
 from grpo_vllm.weights.lora import AdapterSwitch, LoadedAdapter
@@ -38,7 +34,7 @@ class LoadRequest(BaseModel):
     adapter_name: Annotated[
         str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))
     ] = ""
-    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
+    policy_version: PolicyVersion | None = None
 
 
 class UnloadRequest(BaseModel):
@@ -71,7 +67,7 @@ class AdapterControl:
         require_complete(WeightKind.ADAPTER, directory)
         require_rank(directory, self.max_rank)
         served = self.bridge.version
-        version = PolicyVersion(*(request.policy_version or (served.epoch + 1, 0)))
+        version = request.policy_version or served.next_epoch()
         if version < served:
             raise BridgeConflict(
                 f"policy version {tuple(version)} is older than {tuple(served)}, which is served"
@@ -90,7 +86,7 @@ class AdapterControl:
             raise BridgeConflict(f"{request.adapter_name}: {current.name} is loaded")
         await switch.unload()
         # The model again, in the middle of a run: a name that no trainer has used.
-        await self.bridge.adopt(PolicyVersion(self.bridge.version.epoch + 1, 0))
+        await self.bridge.adopt(self.bridge.version.next_epoch())
 
 
 def lora_router(control: AdapterControl) -> APIRouter:

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
-from grpo_core.weights.files import UnusableWeights
-from grpo_core.weights.handoff import Action, Command, Outcome, OutcomeState, SupervisorState
-from grpo_vllm.forkserver.protocol import PlannedWeights
+from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.supervisor_protocol import (
+    Action,
+    Command,
+    Outcome,
+    OutcomeState,
+    SupervisorPhase,
+)
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import ControlPlane
-from grpo_vllm.supervisor.engine import EngineSlot
-from grpo_vllm.supervisor.engine_child import EngineDoesNotAnswer, EngineRefused
-from grpo_vllm.supervisor.orders import newest_first, planned
-from grpo_vllm.supervisor.state import Restart, Situation
+from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
+from grpo_vllm.supervisor.state import Restart, SupervisorState
 
 log = structlog.get_logger()
 
 
-class CommandDesk:
+class CommandHandler:
     """Args:
     control: where commands come from and answers go
     slot: has the engine that loads adapters
-    note: writes down what is served
+    save: stores what is served
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         control: ControlPlane,
-        situation: Situation,
+        state: SupervisorState,
         slot: EngineSlot,
-        note: Callable[[], Awaitable[None]],
+        save: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._control = control
-        self._situation = situation
+        self._state = state
         self._slot = slot
-        self._note = note
+        self._save = save
         self._answers: set[asyncio.Task[None]] = set()
         self.loading = False
         """An adapter is on its way into the engine."""
@@ -51,14 +56,14 @@ class CommandDesk:
             found = newest_first(commands)
             for command in found.replaced:
                 await self._busy(command, f"{named(found.newest)} came at the same time")
-            if self._situation.restart is not None:
+            if self._state.restart is not None:
                 await self._busy(found.newest, "another command is under way")
             else:
                 await self._follow(found.newest)
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
         """If the engine was started for one."""
-        command = self._situation.take_launched()
+        command = self._state.take_launched()
         if command is None:
             return
         log.info("restart answered", command=named(command), outcome=state.value)
@@ -73,26 +78,26 @@ class CommandDesk:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def _follow(self, command: Command) -> None:
-        situation = self._situation
+        current = self._state
         try:
-            weights = await planned(command, self._settings, situation.weights)
+            weights = await planned(command, self._settings, current.weights)
         except UnusableWeights as error:
             log.warning("command refused", command=named(command), reason=str(error))
             await self._answer(command, OutcomeState.REFUSED, str(error))
             return
-        if weights == situation.weights and situation.serving:
+        if weights == current.weights and current.serving:
             await self._answer(command, OutcomeState.DONE)
-        elif command.action is Action.LOAD_ADAPTER and situation.serving:
+        elif command.action is Action.LOAD_ADAPTER and current.serving:
             await self._load(command, weights)
-        elif situation.state in (SupervisorState.SERVING, SupervisorState.FAILED):
+        elif current.phase in (SupervisorPhase.SERVING, SupervisorPhase.FAILED):
             log.info("restart asked for", command=named(command))
             await self._answer(command, OutcomeState.ACCEPTED)
-            situation.ask_for(Restart(command, weights))
+            current.request(Restart(command, weights))
         else:
-            await self._busy(command, f"the server is {situation.state.value}")
+            await self._busy(command, f"the server is {current.phase.value}")
 
-    async def _load(self, command: Command, weights: PlannedWeights) -> None:
-        engine, directory = self._slot.engine, weights.directory
+    async def _load(self, command: Command, weights: WeightRef) -> None:
+        engine, directory = self._slot.engine, weights.path
         assert engine is not None
         assert directory is not None
         self.loading = True
@@ -103,8 +108,8 @@ class CommandDesk:
         except EngineDoesNotAnswer as error:
             await self._answer(command, OutcomeState.FAILED, str(error))
         else:
-            self._situation.has_served(weights)
-            await self._note()
+            self._state.has_served(weights)
+            await self._save()
             await self._answer(command, OutcomeState.DONE, in_use=in_use)
         finally:
             self.loading = False
@@ -127,4 +132,56 @@ class CommandDesk:
 
 def named(command: Command) -> str:
     sender = f" from {command.sender}" if command.sender else ""
-    return f"{command.action.value} {command.epoch}.{command.step}{sender}"
+    return f"{command.action.value} {command.version}{sender}"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Commands that came together: the one to look at, and those that it takes the place of."""
+
+    newest: Command
+    replaced: list[Command]
+
+
+def newest_first(commands: Sequence[Command]) -> Sorted:
+    """The highest version counts; of one version, the command that came last."""
+    newest = max(enumerate(commands), key=lambda pair: (pair[1].version, pair[0]))[1]
+    return Sorted(newest, [command for command in commands if command is not newest])
+
+
+async def planned(command: Command, settings: ServerSettings, served: WeightRef) -> WeightRef:
+    """What the command asks to serve, everything checked that can be without loading it.
+
+    Raises:
+        UnusableWeights: it cannot be served here; nothing was changed.
+    """
+    _require_mode(command.action, settings)
+    if command.version <= served.version and not _is_the_same(command, served):
+        raise UnusableWeights(
+            f"policy version {tuple(command.version)} is not newer than {tuple(served.version)}, "
+            "which is served; a version names one set of weights only"
+        )
+    assert settings.weights_dir is not None, "_require_mode sees to it"
+    # Large checkpoints take seconds to read: not on the event loop.
+    directory = await asyncio.to_thread(check_weights, command.weights, settings.weights_dir)
+    if command.action is not Action.RESTART_WITH_CHECKPOINT:
+        require_rank(directory, settings.max_lora_rank)
+    return command.weights.model_copy(update={"path": directory})
+
+
+def _require_mode(action: Action, settings: ServerSettings) -> None:
+    if settings.share_weights:
+        raise UnusableWeights(f"{action.value}: a trainer writes this server's weights in place")
+    if settings.weights_dir is None:
+        raise UnusableWeights(
+            f"{action.value}: this server takes no weights from disk: start it with --weights-dir"
+        )
+    wants_lora = action is not Action.RESTART_WITH_CHECKPOINT
+    if wants_lora != settings.enable_lora:
+        flag = "with --enable-lora" if wants_lora else "without --enable-lora"
+        raise UnusableWeights(f"{action.value}: start the server {flag} for that")
+
+
+def _is_the_same(command: Command, served: WeightRef) -> bool:
+    """Repeated by a sender, or by a supervisor that was killed before it had answered."""
+    return command.version == served.version and command.sha256 == served.digest

@@ -1,30 +1,26 @@
 """Commands from the trainer, their outcomes, and the supervisor's status: all in Redis.
 
 The only module of the supervisor that speaks it, beside the record of what is served
-(`grpo_vllm.weights.served_store`). The protocol: `grpo_core.weights.handoff`.
+(`grpo_vllm.weights.served_store`). The protocol: `grpo_core.weights.supervisor_protocol`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.process.closing import ClosesOnAsyncExit
+from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.names import run_prefix
-from grpo_core.weights.handoff import (
+from grpo_core.weights.supervisor_protocol import (
     OUTCOME_KEPT_S,
     Command,
     Outcome,
     OutcomeState,
-    ServerStatus,
+    SupervisorStatus,
     commands_key,
     outcome_key,
     status_key,
@@ -34,58 +30,32 @@ log = structlog.get_logger()
 
 BLOCK_MS = 1000
 TIMEOUT_S = 5.0
-RETRY_S = 0.5
 _READ_AT_MOST = 100
-_FAILURES = (RedisError, OSError, TimeoutError)
 
 
-class ControlPlane(Protocol):
-    """Where commands come from."""
-
-    def commands(self) -> AsyncIterator[list[Command]]:
-        """What was asked since the last time, oldest first; never an empty list."""
-
-    async def answer(self, command: Command, outcome: Outcome) -> None:
-        """Tell the sender. A final outcome is written until it is there."""
-
-    async def report(self, status: ServerStatus) -> None:
-        """Rewrite the status. Never raises."""
-
-
-class NoControlPlane:
-    """Where no Redis was named: nobody asks for anything."""
+class ControlPlane:
+    """Where commands come from. This one is for servers without Redis: nobody asks for anything."""
 
     async def commands(self) -> AsyncIterator[list[Command]]:
+        """What was asked since the last time, oldest first; never an empty list."""
         await asyncio.Event().wait()
         yield []
 
     async def answer(self, command: Command, outcome: Outcome) -> None:
-        """Nobody waits for it."""
+        """Tell the sender. A final outcome is written until it is there."""
 
-    async def report(self, status: ServerStatus) -> None:
-        """Nobody reads it."""
+    async def report(self, status: SupervisorStatus) -> None:
+        """Rewrite the status. Never raises."""
 
 
-class CommandStream(ClosesOnAsyncExit):
+class CommandStream(ControlPlane, AsyncRedisConnection):
     """Args: url: of Redis; run_id: whose commands."""
 
     def __init__(self, url: str, run_id: str) -> None:
+        super().__init__(url, TIMEOUT_S)
         self._run_id = run_id
         self._cursor_key = run_prefix(run_id) + "server:cursor"
         self._places: dict[str, str] = {}
-        self._away = False
-        self._redis: Redis = Redis.from_url(
-            url,
-            socket_connect_timeout=TIMEOUT_S,
-            socket_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=True,
-            encoding_errors="replace",  # what is no text is refused as what it then says
-        )
-
-    async def close(self) -> None:
-        await self._redis.aclose()
 
     async def commands(self) -> AsyncIterator[list[Command]]:
         """As `ControlPlane.commands`, from behind the newest one that was answered.
@@ -93,9 +63,9 @@ class CommandStream(ClosesOnAsyncExit):
         A supervisor that was killed finds there what it has not answered. What is no command is
         logged and passed over.
         """
-        at = await self._until_it_works("GET", self._cursor_key) or "0"
+        at = await self.call("GET", self._cursor_key) or "0"
         while True:
-            answer = await self._until_it_works(
+            answer = await self.call(
                 *("XREAD", "COUNT", _READ_AT_MOST, "BLOCK", BLOCK_MS, "STREAMS"),
                 *(commands_key(self._run_id), at),
             )
@@ -116,55 +86,28 @@ class CommandStream(ClosesOnAsyncExit):
     async def answer(self, command: Command, outcome: Outcome) -> None:
         """As `ControlPlane.answer`."""
         key = outcome_key(self._run_id, command.id)
-        words = [word for field in outcome.on_the_wire().items() for word in field]
-        await self._until_it_works("HSET", key, *words)
-        await self._until_it_works("EXPIRE", key, OUTCOME_KEPT_S)
+        await self.call("HSET", key, *words(outcome.on_the_wire()))
+        await self.call("EXPIRE", key, OUTCOME_KEPT_S)
         if outcome.state is not OutcomeState.ACCEPTED:
             place = self._places.pop(command.id, None)
             if place is not None and not self._places_before(place):
-                await self._until_it_works("SET", self._cursor_key, place)
+                await self.call("SET", self._cursor_key, place)
 
-    async def report(self, status: ServerStatus) -> None:
+    async def report(self, status: SupervisorStatus) -> None:
         """As `ControlPlane.report`."""
-        words = [word for field in status.on_the_wire().items() for word in field]
         try:
-            await self._attempt("HSET", status_key(self._run_id), *words)
-        except _FAILURES as error:
-            self._say_once(error)
+            await self.attempt("HSET", status_key(self._run_id), *words(status.on_the_wire()))
+        except FAILURES as error:
+            self.note_absence(error)
 
     async def _is_answered(self, command: Command) -> bool:
         """By the supervisor before this one, which was killed before it noted how far it was."""
-        state = await self._until_it_works("HGET", outcome_key(self._run_id, command.id), "state")
+        state = await self.call("HGET", outcome_key(self._run_id, command.id), "state")
         return state is not None and state != OutcomeState.ACCEPTED.value
 
     def _places_before(self, place: str) -> bool:
         """Whether a command is unanswered that came earlier."""
         return any(_order(other) < _order(place) for other in self._places.values())
-
-    async def _until_it_works(self, *command: Any) -> Any:
-        while True:
-            try:
-                answer = await self._attempt(*command)
-            except _FAILURES as error:
-                self._say_once(error)
-                await asyncio.sleep(RETRY_S)
-            else:
-                if self._away:
-                    self._away = False
-                    log.info("Redis answers again")
-                return answer
-
-    async def _attempt(self, *command: Any) -> Any:
-        async with asyncio.timeout(TIMEOUT_S):
-            # redis-py leaves this method without types
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-
-    def _say_once(self, error: Exception) -> None:
-        if not self._away:
-            self._away = True
-            log.warning(
-                "Redis does not answer; commands wait", reason=str(error) or type(error).__name__
-            )
 
 
 def _entries(answer: Any) -> list[tuple[str, dict[str, str]]]:

@@ -1,33 +1,31 @@
-"""Room for one engine process, and what is counted over all that were in it."""
+"""Room for one engine process, what the process is asked, and how it is ended."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import contextlib
+import signal
+from pathlib import Path
 from typing import Any
 
+import httpx
 import structlog
 
-from grpo_core.process.orphans import end_orphans
-from grpo_vllm.forkserver.client import ForkServer
-from grpo_vllm.forkserver.protocol import EnginePlan, PlannedWeights, SupervisorEnd, close_all
+from grpo_core.errors import GrpoError
+from grpo_core.process.children import end_orphans
+from grpo_core.weights.ref import WeightRef
+from grpo_vllm.forkserver.client import ForkedEngine, ForkServer
+from grpo_vllm.forkserver.protocol import EnginePlan, SupervisorEnd, close_all
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.engine_child import EngineChild, EngineDoesNotAnswer, EngineRefused
-from grpo_vllm.supervisor.memory import GpuMemory, gpu_memory, memory_is_back
+from grpo_vllm.supervisor.preflight import GpuMemory, gpu_memory, memory_is_back
 from grpo_vllm.supervisor.sockets import Sockets
 
 log = structlog.get_logger()
 
 ANSWERING = ("serving", "paused")
 """States of an engine process whose callers are answered; a pause lasts milliseconds."""
-
-
-@dataclass
-class _Totals:
-    """Of engine processes that have ended."""
-
-    dropped_requests: int = 0
-    generation_tokens: int = 0
+ASK_DEADLINE_S = 5.0
+LOAD_DEADLINE_S = 150.0
 
 
 class EngineSlot:
@@ -47,9 +45,9 @@ class EngineSlot:
         self._host = host
         self._channel = SupervisorEnd()
         self._memory_before = GpuMemory()
-        self._totals = _Totals()
+        self._dropped_before = self._tokens_before = 0
         self._tokens = 0
-        self.engine: EngineChild | None = None
+        self.engine: EngineProcess | None = None
         self.answers = False
         """As of the last look."""
 
@@ -60,7 +58,7 @@ class EngineSlot:
 
     @property
     def dropped_requests(self) -> int:
-        return self._totals.dropped_requests + self._channel.dropped
+        return self._dropped_before + self._channel.dropped
 
     @property
     def dropped_by_this_engine(self) -> int:
@@ -68,13 +66,13 @@ class EngineSlot:
 
     @property
     def generation_tokens(self) -> int:
-        return self._totals.generation_tokens + self._tokens
+        return self._tokens_before + self._tokens
 
     async def measure_memory(self) -> None:
         """Before the first engine: what must be free again after each."""
         self._memory_before = await asyncio.to_thread(gpu_memory)
 
-    async def launch(self, weights: PlannedWeights) -> EngineChild:
+    async def launch(self, weights: WeightRef) -> EngineProcess:
         theirs = self._channel.open()
         sockets, parked = self._sockets, tuple(self._channel.parked)
         plan = EnginePlan(
@@ -87,11 +85,11 @@ class EngineSlot:
         )
         process = await self._host.start_engine(plan)
         theirs.close()
-        engine = self.engine = EngineChild(process, self._channel, sockets.private_path)
+        engine = self.engine = EngineProcess(process, self._channel, sockets.private_path)
         log.info(
             "starting the engine",
             policy_version=tuple(weights.version),
-            weights=str(weights.directory or self._settings.model),
+            weights=str(weights.path or self._settings.model),
             waiting_connections=len(parked),
         )
         return engine
@@ -104,7 +102,7 @@ class EngineSlot:
         """Connections that wait for an engine; the caller closes them."""
         return self._channel.take_parked()
 
-    def let_go_of_parked(self) -> None:
+    def release_parked(self) -> None:
         """The engine process has them now, or nobody will: ours were copies for the case that it
         does not start."""
         close_all(self._channel.take_parked())
@@ -133,11 +131,118 @@ class EngineSlot:
         # vLLM's worker processes become ours when their parent goes.
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
-        self._totals.dropped_requests += self._channel.dropped
-        self._totals.generation_tokens += self._tokens
+        self._dropped_before += self._channel.dropped
+        self._tokens_before += self._tokens
         self._channel.dropped = self._tokens = 0
         if not await memory_is_back(self._memory_before):
             log.error(
                 "GPU memory of the engine that ended is still in use; starting another anyway"
             )
         return code
+
+
+class EngineDoesNotAnswer(GrpoError):
+    """The engine process is busy, hung or gone."""
+
+
+class EngineRefused(GrpoError):
+    """The engine process answered 4xx: what was asked cannot be done."""
+
+
+class EngineProcess:
+    """Lives on the running event loop.
+
+    Args:
+        process: as the engine host started it
+        channel: its messages
+        private_path: unix socket that it answers on
+    """
+
+    def __init__(self, process: ForkedEngine, channel: SupervisorEnd, private_path: Path) -> None:
+        self._process = process
+        self._channel = channel
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(private_path)),
+            base_url="http://engine",
+            timeout=ASK_DEADLINE_S,
+        )
+        self._ended = process.ended
+
+    @property
+    def pid(self) -> int:
+        """0 until there is a process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that ended it."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Until it has ended. Cancelling this leaves it alone."""
+        return await asyncio.shield(self._ended)
+
+    async def status(self) -> dict[str, Any]:
+        """`GET /engine/status`. Raises `EngineDoesNotAnswer`."""
+        answer: dict[str, Any] = await self._ask("GET", "/engine/status", ASK_DEADLINE_S)
+        return answer
+
+    async def load_adapter(self, directory: Path, version: tuple[int, int]) -> list[str]:
+        """Serve the adapter; returns the adapter directories that are still read.
+
+        Raises:
+            EngineRefused: it does not take it; what it served before it serves on.
+            EngineDoesNotAnswer: it is not known what it serves now.
+        """
+        body = {"adapter_path": str(directory), "policy_version": list(version)}
+        answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
+        return [str(path) for path in answer["in_use"]]
+
+    async def drain(self, within_s: float) -> None:
+        """Have it answer what is under way and end. Returns at once; never raises."""
+        with contextlib.suppress(EngineDoesNotAnswer, EngineRefused):
+            await self._ask("POST", "/engine/drain", ASK_DEADLINE_S, json={"within_s": within_s})
+
+    async def ended_within(self, seconds: float) -> bool:
+        await asyncio.wait([self._ended], timeout=seconds)
+        return self._ended.done()
+
+    async def end(self, grace_s: float) -> int:
+        """TERM, `grace_s` seconds later KILL. Its exit code."""
+        if not self._ended.done():
+            self._process.send(signal.SIGTERM)
+        if not await self.ended_within(grace_s):
+            log.warning(
+                "the engine process does not end; killing it", pid=self.pid, after_s=grace_s
+            )
+            self._process.send(signal.SIGKILL)
+        code = await self._ended
+        self._process.close()
+        await self._http.aclose()
+        self._channel.close()
+        return code
+
+    async def _ask(self, method: str, path: str, deadline_s: float, **request: Any) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                response = await self._http.request(method, path, timeout=deadline_s, **request)
+        except (httpx.TransportError, TimeoutError) as error:
+            raise EngineDoesNotAnswer(
+                f"the engine process {self.pid} did not answer {method} {path} within "
+                f"{deadline_s:g} s ({str(error) or type(error).__name__})"
+            ) from error
+        if response.is_client_error:
+            raise EngineRefused(_detail(response))
+        if not response.is_success:
+            raise EngineDoesNotAnswer(
+                f"the engine process {self.pid} answered {response.status_code}: {response.text}"
+            )
+        return response.json()
+
+
+def _detail(response: httpx.Response) -> str:
+    """Of our routes `{"detail": ...}`; the HTTP server itself refuses in plain text."""
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text

@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Sequence
 
 import structlog
 
-from grpo_core.process.orphans import adopt_orphans, children
+from grpo_core.process.children import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
 from grpo_vllm.http.server import HttpServer
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.control_stream import CommandStream, NoControlPlane
+from grpo_vllm.supervisor.control_stream import CommandStream, ControlPlane
+from grpo_vllm.supervisor.health import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
 from grpo_vllm.supervisor.sockets import Sockets, duplicate
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.supervisor.unavailable import health_app
-from grpo_vllm.weights.served_store import NoRecord, ServedRecord
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
 
 log = structlog.get_logger()
@@ -57,16 +57,16 @@ async def _run(
     engine_module: str,
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        control: CommandStream | NoControlPlane = NoControlPlane()
-        record: ServedRecord | NoRecord = NoRecord()
+        control = ControlPlane()
+        store = ServedStore()
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
-            record = await stack.enter_async_context(ServedRecord(url, settings.run_id))
+            store = await stack.enter_async_context(RedisServedStore(url, settings.run_id))
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
-        weights = await first_weights(settings, record)
+        weights = await first_weights(settings, store)
         host = ForkServer(engine_module, arguments)
         stack.push_async_callback(host.close)
-        supervisor = Supervisor(settings, sockets, weights, control, record, host)
+        supervisor = Supervisor(settings, sockets, weights, control, store, host)
         _handle_signals(supervisor, host)
         await stack.enter_async_context(_health(supervisor, sockets, settings))
         return await supervisor.run()

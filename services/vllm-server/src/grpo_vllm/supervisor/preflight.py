@@ -1,19 +1,23 @@
-"""Is there room in /dev/shm for what vLLM's worker processes tell each other?
-
-vLLM finds out for itself, after importing for half a minute, in each of its processes, and only for
-the first buffer that does not fit.
-"""
+"""Checks before an engine starts: is there room in /dev/shm for vLLM's worker processes, and is the
+GPU memory of the engine that ended free again?"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import shutil
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 
-DIRECTORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 MIB = 1024 * 1024
 BROADCAST_MIB = 160
 """vLLM's MessageQueue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""
@@ -25,13 +29,30 @@ PARALLEL_FLAGS = {
 }
 
 
+log = structlog.get_logger()
+GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 10.0
+DEADLINE_S = 60.0
+SLACK_MIB = 512
+"""What others on the GPU may have taken meanwhile without being waited for."""
+SETTLED_S = 3.0
+"""Memory in use that has not fallen for so long is not the engine's."""
+_POLL_S = 0.5
+
+
 class SharedMemoryTooSmall(GrpoError):
     """The workers could not exchange messages."""
 
 
-def require_shared_memory(engine_arguments: Sequence[str], directory: Path = DIRECTORY) -> None:
-    """Raises `SharedMemoryTooSmall` where the queues between so many workers do not fit. A single
-    worker runs inside the engine and needs none."""
+def require_shared_memory(engine_arguments: Sequence[str], directory: Path = SHARED_MEMORY) -> None:
+    """A single worker runs inside the engine and needs none.
+
+    vLLM finds out for itself, after importing for half a minute, in each of its processes, and only
+    for the first buffer that does not fit.
+
+    Raises:
+        SharedMemoryTooSmall: the queues between so many workers do not fit.
+    """
     workers = worker_count(engine_arguments)
     if workers == 1 or not directory.is_dir():
         return
@@ -54,3 +75,59 @@ def worker_count(engine_arguments: Sequence[str]) -> int:
         if kind is not None and value.isdecimal():
             sizes[kind] = max(1, int(value))
     return sizes["tensor"] * sizes["pipeline"]
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """MiB in use on each visible GPU; empty where there is none."""
+
+    used_mib: tuple[int, ...] = ()
+
+    def exceeds(self, other: GpuMemory, by_mib: int = 0) -> bool:
+        pairs = zip(self.used_mib, other.used_mib, strict=False)
+        return any(ours > theirs + by_mib for ours, theirs in pairs)
+
+
+def gpu_memory() -> GpuMemory:
+    """By `nvidia-smi`; none where that is not there or does not work."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return GpuMemory()
+    try:
+        answer = subprocess.run(
+            [command, *GPU_QUERY],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=True,
+        )
+        return GpuMemory(tuple(int(line) for line in answer.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("nvidia-smi does not say how much memory is in use", reason=str(error))
+        return GpuMemory()
+
+
+async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> bool:
+    """Wait until no more GPU memory is in use than `before` the engine started, or until it stays
+    what it is; False where it goes on falling until the deadline.
+
+    On the host that follows from the engine's processes being gone, all of which the supervisor
+    reaps. On a GPU the driver frees a process's memory some time after its end, and an engine that
+    starts too early finds too little. What others take there meanwhile, a trainer most of all, does
+    not come back: memory that no longer falls is as free as it gets.
+    """
+    if not before.used_mib:
+        return True
+    deadline, settled = Deadline(deadline_s), Deadline(SETTLED_S)
+    now = lowest = await asyncio.to_thread(gpu_memory)
+    while now.exceeds(before, by_mib=SLACK_MIB):
+        if settled.has_passed:
+            log.info("others use GPU memory", used_mib=now.used_mib, before_mib=before.used_mib)
+            return True
+        if deadline.has_passed:
+            return False
+        await asyncio.sleep(_POLL_S)
+        now = await asyncio.to_thread(gpu_memory)
+        if lowest.exceeds(now):
+            lowest, settled = now, Deadline(SETTLED_S)
+    return True

@@ -12,21 +12,24 @@ import time
 
 import structlog
 
-from grpo_core.weights.handoff import STATUS_EVERY_S, OutcomeState, ServerStatus, SupervisorState
+from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.supervisor_protocol import (
+    STATUS_EVERY_S,
+    OutcomeState,
+    SupervisorPhase,
+    SupervisorStatus,
+)
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.forkserver.client import ForkServer
-from grpo_vllm.forkserver.protocol import PlannedWeights
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.commands import CommandDesk
+from grpo_vllm.supervisor.commands import CommandHandler
 from grpo_vllm.supervisor.control_stream import ControlPlane
-from grpo_vllm.supervisor.engine import EngineSlot
-from grpo_vllm.supervisor.engine_child import EngineChild
-from grpo_vllm.supervisor.initial_weights import found_serving, recorded
-from grpo_vllm.supervisor.public_refusal import refusing
-from grpo_vllm.supervisor.restart_policy import RestartPolicy
+from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
+from grpo_vllm.supervisor.health import refusing
+from grpo_vllm.supervisor.initial_weights import found_serving
 from grpo_vllm.supervisor.sockets import Sockets
-from grpo_vllm.supervisor.state import Situation
-from grpo_vllm.weights.served_store import WeightsRecord
+from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
 
@@ -39,7 +42,7 @@ class Supervisor:
     """Args:
     weights: what the first engine is to serve
     control: where commands come from
-    record: learns what is served; where weights are shared, the engine process tells it instead
+    store: learns what is served; where weights are shared, the engine process tells it instead
     host: starts engine processes
     """
 
@@ -47,18 +50,20 @@ class Supervisor:
         self,
         settings: ServerSettings,
         sockets: Sockets,
-        weights: PlannedWeights,
+        weights: WeightRef,
         control: ControlPlane,
-        record: WeightsRecord,
+        store: ServedStore,
         host: ForkServer,
     ) -> None:
         self._settings = settings
         self._sockets = sockets
         self._control = control
-        self._record = record
-        self._now = Situation(weights=weights, before=weights)
+        self._store = store
+        self._state = SupervisorState(weights=weights, previous=weights)
         self._slot = EngineSlot(settings, sockets, host)
-        self._desk = CommandDesk(settings, control, self._now, self._slot, self._note)
+        self._commands = CommandHandler(
+            settings, control, self._state, self._slot, self._save_served
+        )
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
         self._lost: PolicyVersion | None = None
@@ -69,16 +74,15 @@ class Supervisor:
         self._stop.set()
 
     def ready(self) -> bool:
-        return self._now.serving and self._slot.answers
+        return self._state.serving and self._slot.answers
 
-    def status(self) -> ServerStatus:
-        now, slot = self._now, self._slot
-        return ServerStatus(
-            state=now.state,
-            epoch=now.weights.version.epoch,
-            step=now.weights.version.step,
-            kind=now.weights.kind_name,
-            path=str(now.weights.directory or ""),
+    def status(self) -> SupervisorStatus:
+        now, slot = self._state, self._slot
+        return SupervisorStatus(
+            state=now.phase,
+            **now.weights.version.fields(),
+            kind=now.weights.kind,
+            path=str(now.weights.path or ""),
             reason=now.reason,
             restarts=self._restarts,
             crashes=self._crashes,
@@ -93,7 +97,7 @@ class Supervisor:
         await self._slot.measure_memory()
         beside = [
             asyncio.create_task(self._report_for_ever()),
-            asyncio.create_task(self._desk.listen()),
+            asyncio.create_task(self._commands.listen()),
         ]
         try:
             return await self._keep_serving(beside)
@@ -103,14 +107,14 @@ class Supervisor:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self._desk.close()
+            await self._commands.close()
             await self._control.report(self.status())
 
     async def _keep_serving(self, beside: list[asyncio.Task[None]]) -> int:
         first = True
         while not self._stop.is_set():
-            self._now.turn_to_what_is_asked_for()
-            engine = await self._slot.launch(self._now.weights)
+            self._state.launch_requested()
+            engine = await self._slot.launch(self._state.weights)
             if await self._comes_up(engine):
                 first = False
                 await self._serving(engine, beside)
@@ -118,58 +122,58 @@ class Supervisor:
             code = await self._slot.end()
             if self._stop.is_set():
                 break
-            if first and self._now.launched is None:
+            if first and self._state.launched is None:
                 return code if code > 0 else EXIT_FAILED
             await self._did_not_come_up(code)
-        self._slot.let_go_of_parked()
+        self._slot.release_parked()
         return 0
 
-    async def _comes_up(self, engine: EngineChild) -> bool:
+    async def _comes_up(self, engine: EngineProcess) -> bool:
         serving = asyncio.create_task(self._slot.serves())
         await self._first_of(serving, engine, self._settings.engine_deadline_s)
         if not serving.done():
             serving.cancel()
             return False
-        self._slot.let_go_of_parked()
+        self._slot.release_parked()
         return True
 
-    async def _serving(self, engine: EngineChild, beside: list[asyncio.Task[None]]) -> None:
+    async def _serving(self, engine: EngineProcess, beside: list[asyncio.Task[None]]) -> None:
         """From an engine that is up to one that has ended."""
         self._policy.serving()
-        self._now.state, self._now.reason = SupervisorState.SERVING, ""
-        await self._note()
-        if engine.exit_code is not None and self._now.launched is not None:
-            self._now.state = SupervisorState.RESTARTING
+        self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
+        await self._save_served()
+        if engine.exit_code is not None and self._state.launched is not None:
+            self._state.phase = SupervisorPhase.RESTARTING
             await self._did_not_come_up(await self._slot.end())
             return
-        self._now.has_served(self._now.weights)
-        self._desk.answer_restart(OutcomeState.DONE)
-        wanted = asyncio.create_task(self._now.wanted.wait())
-        await self._first_of(wanted, engine, None, *beside)
-        wanted.cancel()
+        self._state.has_served(self._state.weights)
+        self._commands.answer_restart(OutcomeState.DONE)
+        requested = asyncio.create_task(self._state.requested.wait())
+        await self._first_of(requested, engine, None, *beside)
+        requested.cancel()
         if self._stop.is_set() or engine.exit_code is not None:
             await self._ended_unasked(engine)
         else:
             await self._drain(engine)
 
-    async def _ended_unasked(self, engine: EngineChild) -> None:
+    async def _ended_unasked(self, engine: EngineProcess) -> None:
         """Told to stop, or crashed."""
-        self._now.state = SupervisorState.RESTARTING
+        self._state.phase = SupervisorPhase.RESTARTING
         code = await self._slot.end()
         if self._stop.is_set():
             return
         self._crashes += 1
-        self._now.reason = f"the engine process ended with status {code}"
+        self._state.reason = f"the engine process ended with status {code}"
         log.error("the engine process ended", status=code, pid=engine.pid)
         await self._back_off()
 
-    async def _drain(self, engine: EngineChild) -> None:
+    async def _drain(self, engine: EngineProcess) -> None:
         """Make room for the engine that was asked for."""
-        self._now.state = SupervisorState.DRAINING
+        self._state.phase = SupervisorPhase.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
         await engine.drain(drain_s)
         await engine.ended_within(drain_s + END_MARGIN_S)
-        self._now.state = SupervisorState.RESTARTING
+        self._state.phase = SupervisorPhase.RESTARTING
         dropped_before = self._slot.dropped_requests - self._slot.dropped_by_this_engine
         await self._slot.end()
         log.info(
@@ -182,29 +186,29 @@ class Supervisor:
     async def _did_not_come_up(self, code: int) -> None:
         """Neither first nor serving: another try, the weights before, or none."""
         reason = f"the engine ended with status {code} before it served; the server's log says why"
-        if self._now.launched is None:
-            self._now.reason = reason
+        if self._state.launched is None:
+            self._state.reason = reason
             await self._back_off()
             return
         log.error("the commanded weights do not come up; going back", reason=reason)
-        self._now.weights = self._now.before
-        self._desk.answer_restart(OutcomeState.FAILED, reason)
+        self._state.weights = self._state.previous
+        self._commands.answer_restart(OutcomeState.FAILED, reason)
         self._restarts += 1
 
     async def _back_off(self) -> None:
-        self._now.state = SupervisorState.RESTARTING
-        delay_s = self._policy.delay_after_failure(self._now.weights.version)
+        self._state.phase = SupervisorPhase.RESTARTING
+        delay_s = self._policy.delay_after_failure(self._state.weights.version)
         if delay_s is None:
             await self._give_up()
         else:
             log.info("starting the engine again", delay_s=delay_s, failures=self._policy.failures)
-            await self._stopped_or_wanted(delay_s)
+            await self._stopped_or_requested(delay_s)
         self._restarts += 1
 
     async def _give_up(self) -> None:
         """503 for everybody, until a command asks for weights."""
-        now = self._now
-        now.state = SupervisorState.FAILED
+        now = self._state
+        now.phase = SupervisorPhase.FAILED
         now.reason = (
             f"{now.reason}; {self._policy.failures} engines failed in a row, and none is started "
             "any more. Mend the cause, then start this server again, or the trainer, which asks "
@@ -212,14 +216,14 @@ class Supervisor:
         )
         log.error("giving up", reason=now.reason)
         async with refusing(self._sockets.public, now.reason, self._slot.take_parked()):
-            await self._stopped_or_wanted(None)
+            await self._stopped_or_requested(None)
         self._policy.forget()
-        now.state = SupervisorState.RESTARTING
+        now.phase = SupervisorPhase.RESTARTING
 
     async def _first_of(
         self,
         event: asyncio.Task[bool],
-        engine: EngineChild,
+        engine: EngineProcess,
         deadline_s: float | None,
         *beside: asyncio.Task[None],
     ) -> None:
@@ -238,31 +242,31 @@ class Supervisor:
             if task.done():
                 task.result()
 
-    async def _stopped_or_wanted(self, seconds: float | None) -> None:
+    async def _stopped_or_requested(self, seconds: float | None) -> None:
         """Until a stop or a command comes, or the time is over."""
-        tasks = [asyncio.create_task(event.wait()) for event in (self._stop, self._now.wanted)]
+        tasks = [asyncio.create_task(event.wait()) for event in (self._stop, self._state.requested)]
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
 
-    async def _note(self) -> None:
+    async def _save_served(self) -> None:
         """Whoever starts after a crash of this process finds it."""
-        weights = self._now.weights
-        if not self._settings.share_weights and weights != PlannedWeights():
-            await self._record.note(recorded(weights, self._settings.model))
+        weights = self._state.weights
+        if not self._settings.share_weights and weights != WeightRef():
+            await self._store.save(ServedWeights(weights, model=self._settings.model))
 
     async def _report_for_ever(self) -> None:
         while True:
-            if self._now.serving:
+            if self._state.serving:
                 await self._look()
             await self._control.report(self.status())
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _look(self) -> None:
         engine, seen = self._slot.engine, await self._slot.look()
-        if seen is None or not self._now.serving:
+        if seen is None or not self._state.serving:
             return
-        self._now.reason = seen["reason"]
+        self._state.reason = seen["reason"]
         version = PolicyVersion(*seen["policy_version"])
         if not self._is_news(version):
             return
@@ -276,10 +280,10 @@ class Supervisor:
                 log.warning("the adapter that is served cannot be read again", reason=str(error))
             return
         if engine is self._slot.engine and self._is_news(version):
-            self._now.has_served(found)
-            await self._note()
+            self._state.has_served(found)
+            await self._save_served()
 
     def _is_news(self, version: PolicyVersion) -> bool:
         """Served by an engine that was not told by us, as far as is known now."""
-        now = self._now
-        return now.serving and version > now.weights.version and not self._desk.loading
+        now = self._state
+        return now.serving and version > now.weights.version and not self._commands.loading

@@ -82,7 +82,7 @@ class AdapterSwitch:
             if self.current is not None and self.current.version == version:
                 return self._same(self.current, directory)
             self._numbers += 1
-            name = f"{self.served_name}@{version.epoch}.{version.step}"
+            name = f"{self.served_name}@{version}"
             request = LoRARequest(name, self._numbers, str(directory))
             await self._add(request)
             former, generation = self.current, self._in_flight.generation

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Self
 
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from grpo_core.clients.retry import async_retrying
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnAsyncExit
+from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.names import served_weights_key
-from grpo_core.redis.url import without_password
+from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 
 log = structlog.get_logger()
@@ -29,7 +27,6 @@ ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
 """Of the one when the server ends and Redis has not caught up; well below the grace that it has."""
-_FAILURES = (RedisError, OSError, TimeoutError)
 
 
 class RedisUnreachable(GrpoError):
@@ -42,57 +39,59 @@ class BadServedRecord(GrpoError):
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """`trained`: a trainer made them. Else they are the checkpoint's, under a name of this run.
-
-    `kind`, `path`, `sha256`: where they lie on disk, "" where a trainer wrote them in place;
-    `model`: what the server was started with, "" where nobody said.
+    """`intact`: False after a write that was cut short. `model`: what the server was started with,
+    "" where nobody said. Untrained weights have a version where the run began with it anew.
     """
 
-    version: PolicyVersion
-    intact: bool
-    trained: bool
-    kind: str = ""
-    path: str = ""
-    sha256: str = ""
+    weights: WeightRef
+    intact: bool = True
     model: str = ""
 
+    def fields(self) -> dict[str, str | int]:
+        """As they are in Redis: `kind` and `path` are empty for weights that are not on disk."""
+        weights = self.weights
+        return {
+            **weights.version.fields(),
+            "intact": int(self.intact),
+            "trained": int(weights.trained),
+            "kind": weights.kind.value if weights.path else "",
+            "path": str(weights.path or ""),
+            "sha256": weights.digest,
+            "model": self.model,
+        }
 
-class WeightsRecord(Protocol):
-    """What is remembered of the weights that a run was served."""
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str]) -> Self:
+        """Raises `KeyError`, `ValueError`."""
+        path = fields.get("path")
+        in_memory = WeightKind.MEMORY if int(fields["trained"]) else WeightKind.BASE
+        weights = WeightRef(
+            version=PolicyVersion.from_fields(fields),
+            kind=WeightKind(fields["kind"]) if path else in_memory,
+            path=Path(path) if path else None,
+            digest=fields.get("sha256", ""),
+        )
+        return cls(weights, bool(int(fields["intact"])), fields.get("model", ""))
 
-    async def read(self, deadline_s: float) -> ServedWeights | None:
-        """None where the run was served nothing yet."""
 
-    async def note(self, served: ServedWeights) -> None:
-        """Returns soon, whether or not it could be written down, and never raises."""
-
-
-class NoRecord:
+class ServedStore:
     """Remembers nothing: where no Redis was named."""
 
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
+        """What the run was served last; None where it was served nothing yet."""
         return None
 
-    async def note(self, served: ServedWeights) -> None:
-        """Nobody reads it."""
+    async def save(self, served: ServedWeights) -> None:
+        """Returns soon, whether or not it could be written down, and never raises."""
 
 
-class ServedRecord(ClosesOnAsyncExit):
+class RedisServedStore(ServedStore, AsyncRedisConnection):
     """Args: url: of Redis; run_id: whose record."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._where = without_password(url)
+        # The longest that any attempt has; each is bounded by itself.
+        super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
-        self._redis: Redis = Redis.from_url(
-            url,
-            # The longest that any attempt has; `_attempt` bounds each.
-            socket_connect_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
-            socket_timeout=max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S),
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=True,
-            encoding_errors="replace",  # what is no text is refused as what it then says
-        )
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
 
@@ -102,20 +101,20 @@ class ServedRecord(ClosesOnAsyncExit):
             self._catching_up.cancel()
             await asyncio.wait([self._catching_up])
             await self._write_at_last()
-        await self._redis.aclose()
+        await super().close()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
-        """As `WeightsRecord.read`.
+        """As `ServedStore.read`.
 
         Raises:
             RedisUnreachable: no answer within the deadline.
             BadServedRecord: somebody else's value under our key.
         """
         try:
-            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, _FAILURES)):
+            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, FAILURES)):
                 with attempt:
-                    fields = await self._attempt("HGETALL", self._key)
-        except _FAILURES as error:
+                    fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
+        except FAILURES as error:
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
                 f"({error or type(error).__name__}), so it is unknown whether this run was served "
@@ -124,7 +123,7 @@ class ServedRecord(ClosesOnAsyncExit):
             ) from error
         return _parse(self._key, fields) if fields else None
 
-    async def note(self, served: ServedWeights) -> None:
+    async def save(self, served: ServedWeights) -> None:
         """Write down what is served from now on; where Redis is away, as soon as it is back."""
         self._latest = served
         if self._catching_up is None and not await self._write(served):
@@ -147,40 +146,48 @@ class ServedRecord(ClosesOnAsyncExit):
         log.warning("the weights served last are not in Redis", redis=self._where)
 
     async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
-        fields = {
-            "epoch": served.version.epoch,
-            "step": served.version.step,
-            "intact": int(served.intact),
-            "trained": int(served.trained),
-            "kind": served.kind,
-            "path": served.path,
-            "sha256": served.sha256,
-            "model": served.model,
-            "time": round(time.time(), 3),
-        }
-        words = [word for field in fields.items() for word in field]
+        fields = {**served.fields(), "time": round(time.time(), 3)}
+        within_s = deadline_s or ATTEMPT_DEADLINE_S
         try:
-            await self._attempt("HSET", self._key, *words, deadline_s=deadline_s)
-        except _FAILURES:
+            await self.attempt("HSET", self._key, *words(fields), within_s=within_s)
+        except FAILURES:
             return False
         return True
-
-    async def _attempt(self, *command: Any, deadline_s: float | None = None) -> Any:
-        async with asyncio.timeout(deadline_s or ATTEMPT_DEADLINE_S):
-            # redis-py leaves this method without types
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
 def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
     try:
-        return ServedWeights(
-            version=PolicyVersion(int(fields["epoch"]), int(fields["step"])),
-            intact=bool(int(fields["intact"])),
-            trained=bool(int(fields["trained"])),
-            **{name: fields.get(name, "") for name in ("kind", "path", "sha256", "model")},
-        )
+        return ServedWeights.from_fields(fields)
     except (KeyError, ValueError) as error:
         raise BadServedRecord(
             f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
             "another --run-id"
         ) from error
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """`version` names what the engine holds or, where that is `missing`, what it should hold.
+
+    `new_name`: the version was made up now, so the record must learn it.
+    """
+
+    version: PolicyVersion
+    missing: bool = False
+    new_name: bool = False
+
+
+def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> InitialWeights:
+    """Args:
+    served: what the run was served last, None for nothing
+    await_weights: hold requests until a trainer has written that back
+    """
+    if served is None:
+        return InitialWeights(UNTRAINED)
+    version = served.weights.version
+    if not served.weights.trained:
+        return InitialWeights(version)
+    if await_weights:
+        return InitialWeights(version, missing=True)
+    # The checkpoint again, in the middle of a run: a name that no trainer has used.
+    return InitialWeights(version.next_epoch(), new_name=True)

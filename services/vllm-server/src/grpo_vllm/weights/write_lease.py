@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import structlog
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.forkserver.protocol import UNTRAINED
 from grpo_vllm.http.readiness import Refusal, ServingState, refusal_in
-from grpo_vllm.weights.served_store import NoRecord, ServedWeights, WeightsRecord
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
 
@@ -101,14 +101,14 @@ class WeightBridge:
     """Args:
     engine: what is paused, named and resumed
     version: names the weights that the engine starts with, or those that it should hold
-    record: learns every name before anybody is answered under it
+    store: learns every name before anybody is answered under it
     """
 
     def __init__(
         self,
         engine: EngineControl,
         version: PolicyVersion = UNTRAINED,
-        record: WeightsRecord | None = None,
+        store: ServedStore | None = None,
     ) -> None:
         self.engine = engine
         self.write_back = WriteBack()
@@ -117,7 +117,7 @@ class WeightBridge:
         self.update_count = 0
         self.last_update_time: float | None = None
         self.notice_count = 0
-        self._record = record or NoRecord()
+        self._store = store or ServedStore()
         self._session: str | None = None
         self._session_ended = asyncio.Event()
         self._session_ended.set()
@@ -280,7 +280,8 @@ class WeightBridge:
         self.weights_intact = intact
         self.update_count += 1
         self.last_update_time = time.time()
-        await self._record.note(ServedWeights(version, intact, trained=True))
+        written = WeightRef(version=version, kind=WeightKind.MEMORY)
+        await self._store.save(ServedWeights(written, intact))
 
     def _lease_ran_out(self, session: str) -> None:
         # The session is over as well: should the trainer wake up, it must attach anew.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from grpo_core.clients.inference import BridgeInfo
-from grpo_core.weights.files import WeightKind
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.ref import WeightKind
 from grpo_trainer.errors import PolicyMismatch
 
 
@@ -46,8 +43,3 @@ def dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
         )
     dtype: torch.dtype = getattr(torch, info.dtype)
     return dtype
-
-
-def served_directory(status: ServerStatus, kind: WeightKind) -> Path | None:
-    """The directory that is served from, where it holds weights of this kind."""
-    return Path(status.path) if status.kind == kind.value and status.path else None

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
+from grpo_core.deadline import Deadline
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
 from grpo_trainer.config.sync import RestartSettings, served_weights_directory
@@ -116,12 +117,12 @@ def command_to_start(settings: TrainerSettings, port: int) -> str:
 
 def _wait_for(settings: TrainerSettings, host: str, port: int) -> None:
     command, told = command_to_start(settings, port), False
-    give_up_at = time.monotonic() + settings.service_deadline_s
+    deadline = Deadline(settings.service_deadline_s)
     while not _listens(host, port):
         if not told:
             log.warning("no inference server yet", url=settings.inference_url, start=command)
             told = True
-        if time.monotonic() >= give_up_at:
+        if deadline.has_passed:
             raise NoInferenceServer(
                 f"nothing listens at {settings.inference_url} after "
                 f"{settings.service_deadline_s:g} s. Start the inference server:\n  {command}"

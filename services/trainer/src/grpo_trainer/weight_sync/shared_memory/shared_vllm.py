@@ -14,6 +14,7 @@ import time
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
@@ -99,7 +100,7 @@ class SharedVllm:
             self._refuse_torn(info)
             _say_where_it_starts(info)
         self._policy = build_policy(self._model_name, attachment.weights)
-        self._version = PolicyVersion(info.policy_version[0] + 1, 0)
+        self._version = info.policy_version.next_epoch()
         log.info(
             "attached to the server's weights",
             generation=attachment.weights.manifest.generation,
@@ -162,13 +163,13 @@ class SharedVllm:
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a living server does not answer for 30 s."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
+        deadline = Deadline(PROBE_DEADLINE_S)
         while True:
             self.recover_server()
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
-                if time.monotonic() >= give_up_at and not self._server.attachment.is_lost():
+                if deadline.has_passed and not self._server.attachment.is_lost():
                     raise
                 time.sleep(RETURN_POLL_S)
 
@@ -182,7 +183,7 @@ class SharedVllm:
         A server that is dying may take a connection and answer for a while: what it cannot do is
         tried again until the deadline.
         """
-        give_up_at = time.monotonic() + self._server.return_deadline_s
+        deadline = Deadline(self._server.return_deadline_s)
         while True:
             if self._server.attachment.is_lost():
                 self._reattach("its connection closed")
@@ -193,7 +194,7 @@ class SharedVllm:
                 self._write(version)
             except (ServiceUnavailable, RequestRefused) as error:
                 self._check_is_about_the_session(error, version)
-                if time.monotonic() >= give_up_at:
+                if deadline.has_passed:
                     raise self._server.did_not_return(str(error)) from error
                 release_views(self._policy)
                 time.sleep(RETURN_POLL_S)
@@ -245,7 +246,7 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
 
     A restarted server waits for the very version that it lost; any other may be taken once only.
     """
-    served = PolicyVersion(*info.policy_version)
+    served = info.policy_version
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
     return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
 

@@ -91,7 +91,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     given = AsyncEngineArgs.from_cli_args(arguments)
     config = given.create_engine_config(usage_context=usage)
     if current_platform.is_cpu():
-        # Making the configuration has set "spawn", which would import all of vLLM again.
+        # GroupProvenance the configuration has set "spawn", which would import all of vLLM again.
         os.environ[START_METHOD] = "fork"
     engine = AsyncLLM.from_vllm_config(
         config,

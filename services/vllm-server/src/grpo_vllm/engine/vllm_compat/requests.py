@@ -34,4 +34,4 @@ __all__ = [
 def stamped_versions(output: Any) -> list[PolicyVersion]:
     """The versions on a finished completion, in the order of its tokens; [] without any."""
     spans = getattr(output, "weight_versions", None) or ()
-    return [PolicyVersion(*map(int, span.version.split("."))) for span in spans]
+    return [PolicyVersion.parse(span.version) for span in spans]

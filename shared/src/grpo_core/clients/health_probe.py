@@ -1,4 +1,4 @@
-"""`python -m grpo_core.health_probe URL`: status 0 where the URL answers 2xx. For containers.
+"""`python -m grpo_core.clients.health_probe URL`: status 0 where it answers 2xx. For containers.
 
 Imports the standard library alone: it runs every few seconds beside the service that it asks.
 """
@@ -32,7 +32,7 @@ def problem(url: str) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or urlsplit(argv[0]).scheme != "http":
-        sys.stderr.write("usage: python -m grpo_core.health_probe http://HOST:PORT/PATH\n")
+        sys.stderr.write("usage: python -m grpo_core.clients.health_probe http://HOST:PORT/PATH\n")
         return EXIT_USAGE
     found = problem(argv[0])
     if found:

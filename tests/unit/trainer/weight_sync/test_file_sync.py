@@ -18,21 +18,22 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
-from grpo_core.weights.files import WeightKind, check_weights
-from grpo_core.weights.handoff import Action, Command, OutcomeState
+from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.weights.files import check_weights
+from grpo_core.weights.ref import WeightKind
+from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import Adapter, WholeModel
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files.handed_off import Cadence, HandedOff
-from grpo_trainer.weight_sync.files.handoff import Handoff
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.served_files import ServedFiles
-from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
+from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from tests.support.directories import names
-from tests.unit.trainer.hand_off_stand_in import StandIn
 from tests.unit.trainer.served_model import ServedModel
+from tests.unit.trainer.supervisor_stand_in import StandIn
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
 
 LOAD = Action.LOAD_ADAPTER
@@ -57,13 +58,13 @@ class StandInServer:
         if command.id == IGNORED:
             return
         kind = command.action.kind
-        directory = check_weights(kind, command.path, command.sha256, self._root)
+        directory = check_weights(command.weights, self._root)
         adapted = kind is WeightKind.ADAPTER
         model = _loaded(self._model, directory) if adapted else _loaded(directory)
         self._engine.swap(model, command.version)
         self.version = command.version
         supervisor.serve(command)
-        supervisor.says = supervisor.says.model_copy(update={"kind": kind.value})
+        supervisor.says = supervisor.says.model_copy(update={"kind": kind})
         supervisor.answer(command, OutcomeState.DONE, in_use=json.dumps([]))
 
     def info(self) -> BridgeInfo:
@@ -104,18 +105,18 @@ class Bench:
     server: StandInServer
 
     @contextmanager
-    def trainer(self, every_steps: int = 1, last_step: int = 100) -> Iterator[HandedOff]:
-        link = HandoffLink(self.url, self.server.supervisor.run_id, deadline_s=60.0)
-        watch = SupervisorWatch(link, return_deadline_s=60.0)
+    def trainer(self, every_steps: int = 1, last_step: int = 100) -> Iterator[FileSync]:
+        link = SupervisorClient(self.url, self.server.supervisor.run_id, deadline_s=60.0)
+        monitor = ServerMonitor(link, return_deadline_s=60.0)
         action = ACTIONS[self.mode]
         adapter = action.kind is WeightKind.ADAPTER
-        sync = HandedOff(
+        sync = FileSync(
             self.server,  # type: ignore[arg-type]
             link,
-            watch,
-            Handoff(link, watch, action, deadline_s=60.0),
+            monitor,
+            Publisher(link, monitor, action, deadline_s=60.0),
             Adapter(str(self.model), LORA) if adapter else WholeModel(str(self.model)),
-            ServedFiles(self.root),
+            WeightDirectories(self.root),
             "auto",
             "cpu",
             Cadence(every_steps, last_step, at_start=not action.restarts),
@@ -147,7 +148,7 @@ def bench(redis_url: str, model: Path, tmp_path: Path) -> Iterator[Callable[...,
         yield made
 
 
-def begun(sync: HandedOff, step: int = 0, state: Any = None) -> MasterOptimizer:
+def begun(sync: FileSync, step: int = 0, state: Any = None) -> MasterOptimizer:
     """Started at `step`, from the tensors of a saved state if there are any."""
     policy = sync.load_policy(restoring=state is not None)
     optimizer = optimizer_of(policy)
@@ -157,12 +158,12 @@ def begun(sync: HandedOff, step: int = 0, state: Any = None) -> MasterOptimizer:
     return optimizer
 
 
-def saved(sync: HandedOff, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
+def saved(sync: FileSync, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
     tensors = optimizer.tensors(list(trained_parameters(sync._policy)))
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def take_steps(sync: HandedOff, optimizer: MasterOptimizer, steps: range) -> list[bool]:
+def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list[bool]:
     """Whether each was published."""
     published = []
     for step in steps:
@@ -219,7 +220,7 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
             (rig.root / "epoch_8_step_2").mkdir(parents=True)
         elif known_from == "a command":
             unread = {"path": "/x", "sha256": "0" * 64}
-            sync._link.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
+            sync._supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
         last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
@@ -238,6 +239,6 @@ def test_a_server_of_another_mode_or_run_is_refused(
     rig = bench(mode, takes_adapters)
     rig.server.version = PolicyVersion(*version)
     with rig.trainer() as sync:
-        sync._link.deadline_s = 0.0  # Redis has so long to agree
+        sync._supervisor.deadline_s = 0.0  # Redis has so long to agree
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()

@@ -7,42 +7,47 @@ from collections.abc import Callable
 
 import structlog
 
-from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.handoff import STATUS_EVERY_S, STATUS_STALE_S, ServerStatus, SupervisorState
+from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.deadline import Deadline
+from grpo_core.weights.supervisor_protocol import (
+    STATUS_EVERY_S,
+    STATUS_STALE_S,
+    SupervisorPhase,
+    SupervisorStatus,
+)
 from grpo_trainer.errors import LostServer
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
 
 log = structlog.get_logger()
 
 POLL_S = 0.1
 
 
-class SupervisorWatch:
+class ServerMonitor:
     """Args:
-    link: to the supervisor
+    supervisor: of the server
     return_deadline_s: how long the server may be away before `LostServer`
     """
 
     def __init__(
         self,
-        link: HandoffLink,
+        supervisor: SupervisorClient,
         return_deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._link = link
+        self._supervisor = supervisor
         self._return_deadline_s = return_deadline_s
         self._clock = clock
         self._said_at = 0.0
         self._heard_at = -STATUS_STALE_S
         self._asked_at = -STATUS_EVERY_S
-        self._away_since: float | None = None
+        self._return_deadline: Deadline | None = None
 
-    def status(self) -> ServerStatus | None:
+    def status(self) -> SupervisorStatus | None:
         """None where nobody has said anything for 10 s.
 
         Whether it is rewritten counts, not the time in it, which is that of another clock.
         """
-        status, now = self._link.status(), self._clock()
+        status, now = self._supervisor.status(), self._clock()
         self._asked_at = now
         if status is None:
             return None
@@ -60,12 +65,12 @@ class SupervisorWatch:
         if self._clock() - self._asked_at >= STATUS_EVERY_S:
             self.await_serving()
 
-    def await_serving(self) -> ServerStatus:
+    def await_serving(self) -> SupervisorStatus:
         """Raises as `look`."""
         waited = False
         while True:
             status = self.status()
-            if status is not None and status.state is SupervisorState.SERVING:
+            if status is not None and status.state is SupervisorPhase.SERVING:
                 self.note_presence()
                 if waited:
                     log.info("the inference server serves again", version=tuple(status.version))
@@ -78,33 +83,25 @@ class SupervisorWatch:
 
     def note_presence(self) -> None:
         """It is there, in whatever state."""
-        self._away_since = None
+        self._return_deadline = None
 
-    def note_absence(self, status: ServerStatus | None) -> None:
+    def note_absence(self, status: SupervisorStatus | None) -> None:
         """Args: status: what it said last, for the message.
 
         Raises:
             LostServer: its absence was noted first too long ago.
         """
-        now = self._clock()
-        if self._away_since is None:
-            self._away_since = now
-        elif now - self._away_since >= self._return_deadline_s:
+        if self._return_deadline is None:
+            self._return_deadline = Deadline(self._return_deadline_s, self._clock)
+        elif self._return_deadline.has_passed:
             raise LostServer(
-                f"the inference server of run {self._link.run_id!r} was away for "
+                f"the inference server of run {self._supervisor.run_id!r} was away for "
                 f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
                 "with the --redis-url and --run-id of the trainer, then the trainer"
             )
 
-    def last_status(self) -> ServerStatus | None:
-        """For reports: None where Redis does not answer either."""
-        try:
-            return self._link.status()
-        except ServiceUnavailable:
-            return None
 
-
-def describe(status: ServerStatus | None) -> str:
+def describe(status: SupervisorStatus | None) -> str:
     if status is None:
         return "its supervisor says nothing in Redis"
     return f"{status.state}: {status.reason}" if status.reason else status.state.value

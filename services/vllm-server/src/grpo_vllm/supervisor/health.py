@@ -1,8 +1,12 @@
-"""Answers of the supervisor itself: on its health port, and for an engine that is given up."""
+"""Answers of the supervisor itself: on its health port, and on the public port once no engine is
+started any more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -11,22 +15,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from grpo_core.weights.handoff import ServerStatus, SupervisorState
-from grpo_vllm.http.api_key import ApiKeyGuard
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_vllm.http.api_key import require_api_key
+from grpo_vllm.http.server import HttpServer
+from grpo_vllm.supervisor.sockets import duplicate
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
 
 
 def health_app(
-    status: Callable[[], ServerStatus], ready: Callable[[], bool], api_key: SecretStr | None
+    status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
 ) -> ASGIApp:
     """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
     `/status`: everything that is known, for those who know the key."""
 
     async def healthz(_request: Request) -> Response:
         now = status()
-        return _answer(now, now.state is not SupervisorState.FAILED)
+        return _answer(now, now.state is not SupervisorPhase.FAILED)
 
     async def readyz(_request: Request) -> Response:
         return _answer(status(), ready())
@@ -36,10 +42,10 @@ def health_app(
 
     handlers = dict(zip(HEALTH_PATHS, (healthz, readyz, everything), strict=True))
     app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
-    return ApiKeyGuard(app, api_key)
+    return require_api_key(app, api_key)
 
 
-def _answer(status: ServerStatus, good: bool) -> Response:
+def _answer(status: SupervisorStatus, good: bool) -> Response:
     body = {"state": status.state.value, "reason": status.reason}
     return JSONResponse(body, 200 if good else 503)
 
@@ -56,3 +62,18 @@ class GivenUp:
         headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
         response = JSONResponse({"detail": self._reason}, 503, headers=headers)
         await response(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def refusing(
+    public: socket.socket, reason: str, parked: Iterable[int]
+) -> AsyncIterator[None]:
+    """Everybody is answered 503 inside the context, those on parked connections too."""
+    server = HttpServer(GivenUp(reason))
+    serving = asyncio.create_task(server.serve(sockets=[duplicate(public)]))
+    try:
+        await server.adopt(parked)
+        yield
+    finally:
+        server.should_exit = True
+        await serving

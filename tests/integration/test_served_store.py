@@ -13,21 +13,25 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis.names import served_weights_key
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import bundled_redis, start_redis
 from grpo_vllm.weights import served_store
 from grpo_vllm.weights.served_store import (
     BadServedRecord,
+    RedisServedStore,
     RedisUnreachable,
-    ServedRecord,
     ServedWeights,
 )
 from tests.support.wait import DEADLINE_S, wait_for_async
 
-FIRST = ServedWeights(PolicyVersion(1, 0), intact=True, trained=True)
-TORN = ServedWeights(PolicyVersion(2, 4), intact=False, trained=True)
-LATEST = ServedWeights(PolicyVersion(3, 4), intact=True, trained=False, kind="adapter", path="/a")
+FIRST = ServedWeights(WeightRef(version=PolicyVersion(1, 0)))
+TORN = ServedWeights(WeightRef(version=PolicyVersion(2, 4), kind=WeightKind.MEMORY), intact=False)
+LATEST = ServedWeights(
+    WeightRef(version=PolicyVersion(3, 4), kind=WeightKind.ADAPTER, path=Path("/a"), digest="0f"),
+    model="m",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,28 +48,28 @@ def run_id() -> str:
 
 
 @pytest.fixture
-async def record(redis_url: str, run_id: str) -> AsyncIterator[ServedRecord]:
-    async with ServedRecord(redis_url, run_id) as record:
+async def record(redis_url: str, run_id: str) -> AsyncIterator[RedisServedStore]:
+    async with RedisServedStore(redis_url, run_id) as record:
         yield record
 
 
 async def stored(url: str, run_id: str) -> ServedWeights | None:
-    async with ServedRecord(url, run_id) as reader:
+    async with RedisServedStore(url, run_id) as reader:
         return await reader.read(DEADLINE_S)
 
 
 async def test_the_next_server_of_a_run_reads_the_latest_note(
-    record: ServedRecord, redis_url: str, run_id: str
+    record: RedisServedStore, redis_url: str, run_id: str
 ) -> None:
     assert await record.read(DEADLINE_S) is None
     for served in (FIRST, TORN, LATEST):
-        await record.note(served)
+        await record.save(served)
         assert await stored(redis_url, run_id) == served
     assert await stored(redis_url, "another run") is None
 
 
 async def test_a_foreign_value_under_the_key_is_named(
-    record: ServedRecord, redis_url: str, run_id: str
+    record: RedisServedStore, redis_url: str, run_id: str
 ) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.hset(served_weights_key(run_id), "epoch", "many")
@@ -75,14 +79,14 @@ async def test_a_foreign_value_under_the_key_is_named(
 
 async def test_no_redis_is_a_named_error_without_the_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    async with ServedRecord(url, "run") as record:
+    async with RedisServedStore(url, "run") as record:
         with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.1 s") as raised:
             await record.read(0.1)
     assert "leave it out to serve the checkpoint" in str(raised.value)
     assert "secret" not in str(raised.value)
 
 
-class NotesAttempts(ServedRecord):
+class NotesAttempts(RedisServedStore):
     """A record that keeps the deadline of each attempt."""
 
     def __init__(self, url: str, run_id: str) -> None:
@@ -99,9 +103,9 @@ async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back(
 ) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    async with ServedRecord(url, run_id) as record:
+    async with RedisServedStore(url, run_id) as record:
         for served in (FIRST, LATEST):
-            await record.note(served)
+            await record.save(served)
         server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
         try:
             await wait_for_async(lambda: record._catching_up is None)
@@ -124,7 +128,7 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
         url = f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
         async with NotesAttempts(url, "run") as record:
             for served in (FIRST, TORN, LATEST):
-                await record.note(served)
+                await record.save(served)
             assert len(record.deadlines_s) == 1
         # The last may take longer: nobody writes it later.
         assert record.deadlines_s == [None, 0.2]
@@ -137,9 +141,9 @@ async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
     monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    record = ServedRecord(url, run_id)
+    record = RedisServedStore(url, run_id)
     for served in (FIRST, LATEST):
-        await record.note(served)
+        await record.save(served)
     server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
     try:
         await record.close()

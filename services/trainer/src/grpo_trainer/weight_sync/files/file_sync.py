@@ -9,13 +9,17 @@ the trainer needs for a server that crashes is patience.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.handoff import ServerStatus
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.model.causal_lm import CausalLM
@@ -27,14 +31,14 @@ from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.files.compatibility import (
     dtype_to_load,
     require_server,
-    served_directory,
 )
-from grpo_trainer.weight_sync.files.handoff import Handoff
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.served_files import ServedFiles
-from grpo_trainer.weight_sync.files.supervisor_watch import POLL_S, SupervisorWatch
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 PROBE_DEADLINE_S = 30.0
 
@@ -54,14 +58,14 @@ class Cadence:
         return steps_taken % self.every_steps == 0 or steps_taken == self.last_step
 
 
-class HandedOff:
+class FileSync:
     """Args:
     bridge: asks the server
-    link: to its supervisor
-    watch: of the same
-    handoff: has it serve a directory
+    supervisor: of that server
+    monitor: of that server
+    publisher: has it serve a directory
     weights: what is trained
-    files: directories of them
+    directories: directories of them
     dtype: what the server must hold; "auto": whatever it holds
     device: to train on; "auto": a GPU where there is one
     cadence: when to publish
@@ -70,21 +74,21 @@ class HandedOff:
     def __init__(
         self,
         bridge: BridgeClient,
-        link: HandoffLink,
-        watch: SupervisorWatch,
-        handoff: Handoff,
+        supervisor: SupervisorClient,
+        monitor: ServerMonitor,
+        publisher: Publisher,
         weights: TrainedWeights,
-        files: ServedFiles,
+        directories: WeightDirectories,
         dtype: str,
         device: str,
         cadence: Cadence,
     ) -> None:
         self._bridge = bridge
-        self._link = link
-        self._watch = watch
-        self._handoff = handoff
+        self._supervisor = supervisor
+        self._monitor = monitor
+        self._publisher = publisher
         self._weights = weights
-        self._files = files
+        self._directories = directories
         self._dtype = dtype
         self._device = device
         self._cadence = cadence
@@ -122,12 +126,15 @@ class HandedOff:
         these very weights already."""
         if bound is not None:
             self._publication_check.bound = bound
-        status = self._watch.await_serving()
+        status = self._monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
-        self._files.prepare()
+        self._directories.prepare()
         self._epoch = 1 + max(
-            last_epoch, status.epoch, self._files.newest_epoch(), self._link.newest_epoch()
+            last_epoch,
+            status.epoch,
+            self._directories.newest_epoch(),
+            self._supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
         if self._cadence.at_start or not self._has(status, is_untrained):
@@ -168,41 +175,37 @@ class HandedOff:
 
     def recover_server(self) -> None:
         """Where the server is away: wait for its return. Raises `LostServer`."""
-        self._watch.look()
+        self._monitor.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
         30 s, and as `recover_server`."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
-        while True:
-            try:
-                return self._bridge.prompt_logprobs(token_ids)
-            except ServiceUnavailable as error:
-                give_up_at = self._wait_after(error, give_up_at)
+        return self._while_serving(lambda: self._bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Raises as `served_logprobs`."""
-        give_up_at = time.monotonic() + PROBE_DEADLINE_S
-        while True:
-            try:
-                return self._bridge.sample(
-                    prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-                )
-            except ServiceUnavailable as error:
-                give_up_at = self._wait_after(error, give_up_at)
+        return self._while_serving(
+            lambda: self._bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            )
+        )
 
     def close(self) -> None:
-        self._link.close()
+        self._supervisor.close()
         self._bridge.close()
 
     def _publish(self, version: PolicyVersion) -> Alignment:
         started = time.monotonic()
-        files = self._files.write(version, lambda to: self._weights.write(self._policy, to))
-        if not self._handoff.restarts:
+        files = self._directories.write(
+            version,
+            self._weights.kind,
+            lambda to: self._weights.write(self._policy, to),
+        )
+        if not self._publisher.restarts:
             self._publication_check.prime()
-        in_use = self._handoff.serve(files)
+        in_use = self._publisher.publish(files)
         alignment = self._proven(version, f"After step {version.step}")
-        self._files.remove_older(in_use)
+        self._directories.remove_older(in_use)
         log.info(
             "published",
             version=tuple(version),
@@ -220,36 +223,44 @@ class HandedOff:
             raise WeightSyncError("no policy: load_policy() comes first")
         return self._check
 
-    def _has(self, status: ServerStatus, is_untrained: bool) -> bool:
+    def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""
-        if status.kind == "base":
+        served = status.weights
+        if not served.trained:
             return is_untrained
-        place = served_directory(status, self._weights.kind)
-        return place is not None and self._weights.are_in(self._policy, place)
+        return (
+            served.kind is self._weights.kind
+            and served.path is not None
+            and self._weights.are_in(self._policy, served.path)
+        )
 
-    def _agreed_status(self, info: BridgeInfo) -> ServerStatus:
+    def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
-        give_up_at = time.monotonic() + self._link.deadline_s
+        deadline = Deadline(self._supervisor.deadline_s)
         while True:
-            status = self._watch.await_serving()
-            if tuple(status.version) == info.policy_version:
+            status = self._monitor.await_serving()
+            if status.version == info.policy_version:
                 return status
-            if time.monotonic() >= give_up_at:
+            if deadline.has_passed:
                 raise PolicyMismatch(
-                    f"the server at {self._bridge.base_url} serves version {info.policy_version}, "
-                    f"and the one that reports for run {self._link.run_id!r} in Redis "
+                    f"the server at {self._bridge.base_url} serves version "
+                    f"{tuple(info.policy_version)}, and the one that reports for run "
+                    f"{self._supervisor.run_id!r} in Redis "
                     f"{tuple(status.version)}: they are two. Give server and trainer the same "
                     "--redis-url and --run-id"
                 )
             time.sleep(POLL_S)
             info = self._bridge.info()
 
-    def _wait_after(self, error: ServiceUnavailable, give_up_at: float) -> float:
-        """Until the server serves; returns the time to give up, later by what it was away."""
-        if time.monotonic() >= give_up_at:
-            raise error
-        began = time.monotonic()
-        self._watch.await_serving()
-        away_s = time.monotonic() - began
-        time.sleep(POLL_S)
-        return give_up_at + away_s
+    def _while_serving(self, ask: Callable[[], T]) -> T:
+        """Ask again until the server answers; the time for which it is away does not count."""
+        deadline = Deadline(PROBE_DEADLINE_S)
+        while True:
+            try:
+                return ask()
+            except ServiceUnavailable:
+                if deadline.has_passed:
+                    raise
+            with deadline.suspended():
+                self._monitor.await_serving()
+            time.sleep(POLL_S)

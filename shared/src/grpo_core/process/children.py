@@ -1,4 +1,4 @@
-"""Descendants that outlive the child which started them.
+"""Child processes: ended with their parent, and adopted when their own parent is gone.
 
 A grandchild in a session of its own is out of reach of its grandparent's `killpg`. While this
 process is a child subreaper (`prctl(2)`), the kernel hands such orphans to it instead of to init,
@@ -12,8 +12,20 @@ import os
 import signal
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
+"""Loaded before any fork: a child of a process with threads must not load anything."""
+
+
+def end_with_parent() -> None:
+    """In a child, as `preexec_fn`: the kernel sends SIGTERM when the parent ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def killed_with_parent() -> None:
+    """The same with SIGKILL."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> frozenset[int]:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from grpo_core.weights.files import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion
 from grpo_trainer.checkpoint.atomic_dir import make_directory, remove_directory, remove_unfinished
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.errors import CheckpointNotSaved
-from grpo_trainer.weight_sync.files.handoff import WeightFiles
 
 _NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
-class ServedFiles:
+class WeightDirectories:
     """Args: root: the server's --weights-dir"""
 
     def __init__(self, root: Path) -> None:
@@ -28,7 +28,9 @@ class ServedFiles:
         make_directory(self.root)
         remove_unfinished(self.root)
 
-    def write(self, version: PolicyVersion, write_to: Callable[[Path], None]) -> WeightFiles:
+    def write(
+        self, version: PolicyVersion, kind: WeightKind, write_to: Callable[[Path], None]
+    ) -> WeightRef:
         """Args: write_to: writes its argument as a whole directory.
 
         Raises:
@@ -37,9 +39,10 @@ class ServedFiles:
         target = self.root / f"epoch_{version.epoch}_step_{version.step}"
         write_to(target)
         try:
-            return WeightFiles(version, target, directory_digest(target))
+            digest = directory_digest(target)
         except OSError as error:
             raise CheckpointNotSaved(f"{target} cannot be read back: {error}") from error
+        return WeightRef(version=version, kind=kind, path=target, digest=digest)
 
     def remove_older(self, in_use: Collection[Path]) -> None:
         """All but the newest two and what requests in flight read. Args: in_use: resolved paths."""

@@ -12,14 +12,16 @@ back to the version before, or says that it could not).
 
 from __future__ import annotations
 
+import uuid
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.redis.names import run_prefix
-from grpo_core.weights.files import WeightKind
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire import PolicyVersion, Step
 
 COMMANDS_KEPT = 1000
@@ -59,7 +61,7 @@ class Action(StrEnum):
         return self is not Action.LOAD_ADAPTER
 
 
-class SupervisorState(StrEnum):
+class SupervisorPhase(StrEnum):
     """`state` of the status."""
 
     STARTING = "starting"
@@ -119,6 +121,25 @@ class Command(_Fields):
     sender: Annotated[str, Field(max_length=256)] = ""
     """Who asks, for messages."""
 
+    @classmethod
+    def to_serve(cls, weights: WeightRef, action: Action, sender: str) -> Self:
+        """A command with an id of its own. Args: weights: of a directory, with its digest."""
+        return cls(
+            id=uuid.uuid4().hex,
+            action=action,
+            **weights.version.fields(),
+            path=str(weights.path),
+            sha256=weights.digest,
+            sender=sender,
+        )
+
+    @property
+    def weights(self) -> WeightRef:
+        version = PolicyVersion(self.epoch, self.step)
+        return WeightRef(
+            version=version, kind=self.action.kind, path=Path(self.path), digest=self.sha256
+        )
+
     @property
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.step)
@@ -133,16 +154,15 @@ class Outcome(_Fields):
     in_use: str = "[]"
 
 
-class ServerStatus(_Fields):
+class SupervisorStatus(_Fields):
     """What the supervisor last said of itself. `dropped_requests`: aborted at a drain's end.
 
     `epoch` and `step`: the version that is served, or that will be once the engine is up."""
 
-    state: SupervisorState
+    state: SupervisorPhase
     epoch: int
     step: int
-    kind: str = "base"
-    """base, adapter, checkpoint, or memory (a trainer writes in place)."""
+    kind: WeightKind = WeightKind.BASE
     path: str = ""
     reason: str = ""
     """Why it is not serving."""
@@ -155,6 +175,12 @@ class ServerStatus(_Fields):
     engine_pid: int = 0
     time: float = 0.0
     """Seconds since the epoch, by the supervisor's clock."""
+
+    @property
+    def weights(self) -> WeightRef:
+        """Without a digest."""
+        path = Path(self.path) if self.path else None
+        return WeightRef(version=self.version, kind=self.kind, path=path)
 
     @property
     def version(self) -> PolicyVersion:

@@ -10,12 +10,12 @@ from typing import Any
 
 from redis import Redis
 
-from grpo_core.weights.handoff import (
+from grpo_core.weights.supervisor_protocol import (
     Command,
     Outcome,
     OutcomeState,
-    ServerStatus,
-    SupervisorState,
+    SupervisorPhase,
+    SupervisorStatus,
     commands_key,
     outcome_key,
     status_key,
@@ -32,7 +32,7 @@ class StandIn:
         self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
         self.run_id = run_id
         self.seen: list[Command] = []
-        self.says = ServerStatus(state=SupervisorState.SERVING, epoch=0, step=0)
+        self.says = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=0, step=0)
         self.speaks = True
         self._replies = iter(replies)
         self._stop = threading.Event()

@@ -13,24 +13,36 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.handoff import Action, Command, OutcomeState, SupervisorState, commands_key
+from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.supervisor_protocol import (
+    Action,
+    Command,
+    OutcomeState,
+    SupervisorPhase,
+    commands_key,
+)
 from grpo_core.wire import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync.files import handoff
-from grpo_trainer.weight_sync.files.handoff import Handoff, WeightFiles
-from grpo_trainer.weight_sync.files.handoff_link import HandoffLink
-from grpo_trainer.weight_sync.files.supervisor_watch import SupervisorWatch
-from tests.unit.trainer.hand_off_stand_in import Reply, StandIn, done, says, silence
+from grpo_trainer.weight_sync.files import publisher
+from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
-FILES = WeightFiles(PolicyVersion(1, 3), Path("/weights/epoch_1_step_3"), "0" * 64)
+FILES = WeightRef(
+    version=PolicyVersion(1, 3),
+    kind=WeightKind.ADAPTER,
+    path=Path("/weights/epoch_1_step_3"),
+    digest="0" * 64,
+)
 FAILED = says(OutcomeState.FAILED, "no memory")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(publisher, "FIRST_RETRY_S", 0.05)
 
 
 @dataclass
@@ -38,19 +50,19 @@ class Rig:
     """A link to Redis, and whoever plays the supervisor at the other end."""
 
     url: str
-    link: HandoffLink
+    link: SupervisorClient
 
     def supervisor(self, *replies: Reply) -> StandIn:
         return StandIn(self.url, self.link.run_id, replies)
 
     def serve(self, deadline_s: float = 60.0) -> frozenset[Path]:
-        watch = SupervisorWatch(self.link, return_deadline_s=60.0)
-        return Handoff(self.link, watch, Action.LOAD_ADAPTER, deadline_s).serve(FILES)
+        monitor = ServerMonitor(self.link, return_deadline_s=60.0)
+        return Publisher(self.link, monitor, Action.LOAD_ADAPTER, deadline_s).publish(FILES)
 
 
 @pytest.fixture
 def rig(redis_url: str) -> Iterator[Rig]:
-    with HandoffLink(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
+    with SupervisorClient(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
         yield Rig(redis_url, link)
 
 
@@ -84,7 +96,7 @@ def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
     rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handoff, "FIRST_RETRY_S", 60.0)
+    monkeypatch.setattr(publisher, "FIRST_RETRY_S", 60.0)
     with rig.supervisor(reply) as server, pytest.raises(error, match=told):
         rig.serve()
     assert len(server.seen) == 1
@@ -99,7 +111,7 @@ def test_served_weights_count_although_the_answer_was_lost(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repeat is refused, because the version is not a new one any more."""
-    monkeypatch.setattr(handoff, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(publisher, "LOST_AFTER_S", 0.0)
 
     def carry_out_and_forget(server: StandIn, command: Command) -> None:
         server.serve(command)
@@ -115,30 +127,30 @@ def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
         server.speaks = False
 
     a_second_per_reading = map(float, itertools.count()).__next__
-    watch = SupervisorWatch(rig.link, 20.0, a_second_per_reading)
+    monitor = ServerMonitor(rig.link, 20.0, a_second_per_reading)
     told = r"away for 20 s \(its supervisor says nothing in Redis"
     with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
-        Handoff(rig.link, watch, Action.LOAD_ADAPTER, deadline_s=120.0).serve(FILES)
+        Publisher(rig.link, monitor, Action.LOAD_ADAPTER, deadline_s=120.0).publish(FILES)
 
 
 def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None:
     with rig.supervisor() as server:
-        server.becomes(state=SupervisorState.FAILED, reason="5 crashes in 60 s")
+        server.becomes(state=SupervisorPhase.FAILED, reason="5 crashes in 60 s")
         with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
-            SupervisorWatch(rig.link, 0.0, lambda: 100.0).look()
+            ServerMonitor(rig.link, 0.0, lambda: 100.0).look()
 
 
-class BreaksOnce(HandoffLink):
+class BreaksOnce(SupervisorClient):
     """The connection breaks at the first command: before or after Redis carries it out."""
 
     carries_out = is_whole = False
 
-    def _attempt(self, *command: Any) -> Any:
+    def attempt(self, *command: Any) -> Any:
         if self.is_whole or command[0] != "XADD":
-            return super()._attempt(*command)
+            return super().attempt(*command)
         self.is_whole = True
         if self.carries_out:
-            super()._attempt(*command)
+            super().attempt(*command)
         raise RedisConnectionError("broken")
 
 
@@ -161,7 +173,7 @@ def test_a_redis_that_stays_away_is_named_without_its_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
     told = r"Redis not usable at redis://127\.0\.0\.1"
     with (
-        HandoffLink(url, "run", deadline_s=0.05) as link,
+        SupervisorClient(url, "run", deadline_s=0.05) as link,
         pytest.raises(ServiceUnavailable, match=told) as raised,
     ):
         link.status()

@@ -1,0 +1,127 @@
+"""Connections to Redis for all but run-api's store: each attempt is bounded, failures are repeated.
+
+redis-py's own retries are switched off: they know no deadline, and a command whose answer was lost
+may have been carried out, so that its sender decides whether it is sent again. Answers are text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from grpo_core.deadline import Deadline
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
+from grpo_core.redis.url import without_password
+
+log = structlog.get_logger()
+
+FAILURES = (RedisError, OSError, TimeoutError)
+RETRY_S, ASYNC_RETRY_S = 0.2, 0.5
+
+
+def words(fields: dict[str, Any]) -> list[Any]:
+    """`{name: value}` → `[name, value]`, as HSET and XADD take them."""
+    return [word for field in fields.items() for word in field]
+
+
+class RedisConnection(ClosesOnExit):
+    """Blocking.
+
+    Args:
+        attempt_s: how long one attempt may take
+        deadline_s: how long a command is repeated while Redis is away
+    """
+
+    def __init__(self, url: str, attempt_s: float, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._where = without_password(url)
+        self._redis: Redis = Redis.from_url(url, **_options(attempt_s), retry=Retry(NoBackoff(), 0))
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def call(self, *command: Any) -> Any:
+        """Raises `ServiceUnavailable` once the deadline has passed."""
+        deadline = Deadline(self.deadline_s)
+        while True:
+            try:
+                return self.attempt(*command)
+            except FAILURES as error:
+                self.pause(deadline, error)
+
+    def attempt(self, *command: Any) -> Any:
+        """Once. Raises one of `FAILURES`."""
+        # redis-py leaves this method without types
+        return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def pause(self, deadline: Deadline, error: Exception) -> None:
+        """Between two attempts. Raises `ServiceUnavailable` once the deadline has passed."""
+        if deadline.has_passed:
+            raise ServiceUnavailable(
+                f"Redis not usable at {self._where} for {deadline.seconds:g} s "
+                f"({str(error) or type(error).__name__}); check that it runs and that --redis-url "
+                "is that of the inference server"
+            ) from error
+        time.sleep(RETRY_S)
+
+
+class AsyncRedisConnection(ClosesOnAsyncExit):
+    """The same for coroutines. Args: attempt_s: the longest that any attempt may take."""
+
+    def __init__(self, url: str, attempt_s: float) -> None:
+        self._where = without_password(url)
+        self._attempt_s = attempt_s
+        self._is_away = False
+        self._redis: AsyncRedis = AsyncRedis.from_url(
+            url, **_options(attempt_s), retry=AsyncRetry(NoBackoff(), 0)
+        )
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def call(self, *command: Any) -> Any:
+        """Repeated until Redis answers, however long that takes."""
+        while True:
+            try:
+                answer = await self.attempt(*command)
+            except FAILURES as error:
+                self.note_absence(error)
+                await asyncio.sleep(ASYNC_RETRY_S)
+            else:
+                if self._is_away:
+                    self._is_away = False
+                    log.info("Redis answers again", redis=self._where)
+                return answer
+
+    async def attempt(self, *command: Any, within_s: float | None = None) -> Any:
+        """Once. Raises one of `FAILURES`."""
+        async with asyncio.timeout(within_s or self._attempt_s):
+            # redis-py leaves this method without types
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def note_absence(self, error: Exception) -> None:
+        """Logged once, until Redis answers again."""
+        if not self._is_away:
+            self._is_away = True
+            reason = str(error) or type(error).__name__
+            log.warning("Redis does not answer; commands wait", redis=self._where, reason=reason)
+
+
+def _options(attempt_s: float) -> dict[str, Any]:
+    return {
+        "socket_connect_timeout": attempt_s,
+        "socket_timeout": attempt_s,
+        "protocol": 2,
+        "decode_responses": True,
+        "encoding_errors": "replace",  # what is no text is refused as what it then says
+    }
