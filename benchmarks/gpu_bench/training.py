@@ -34,7 +34,8 @@ from benchmarks.gpu_bench.settings import (
     train_flops,
 )
 from grpo_core.errors import GrpoError
-from grpo_core.wire import MASKED, PROMPT_LOGPROB, ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions

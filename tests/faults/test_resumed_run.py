@@ -16,7 +16,8 @@ import pytest
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.wire import Registration, ScoredGroup
+from grpo_core.wire.run_api import Registration
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.store import STATES
 from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
 from tests.faults.rig import DEADLINE_S, Rig, whole_lines

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.in_flight import InFlight
 from tests.support.wait import wait_for_async
 

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import LostServer, TornWeights
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
@@ -33,7 +33,7 @@ import sys, time
 from pathlib import Path
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 connection = connect_weights(Path(sys.argv[2]))
 bridge = BridgeClient(sys.argv[1])
 epoch, step = bridge.info().policy_version

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.bridge_config import FILE_NAME, find_bridge_config
 from grpo_core.weights.socket import connect_weights
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.weight_sync.shared_memory.memory import map_weights
 from tests.fixtures.inference import InferenceServer
 from tests.inference.engine_load import posted_in_background

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from tests.fixtures.adapters import load, logprobs
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_core.clients.inference import BridgeClient, Completion
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.fixtures.adapters import load, make_adapter

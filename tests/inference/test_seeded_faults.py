@@ -18,7 +18,8 @@ import torch
 from structlog.testing import capture_logs
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import MASKED, ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_core.wire.values import MASKED
 from grpo_trainer import train
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings

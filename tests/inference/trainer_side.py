@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, AlignmentProbe

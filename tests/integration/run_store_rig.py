@@ -19,7 +19,8 @@ from grpo_api.store import RunStore
 from grpo_api.store.codec import pack, unpack
 from grpo_api.store.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
+from grpo_core.wire.run_api import EnvironmentRegistration, Registration
+from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
 from tests.support.wait import DEADLINE_S, wait_for_async
 

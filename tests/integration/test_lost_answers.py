@@ -17,7 +17,8 @@ from grpo_core.errors import (
     TrainerSuperseded,
     UnknownBatch,
 )
-from grpo_core.wire import EnvironmentRegistration, Registration, ScoredGroup
+from grpo_core.wire.run_api import EnvironmentRegistration, Registration
+from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.cutting_proxy import Cut, CuttingProxy, cutting_proxy
 from tests.integration.run_api_calls import (
     ENVIRONMENT,

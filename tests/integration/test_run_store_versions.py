@@ -9,7 +9,7 @@ import pytest
 
 from grpo_api.store.records import DueBatch, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
 from tests.integration.run_store_rig import (
     DEADLINE_S,

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.redis.names import served_weights_key
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import bundled_redis, start_redis
 from grpo_vllm.weights import served_store

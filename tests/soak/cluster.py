@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.process.managed import ManagedProcess, describe_exit
-from grpo_core.wire import RunStatus
+from grpo_core.wire.run_api import RunStatus
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy

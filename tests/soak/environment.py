@@ -19,7 +19,7 @@ import httpx
 from pydantic import BaseModel
 
 from grpo_core.clients.run_api import EnvironmentClient
-from grpo_core.wire import EnvironmentRegistration
+from grpo_core.wire.run_api import EnvironmentRegistration
 from tests.soak.groups import GroupMaker
 from tests.soak.journal import Joined, Journal
 from tests.soak.sending import Clients, ListClient, Sender

@@ -15,7 +15,7 @@ import httpx
 from grpo_core.clients.retry import TransientAnswer, check_answer
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 from tests.soak.groups import GroupMaker, digest
 from tests.soak.journal import Journal, Noted, Outcome
 

@@ -1,1 +1,1 @@
-"""What every service shares: wire models, clients, settings, logging. Never imports torch."""
+"""What every service shares: wire records, clients, settings, logging. Never imports torch."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.run_view import Environment
-from grpo_core.wire import EnvironmentRegistration
+from grpo_core.wire.run_api import EnvironmentRegistration
 
 
 def stored(id_: int, sequences: int) -> StoredGroup:

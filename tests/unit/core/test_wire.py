@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from grpo_core.clients.run_api_answers import LeasedBatch, leased_batch
 from grpo_core.errors import ProtocolViolation
-from grpo_core.wire import EnvironmentCount, EnvironmentRegistration, PolicyVersion, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import EnvironmentCount, EnvironmentRegistration
+from grpo_core.wire.scored_group import ScoredGroup
 
 GROUP: dict[str, Any] = {
     "tokens": [[5, 6, 90], [5, 6, 91]],

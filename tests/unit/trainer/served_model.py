@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_core.clients.inference import Completion
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.logprobs import logprobs_of
 
 BLOCK = 16

@@ -13,7 +13,7 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
-from grpo_core.wire import EnvironmentStatus, TrainerInfo
+from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool

@@ -10,7 +10,7 @@ import torch
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path

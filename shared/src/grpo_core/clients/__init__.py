@@ -1,1 +1,2 @@
-"""HTTP clients of the services: run-api and the inference server, with one retry rule."""
+"""Clients of the services: run-api and inference server over HTTP, with one retry rule, and the
+server's supervisor over Redis. No service's own logic."""

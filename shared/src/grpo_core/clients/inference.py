@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 SERVICE = "vllm-server"
 _PROBE_TIMEOUT_S = 300.0

@@ -19,16 +19,16 @@ from grpo_core.clients.run_api_answers import (
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_core.wire import (
+from grpo_core.wire.run_api import (
     EnvironmentCount,
     EnvironmentRegistration,
     EnvironmentStatus,
     Registration,
     RunStatus,
-    ScoredGroup,
     TrainerEnrolled,
     TrainerInfo,
 )
+from grpo_core.wire.scored_group import ScoredGroup
 
 __all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
 

@@ -1,1 +1,1 @@
-"""Child processes and what they leave behind."""
+"""Child processes, and objects that are closed when a block is left. No command of a service."""

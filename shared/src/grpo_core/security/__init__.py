@@ -1,1 +1,1 @@
-"""Which requests a server answers: tokens, and requests of the same site."""
+"""Which requests a server answers: tokens, and requests of the same site. Plain ASGI alone."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 UNTRAINED = PolicyVersion(epoch=0, step=0)
 """The weights of the model that the server was started with, before any trainer."""

@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_core.errors import ProtocolViolation
 from grpo_core.redis.names import run_prefix
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion, Step
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.values import Step
 
 COMMANDS_KEPT = 1000
 """Entries of the stream; older ones are trimmed."""

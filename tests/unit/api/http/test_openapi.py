@@ -12,7 +12,8 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 
 from grpo_api.http.openapi import body_schema
-from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
+from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
+from grpo_core.wire.scored_group import ScoredGroup
 
 MODELS: tuple[type[BaseModel], ...] = (
     Registration,

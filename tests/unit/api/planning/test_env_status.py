@@ -7,7 +7,7 @@ import pytest
 from grpo_api.planning.env_status import environment_status
 from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
 from grpo_api.planning.subset_sum import Kind
-from grpo_core.wire import EnvironmentStatus
+from grpo_core.wire.run_api import EnvironmentStatus
 from tests.unit.api.builders import environment
 
 LIMITS = Limits(queued_groups=100, queued_bytes=1000, leased_bytes=1000)

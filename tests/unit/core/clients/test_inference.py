@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from grpo_core.clients.inference import BridgeClient, GenerationClient
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from tests.unit.env.canned import PROMPT, generate_answer
 
 INFO = {"policy_version": [0, 0], "paused": False, "weights_intact": True, "weights_socket": None}

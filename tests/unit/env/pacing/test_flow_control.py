@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.wire import EnvironmentStatus, TrainerInfo
+from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
 
 PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, total_steps=50)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_core.clients.inference import Completion, GenerationClient
 from grpo_core.errors import ProtocolViolation
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
 from grpo_env.rollout.tokens import MisalignedCompletion, align_group
 from grpo_env.tasks import Answer, Item, Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.wire import EnvironmentCount
+from grpo_core.wire.run_api import EnvironmentCount
 from grpo_trainer.data.batch_source import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.wire import MASKED, PolicyVersion, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_core.wire.values import MASKED
 from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Origin
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group

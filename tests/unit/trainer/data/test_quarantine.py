@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer import train
 from grpo_trainer.algo.token_table import Distance

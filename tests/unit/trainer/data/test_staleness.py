@@ -10,7 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
-from grpo_core.wire import PolicyVersion, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.data.collate import CollationLimits, collate

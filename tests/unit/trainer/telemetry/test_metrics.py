@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.loss import NO_SUMS
 from grpo_trainer.algo.token_table import Distance, TokenTable

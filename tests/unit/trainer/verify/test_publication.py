@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.loading import Adapter, WholeModel
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.wire import MASKED, PROMPT_LOGPROB, PolicyVersion, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Origin

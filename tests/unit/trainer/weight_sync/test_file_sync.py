@@ -22,7 +22,7 @@ from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.weights.files import check_weights
 from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import Adapter, WholeModel

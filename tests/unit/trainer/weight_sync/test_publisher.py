@@ -23,7 +23,7 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorPhase,
     commands_key,
 )
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
 from grpo_trainer.weight_sync.files import publisher

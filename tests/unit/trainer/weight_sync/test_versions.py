@@ -11,7 +11,7 @@ import pytest
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import TornWeights

@@ -20,7 +20,7 @@ from grpo_core.weights.supervisor_protocol import (
     OutcomeState,
     SupervisorStatus,
 )
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor

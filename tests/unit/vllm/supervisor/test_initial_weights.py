@@ -15,7 +15,7 @@ from grpo_core.weights.files import (
     directory_digest,
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.weights.served_store import InitialWeights, ServedWeights, initial_weights_after

@@ -24,7 +24,7 @@ from redis import Redis
 
 from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy

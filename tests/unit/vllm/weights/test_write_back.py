@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.http.readiness import ServingState
 from grpo_vllm.weights.served_store import ServedWeights

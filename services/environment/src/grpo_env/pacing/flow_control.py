@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_core.wire import EnvironmentStatus, TrainerInfo
+from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 
 END_MARGIN_BATCHES = 1
 """Sampled beyond the last batch. Groups may still be dropped, and run-api rounds the share of

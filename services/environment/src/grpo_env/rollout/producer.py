@@ -6,7 +6,7 @@ import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.wire import RolloutFacts, ScoredGroup
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
 from grpo_env.rollout.progress import Progress, RewardSample
 from grpo_env.rollout.prompts import PromptEncoder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_core import wire
+from grpo_core.wire import scored_group as wire
 from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure
 
 _REPORT_EVERY_S = 5.0

@@ -6,7 +6,7 @@ from grpo_api.errors import Refused, StoreUnavailable
 from grpo_api.planning.quotas import batch_size_conflicts
 from grpo_api.store import RunStore
 from grpo_api.store.records import BatchSizeDiffers, Registered
-from grpo_core.wire import Registration
+from grpo_core.wire.run_api import Registration
 
 
 async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
 
-from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration, ScoredGroup
+from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
+from grpo_core.wire.scored_group import ScoredGroup
 
 Json = dict[str, Any]
 

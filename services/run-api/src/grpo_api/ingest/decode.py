@@ -31,7 +31,7 @@ from grpo_api.http.request_body import (
 from grpo_api.ingest.backpressure import in_turn
 from grpo_api.ingest.group_scan import scan_group
 from grpo_api.store.codec import PackedGroup, compress, pack, stored
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 
 MAX_GROUPS = 1024
 """In one list. They are queued in one step, during which Redis serves nobody else."""

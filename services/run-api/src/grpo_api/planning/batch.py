@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from grpo_api.planning.quotas import Demand
 from grpo_api.planning.subset_sum import Kind, oldest_choice
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 
 @dataclass(frozen=True)

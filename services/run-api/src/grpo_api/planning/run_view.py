@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpo_api.planning.quotas import Demand, Share, demand
 from grpo_api.planning.subset_sum import Kind
-from grpo_core.wire import EnvironmentRegistration
+from grpo_core.wire.run_api import EnvironmentRegistration
 
 PRESSURE_FROM = 0.5
 """Up to this fill the queue is a buffer that does its work, and nobody is slowed."""

@@ -15,7 +15,7 @@ from grpo_api.routes.dependencies import Services
 from grpo_api.routes.schemas import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.stats import RunStats
-from grpo_core.wire import RunStatus
+from grpo_core.wire.run_api import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
 _TEXT = {"schema": {"type": "string"}}

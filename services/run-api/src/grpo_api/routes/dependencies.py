@@ -19,7 +19,7 @@ from grpo_api.ingest.submit import Intake
 from grpo_api.observability.metrics import Metrics
 from grpo_api.planning.run_view import Limits
 from grpo_api.store import RunStore
-from grpo_core.wire import EnvironmentId, EnvironmentRegistration, Registration
+from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
 
 
 @dataclass(frozen=True)

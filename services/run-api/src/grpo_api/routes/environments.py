@@ -23,7 +23,11 @@ from grpo_api.routes.schemas import (
     Waiting,
 )
 from grpo_api.store.records import RegisteredEnvironment
-from grpo_core.wire import EnvironmentId, EnvironmentRegistration, EnvironmentStatus
+from grpo_core.wire.run_api import (
+    EnvironmentId,
+    EnvironmentRegistration,
+    EnvironmentStatus,
+)
 
 router = APIRouter()
 

@@ -30,7 +30,7 @@ from grpo_api.routes.schemas import (
     ServedGroup,
 )
 from grpo_api.store.records import Outcomes, Receipt, SentGroups
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()
 

@@ -28,7 +28,7 @@ from grpo_api.routes.schemas import (
 )
 from grpo_api.store import RunStore
 from grpo_api.store.records import DueBatch, Lease, Poll
-from grpo_core.wire import Registration, TrainerEnrolled, TrainerInfo
+from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1
 _MAX_WAIT_S = 60.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 
 _LEVEL = 1
 _GZIP_WINDOW_BITS = 31

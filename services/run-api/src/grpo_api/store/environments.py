@@ -12,7 +12,7 @@ from grpo_api.planning.run_view import Environment, Fill, RunCounters, RunView
 from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import EnvironmentRegistration, Registration
+from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 
 _NOBODY = ""
 

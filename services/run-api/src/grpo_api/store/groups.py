@@ -21,7 +21,8 @@ from grpo_api.store.keys import (
 )
 from grpo_api.store.records import NotPlaced, OpenIntake, Outcomes, Receipt, SentGroups
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import EnvironmentRegistration, PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import EnvironmentRegistration
 
 
 class GroupStore:

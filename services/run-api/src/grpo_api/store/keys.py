@@ -50,7 +50,7 @@ from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
 from grpo_api.store.records import Lease
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
 RECEIPT_S = 600

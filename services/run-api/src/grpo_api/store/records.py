@@ -8,7 +8,8 @@ from enum import Enum
 
 from grpo_api.planning.placement import IntakeState
 from grpo_api.store.codec import PackedGroup
-from grpo_core.wire import PolicyVersion, Registration
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import Registration
 
 
 @dataclass(frozen=True)

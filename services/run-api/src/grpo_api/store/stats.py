@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from grpo_api.store.keys import keys
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import EnvironmentCount
+from grpo_core.wire.run_api import EnvironmentCount
 
 
 class RunStats(NamedTuple):

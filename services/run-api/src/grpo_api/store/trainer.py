@@ -8,7 +8,7 @@ from grpo_api.errors import Refused
 from grpo_api.store.keys import former_keys, keys
 from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire import Registration, RunStatus
+from grpo_core.wire.run_api import Registration, RunStatus
 
 
 class TrainerStore:

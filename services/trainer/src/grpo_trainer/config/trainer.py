@@ -19,7 +19,7 @@ from pydantic import (
 from grpo_core.redis.names import DEFAULT_RUN_ID
 from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.wire import Registration
+from grpo_core.wire.run_api import Registration
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.optimizer import OptimizerOptions
 from grpo_trainer.config.sync import (

@@ -13,7 +13,8 @@ import structlog
 from grpo_core.clients.run_api import LeasedBatch, TrainerClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
-from grpo_core.wire import EnvironmentCount, ScoredGroup
+from grpo_core.wire.run_api import EnvironmentCount
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings

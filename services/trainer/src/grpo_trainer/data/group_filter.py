@@ -14,7 +14,8 @@ from hashlib import blake2b
 
 import structlog
 
-from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.data.staleness import NO_HISTORY, GroupProvenance, VersionHistory
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
 

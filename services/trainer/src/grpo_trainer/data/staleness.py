@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_core.wire import PolicyVersion, RolloutFacts, ScoredGroup
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 
 
 @dataclass(frozen=True)

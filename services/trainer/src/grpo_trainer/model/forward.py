@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_core.wire import PROMPT_LOGPROB
+from grpo_core.wire.values import PROMPT_LOGPROB
 from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused

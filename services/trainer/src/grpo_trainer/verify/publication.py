@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.clients.inference import Completion
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.logprobs import (

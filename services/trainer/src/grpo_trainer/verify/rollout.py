@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.token_table import Distance, TokenTable
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 ENGINE_CALL_TIMEOUT_S = 30.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import stamps_versions
 from grpo_vllm.engine.vllm_compat.requests import (
     EngineDeadError,

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_core.deadline import Deadline
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
 OPEN_PATHS = frozenset(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.weights.files import inside, require_complete, require_rank
 from grpo_core.weights.ref import WeightKind
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
 from grpo_vllm.weights.lora import AdapterSwitch, LoadedAdapter
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge

@@ -9,7 +9,7 @@ import structlog
 
 from grpo_core.weights.files import UnusableWeights, check_weights, directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 

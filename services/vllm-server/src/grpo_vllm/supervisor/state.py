@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import Command, SupervisorPhase
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0

@@ -19,7 +19,7 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorPhase,
     SupervisorStatus,
 )
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.forkserver.client import ForkServer
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.http.in_flight import InFlight
 

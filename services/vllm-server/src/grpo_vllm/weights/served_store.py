@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.names import served_weights_key
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch, WeightSyncError
 from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on

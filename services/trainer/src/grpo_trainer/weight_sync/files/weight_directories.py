@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_core.weights.files import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.atomic_dir import make_directory, remove_directory, remove_unfinished
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.errors import CheckpointNotSaved

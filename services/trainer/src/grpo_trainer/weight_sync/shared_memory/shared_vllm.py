@@ -16,7 +16,7 @@ import structlog
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from grpo_core.wire import PolicyVersion
+from grpo_core.wire.policy_version import PolicyVersion
 
 try:
     from vllm.exceptions import VLLMClientError as EngineRefusal

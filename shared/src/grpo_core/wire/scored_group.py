@@ -1,6 +1,4 @@
-"""Records that travel between services, and the sentinels inside them.
-
-The layout is that of Atropos 0.4.0, so its environments and trainers work unchanged.
+"""The scored group: what an environment sends and a trainer trains on.
 
 Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `masks[i]` and
 `inference_logprobs[i]` have one length: prompt followed by completion.
@@ -13,150 +11,26 @@ Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `ma
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.values import (
+    FLOAT32_MAX,
+    MAX_TOKEN_ID,
+    MIN_TEMPERATURE,
+    Count,
+    Float32,
+    MaskValue,
+    Rows,
+    TokenId,
+    WireModel,
 )
 
-MASKED = -100
-"""Mask value of a position that is not trained on (torch's ignore index)."""
-
-PROMPT_LOGPROB = 1.0
-"""Log-probability written at prompt positions: impossible as a value, so it cannot be confused."""
-
-MAX_TOKEN_ID = 2**31 - 1
-
-MAX_BATCH_SIZE = 2**16
-"""Sequences in one batch. Planning an exact batch takes as many bits."""
-
-UNSET = -1
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
-FLOAT32_MAX = 3.4028235e38
-"""As it is usually printed: a little more, which is rounded to it."""
-MIN_TEMPERATURE = 1e-5
-"""From here on vLLM samples, below it takes the likeliest token. Gradients with respect to logits
-that are divided by far less leave float32."""
-
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
-"""Trainers compute in float32, where a larger number is an infinity and ends as a NaN."""
-Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
-Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
-OptionalCount = Annotated[int, Field(ge=UNSET, le=MAX_TOKEN_ID)]
-"""A count that may be left open: -1 and 0 both mean "none", to Atropos environments too."""
-
-MAX_NAME_CHARS = 1024
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern=r"^[^\x00]*$")]
-"""Kept for as long as the run; a NUL in it would break the paths and tables it is put into."""
-Directory = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
-
-IGNORED_WEIGHT = -1.0
-"""Of an environment that takes no part in the sharing of slots, as Atropos documents it."""
-
-
-def _or_ignored(value: Any, weight: ValidatorFunctionWrapHandler) -> Any:
-    return IGNORED_WEIGHT if value in (-1, "-1") else weight(value)
-
-
-def _declare_ignored(schema: dict[str, Any]) -> None:
-    weight = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [weight, {"enum": [-1, "-1"]}]
-
-
-Weight = Annotated[
-    float,
-    Field(ge=0.0, le=1e9, allow_inf_nan=False, json_schema_extra=_declare_ignored),
-    WrapValidator(_or_ignored),
-]
-
-T = TypeVar("T")
-
-Rows = Annotated[list[T], Field(fail_fast=True)]
-"""A list that reports its first bad entry only: a body of a million NaN is one problem."""
-
 _MAX_PROBLEMS = 20
-
-
-class PolicyVersion(NamedTuple):
-    """Names one set of weights: a trainer that starts again opens a new epoch.
-
-    In JSON it is the list `[3, 12]`, in text `3.12`, in Redis two fields of a hash.
-    """
-
-    epoch: Step
-    step: Step
-
-    def __str__(self) -> str:
-        return f"{self.epoch}.{self.step}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The inverse of `str`. Raises `ValueError`."""
-        epoch, step = text.split(".")
-        return cls(int(epoch), int(step))
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, str]) -> Self:
-        """The inverse of `fields`, as Redis answers. Raises `KeyError`, `ValueError`."""
-        return cls(int(fields["epoch"]), int(fields["step"]))
-
-    def fields(self) -> dict[str, int]:
-        return self._asdict()
-
-    def next_epoch(self) -> Self:
-        """The first name of the epoch after this one: no trainer has used it."""
-        return type(self)(self.epoch + 1, 0)
-
-
-class WireModel(BaseModel):
-    """Unknown fields are dropped, as upstream does; numbers are coerced where nothing is lost."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-
-class Registration(WireModel):
-    """`POST /register`: what a trainer announces. `batch_size` counts sequences.
-
-    A `max_token_len` below 1 tells environments not to drop long sequences, a
-    `save_checkpoint_interval` below 1 not to save, a `num_steps` of -1 to bring their own.
-    """
-
-    wandb_group: Name
-    wandb_project: Name
-    batch_size: BatchSize
-    max_token_len: OptionalCount
-    checkpoint_dir: Directory
-    save_checkpoint_interval: OptionalCount
-    starting_step: Step
-    num_steps: OptionalCount
-
-
-class EnvironmentRegistration(WireModel):
-    """`POST /register-env`: what an environment announces. `group_size` counts sequences."""
-
-    max_token_length: Count
-    desired_name: Name
-    weight: Weight
-    group_size: Count
-    min_batch_allocation: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-
-
-class EnvironmentId(WireModel):
-    env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 class FreeFormFields(WireModel):
@@ -347,7 +221,7 @@ class RolloutFacts(WireModel):
     not said.
     """
 
-    policy_version: list[tuple[PolicyVersion, PolicyVersion]] = []
+    policy_version: list[tuple[PolicyVersion, PolicyVersion]] = Field(default_factory=list)
     """[(first, last), ...]: the versions that sampled each completion's first and last token."""
     generation_seconds: Float32 | None = None
     """How long the group's one generation request took."""
@@ -366,52 +240,3 @@ class RolloutFacts(WireModel):
         except ValidationError as error:
             wrong = {problem["loc"][0] for problem in error.errors()}
             return cls.model_validate({k: v for k, v in said.items() if k not in wrong})
-
-
-class TrainerEnrolled(WireModel):
-    """Answer of `POST /register`. `uuid` is the trainer's id (128 bits), for the lease routes;
-    `run_uuid` as in `RunStatus`."""
-
-    uuid: int
-    run_uuid: str
-
-
-class RunStatus(WireModel):
-    """`GET /status`. `queue_size` counts groups that no batch holds yet; `run_uuid` is made with a
-    run's first trainer and ends with /reset_data, None: there is no run."""
-
-    current_step: int
-    queue_size: int
-    run_uuid: str | None = None
-
-
-class EnvironmentCount(WireModel):
-    """Of a run: environments that ever registered, and those that have neither left nor fallen
-    silent."""
-
-    registered: int
-    connected: int
-
-
-class EnvironmentStatus(WireModel):
-    """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
-
-    `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit;
-    `num_steps` at which `current_step` the trainer has all its batches; None where it does not say.
-    """
-
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-    pressure: float = 0.0
-    num_steps: int | None = None
-
-
-class TrainerInfo(WireModel):
-    """`GET /info`; both -1 until a trainer has registered."""
-
-    batch_size: int
-    max_token_len: int
