@@ -69,11 +69,12 @@ def load_settings(
     argv: Sequence[str],
     environment: Mapping[str, str] = os.environ,
     variables: Mapping[str, str] = MappingProxyType({}),
+    from_file: Mapping[str, Any] = MappingProxyType({}),
 ) -> S:
     """Parse a command's settings, or end the process with status 2 and a line per mistake.
 
     The class names its command in `model_config["cli_prog_name"]`; `variables` maps fields to
-    environment variables that keep a name of their own.
+    environment variables that keep a name of their own. Both win over `from_file`.
     """
     prog = settings_type.model_config.get("cli_prog_name")
     from_environment: dict[str, Any] = {
@@ -83,7 +84,9 @@ def load_settings(
     }
     try:
         return CliApp.run(
-            settings_type, cli_args=_with_dashes(settings_type, argv), **from_environment
+            settings_type,
+            cli_args=_with_dashes(settings_type, argv),
+            **{**from_file, **from_environment},
         )
     except ValidationError as error:
         for problem in error.errors():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,14 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    CliExplicitFlag,
-    CliPositionalArg,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import CliExplicitFlag, CliPositionalArg, SettingsConfigDict
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
@@ -213,7 +206,6 @@ class EnvServerSettings(CommandSettings):
     """Sample groups for a task, grade them, send them to run-api."""
 
     model_config = SettingsConfigDict(cli_prog_name=PROG)
-    file_sections: ClassVar[dict[str, Any]] = {}
 
     task: CliPositionalArg[TaskName] = Field(description="Task to serve: arithmetic or gsm8k")
     action: CliPositionalArg[Literal["serve"]] = Field(
@@ -241,19 +233,6 @@ class EnvServerSettings(CommandSettings):
         """An absent section reads as an empty one, so that the error names openai.model-name."""
         return {"openai": {}, **data}
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic's
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Command line, then the file. The variables would be ENV, TASK and CONFIG: names that
-        mean something else in many shells and containers."""
-        return init_settings, InitSettingsSource(settings_cls, cls.file_sections)
-
     @property
     def tokenizer_name(self) -> str:
         return self.env.tokenizer_name or self.openai.model_name
@@ -277,12 +256,4 @@ def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
         sys.stderr.write(
             f"{PROG}: --config: {path}: without effect here: {', '.join(content.without_effect)}\n"
         )
-    return load_settings(_with_file(content.sections), argv)
-
-
-def _with_file(sections: dict[str, Any]) -> type[EnvServerSettings]:
-    class EnvServerSettingsWithFile(EnvServerSettings):
-        __doc__ = EnvServerSettings.__doc__
-        file_sections: ClassVar[dict[str, Any]] = sections
-
-    return EnvServerSettingsWithFile
+    return load_settings(EnvServerSettings, argv, from_file=content.sections)
