@@ -10,7 +10,7 @@ import pytest
 
 from grpo_env import worker
 from grpo_env.config.settings import load_env_settings
-from grpo_env.rollout.prompts import PromptEncoder
+from grpo_env.rollout.prompts import Encode
 from grpo_env.tasks import Message, Task
 from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S
@@ -18,9 +18,8 @@ from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 
 
-class Prompts:
-    def encode(self, _messages: Sequence[Message]) -> list[int]:
-        return PROMPT
+def encode_as_prompt(_messages: Sequence[Message]) -> list[int]:
+    return PROMPT
 
 
 class Sevens:
@@ -94,7 +93,7 @@ async def feed(
     engine_routes: dict[str, Route],
     *options: str,
     task: Task | None = None,
-    prompts: PromptEncoder | None = None,
+    encode: Encode = encode_as_prompt,
 ) -> tuple[StubServer, StubServer]:
     """Returns run-api and the inference server, for what came in."""
     with (
@@ -113,5 +112,5 @@ async def feed(
             ]
         )
         async with asyncio.timeout(DEADLINE_S):
-            await worker.serve(settings, task or Sevens(), prompts or Prompts())
+            await worker.serve(settings, task or Sevens(), encode)
     return run_api, inference

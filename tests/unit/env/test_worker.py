@@ -117,9 +117,8 @@ class LongAndShort(Sevens):
         return self.kept[-1]
 
 
-class PromptsOfLengthB:
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return [5] * int(messages[0]["content"].strip("=").partition("+")[2])
+def encode_to_length_b(messages: Sequence[Message]) -> list[int]:
+    return [5] * int(messages[0]["content"].strip("=").partition("+")[2])
 
 
 async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
@@ -134,7 +133,7 @@ async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
         RunApi(num_steps=3).routes(),
         inference_routes(generate),
         task=task,
-        prompts=PromptsOfLengthB(),
+        encode=encode_to_length_b,
     )
     # 4 tokens of completion below the trainer's 50 leave 45 for the prompt.
     assert task.kept == [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]
@@ -148,5 +147,5 @@ async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
             inference_routes(right_and_wrong),
             "--env.max-token-length=5",
             task=LongAndShort(),
-            prompts=PromptsOfLengthB(),
+            encode=encode_to_length_b,
         )

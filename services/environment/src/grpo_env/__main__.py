@@ -17,7 +17,7 @@ from grpo_core.logs import configure_logging
 from grpo_env.config.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
-    from grpo_env.rollout.prompts import PromptEncoder
+    from grpo_env.rollout.prompts import Encode
     from grpo_env.tasks import Task
 
 log = structlog.get_logger()
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(settings: EnvServerSettings) -> None:
     with _torch_hidden():
-        from grpo_env.rollout.prompts import ChatPrompts
-    from grpo_env.tasks.registry import open_task
+        from grpo_env.rollout.prompts import chat_encoder
+    from grpo_env.tasks.registry import TASKS
 
-    with open_task(settings.task, settings.env) as task:
-        prompts = ChatPrompts(settings.tokenizer_name)
-        asyncio.run(_serve_until_signal(settings, task, prompts))
+    with TASKS[settings.task](settings.env) as task:
+        encode = chat_encoder(settings.tokenizer_name)
+        asyncio.run(_serve_until_signal(settings, task, encode))
 
 
 @contextmanager
@@ -65,12 +65,10 @@ def _torch_hidden() -> Iterator[None]:
         del sys.modules["torch"]  # what looks for it later, as datasets does, may find it
 
 
-async def _serve_until_signal(
-    settings: EnvServerSettings, task: Task, prompts: PromptEncoder
-) -> None:
+async def _serve_until_signal(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
     from grpo_env.worker import serve
 
-    work = asyncio.create_task(serve(settings, task, prompts))
+    work = asyncio.create_task(serve(settings, task, encode))
     for number in _STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     await asyncio.wait([work])

@@ -22,7 +22,7 @@ from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_com
 from grpo_env.ready_file import ready_file
 from grpo_env.registration import Membership, NextRunWait, StallDetector, join_run, registration_of
 from grpo_env.rollout.producer import GroupProducer
-from grpo_env.rollout.prompts import PromptEncoder
+from grpo_env.rollout.prompts import Encode
 from grpo_env.rollout.rollout import Generation, SamplingPlan
 from grpo_env.tasks import Task
 
@@ -39,7 +39,7 @@ class GroupLargerThanBatch(GrpoError):
     """No batch can ever hold a group of this environment."""
 
 
-async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder) -> None:
+async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
     """Feed the trainer until its run is complete; returns then.
 
     Cancelling drops the connections of the groups being sampled and says goodbye to run-api.
@@ -51,10 +51,10 @@ async def serve(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(openai.base_url, openai.start_deadline_s, api_key)
     with ready_file(env.ready_file):
-        await _work(settings, task, prompts)
+        await _work(settings, task, encode)
 
 
-async def _work(settings: EnvServerSettings, task: Task, prompts: PromptEncoder) -> None:
+async def _work(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
     env, openai = settings.env, settings.openai
     async with (
         EnvironmentClient(
@@ -67,7 +67,7 @@ async def _work(settings: EnvServerSettings, task: Task, prompts: PromptEncoder)
             plain(settings.vllm_api_key),
         ) as generation,
     ):
-        await Worker(settings, task, prompts, api, generation).run()
+        await Worker(settings, task, encode, api, generation).run()
 
 
 class Worker:
@@ -77,7 +77,7 @@ class Worker:
         self,
         settings: EnvServerSettings,
         task: Task,
-        prompts: PromptEncoder,
+        encode: Encode,
         api: EnvironmentClient,
         generation: Generation,
     ) -> None:
@@ -89,7 +89,7 @@ class Worker:
         # of its own: a status that is answered says nothing of groups that are not taken
         self._submissions = FailureBudget("run-api", settings.env.run_api_deadline_s)
         self._producer = GroupProducer(
-            task, prompts, generation, api, self._inference, self._submissions
+            task, encode, generation, api, self._inference, self._submissions
         )
         self._completion_tokens = settings.env.max_completion_tokens or task.max_completion_tokens
         self._membership: Membership | None = None

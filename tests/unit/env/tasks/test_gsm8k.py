@@ -41,17 +41,15 @@ def test_the_last_marked_place_or_a_bare_last_line_is_the_result(
 FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it is {}", "no {} ?"]
 
 
-class SameText:
+def same_text(answer: str, gold: str) -> bool:
     """Stands for the grading process, which has tests of its own."""
-
-    def is_equal(self, answer: str, gold: str) -> bool:
-        if "^" in answer:
-            raise NotGraded(f"{answer!r}: no verdict within 2 s")
-        return answer == gold
+    if "^" in answer:
+        raise NotGraded(f"{answer!r}: no verdict within 2 s")
+    return answer == gold
 
 
 def asked(share: float = 0.3) -> AskedProblem:
-    return AskedProblem(Problem("How much?", "18"), SameText(), share)
+    return AskedProblem(Problem("How much?", "18"), same_text, share)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_an_answer_without_a_verdict_is_quarantined_and_no_zero() -> None:
 
 
 def test_long_prompts_can_be_left_out() -> None:
-    task = Gsm8k(PROBLEMS, seed=0, equality=SameText(), format_reward=0.3)
+    task = Gsm8k(PROBLEMS, seed=0, is_equal=same_text, format_reward=0.3)
     assert isinstance(task, DatasetTask)
 
     task.keep(lambda item: item.messages[1]["content"] == "How much?")

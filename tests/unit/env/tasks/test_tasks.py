@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.rollout.prompts import ChatPrompts, TokenizerUnusable
+from grpo_env.rollout.prompts import TokenizerUnusable, chat_encoder
 from grpo_env.tasks import Answer, KeptItems
 from grpo_env.tasks.arithmetic import Sum
 from grpo_env.tasks.gsm8k import Shuffled
@@ -62,7 +62,7 @@ def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
 ) -> None:
     from transformers import AutoTokenizer
 
-    token_ids = ChatPrompts(str(tokenizer_dir)).encode(Sum(3, 4).messages)
+    token_ids = chat_encoder(str(tokenizer_dir))(Sum(3, 4).messages)
 
     text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
@@ -77,4 +77,4 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
     shutil.copytree(tokenizer_dir, bare, ignore=shutil.ignore_patterns("chat_template*"))
 
     with pytest.raises(TokenizerUnusable, match="no chat template"):
-        ChatPrompts(str(bare))
+        chat_encoder(str(bare))

@@ -9,7 +9,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
 from grpo_env.rollout.progress import Progress, RewardSample
-from grpo_env.rollout.prompts import PromptEncoder
+from grpo_env.rollout.prompts import Encode
 from grpo_env.rollout.rollout import (
     FailureReason,
     Generation,
@@ -38,14 +38,14 @@ class GroupProducer:
     def __init__(
         self,
         task: Task,
-        prompts: PromptEncoder,
+        encode: Encode,
         generation: Generation,
         api: EnvironmentClient,
         inference: FailureBudget,
         submissions: FailureBudget,
     ) -> None:
         self._task = task
-        self._prompts = prompts
+        self._encode = encode
         self._generation = generation
         self._api = api
         self._inference = inference
@@ -66,9 +66,7 @@ class GroupProducer:
         if not isinstance(self._task, DatasetTask):
             return
         most_tokens = plan.max_token_length - plan.max_completion_tokens - 1
-        count = self._task.keep(
-            lambda item: len(self._prompts.encode(item.messages)) <= most_tokens
-        )
+        count = self._task.keep(lambda item: len(self._encode(item.messages)) <= most_tokens)
         if not count.kept:
             raise NoPromptFits(
                 f"none of {count.skipped} prompts leaves room for {plan.max_completion_tokens} "
@@ -90,9 +88,7 @@ class GroupProducer:
         """
         item = self._task.next_item()
         try:
-            outcome = await roll_out(
-                self._generation, item, self._prompts.encode(item.messages), plan
-            )
+            outcome = await roll_out(self._generation, item, self._encode(item.messages), plan)
         except ServiceUnavailable as error:
             self._inference.failed(error)
             self._fail(RolloutFailure(FailureReason.UNAVAILABLE, str(error)))

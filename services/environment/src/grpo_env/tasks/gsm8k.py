@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from grpo_env.tasks import Answer, Item, KeptItems, Message
 from grpo_env.tasks.final_answer import Form, read_final_answer
@@ -19,20 +19,20 @@ RIGHT = 1.0
 
 
 T = TypeVar("T")
-
-
-class Equality(Protocol):
-    """Compares what was answered with what is right."""
-
-    def is_equal(self, answer: str, gold: str) -> bool: ...
+IsEqual = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
 class AskedProblem:
-    """One problem as a prompt. `format_reward` is the largest share for form, in [0, 1)."""
+    """One problem as a prompt.
+
+    Args:
+        is_equal: compares what was answered with what is right
+        format_reward: the largest share for form, in [0, 1)
+    """
 
     problem: Problem
-    equality: Equality
+    is_equal: IsEqual
     format_reward: float
 
     @property
@@ -52,7 +52,7 @@ class AskedProblem:
             NotGraded: no verdict on the result in time.
         """
         final = read_final_answer(answer)
-        right = final.result is not None and self.equality.is_equal(final.result, self.problem.gold)
+        right = final.result is not None and self.is_equal(final.result, self.problem.gold)
         return RIGHT * right + self.format_reward * final.form / Form.MARKED_NUMBER
 
 
@@ -89,9 +89,9 @@ class Gsm8k:
     max_completion_tokens = 512
 
     def __init__(
-        self, problems: Sequence[Problem], seed: int, equality: Equality, format_reward: float
+        self, problems: Sequence[Problem], seed: int, is_equal: IsEqual, format_reward: float
     ) -> None:
-        asked = [AskedProblem(problem, equality, format_reward) for problem in problems]
+        asked = [AskedProblem(problem, is_equal, format_reward) for problem in problems]
         self._stream = Shuffled(asked, seed)
 
     def next_item(self) -> AskedProblem:

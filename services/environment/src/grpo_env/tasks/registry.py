@@ -24,16 +24,12 @@ def gsm8k(env: EnvSettings) -> Iterator[Task]:
         env.data or DEFAULT_DATA, env.data_config or DEFAULT_CONFIG, split="train"
     )
     with MathGrader() as grader:
-        yield Gsm8k(problems, env.seed, grader, env.format_reward)
+        yield Gsm8k(problems, env.seed, grader.is_equal, env.format_reward)
 
 
 TASKS: Mapping[TaskName, Callable[[EnvSettings], AbstractContextManager[Task]]] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
 }
-"""Name → what opens the task and, at the end, closes what it has opened."""
-
-
-def open_task(name: TaskName, env: EnvSettings) -> AbstractContextManager[Task]:
-    """Raises a `GrpoError` where the task's data or tools are missing."""
-    return TASKS[name](env)
+"""Name → what opens the task and, at the end, closes what it has opened. Raises a `GrpoError` where
+the task's data or tools are missing."""
