@@ -104,16 +104,13 @@ class Producer:
         }
         answer = self._http.post(f"{self.server.url}/generate", json=body).raise_for_status()
         completions = GenerateAnswer.model_validate(answer.json()).completions()
-        rows = align_group(prompt, completions)
         facts = RolloutFacts(
             policy_version=[(c.first_version, c.last_version) for c in completions],
             generation_seconds=time.monotonic() - started,
         )
         return ScoredGroup(
-            tokens=[row.tokens for row in rows],
-            masks=[row.masks for row in rows],
+            **align_group(prompt, completions),
             scores=[float(c.text.strip() == str(a + b)) for c in completions],
-            inference_logprobs=[row.inference_logprobs for row in rows],
             generation_params={"temperature": 1.0},
             group_overrides=facts.on_the_wire(),
         )

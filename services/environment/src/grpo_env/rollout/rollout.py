@@ -195,16 +195,13 @@ def _scored_group(
     params: dict[str, Any],
     seconds: float,
 ) -> ScoredGroup:
-    rows = align_group(prompt_ids, completions)
     facts = RolloutFacts(
         policy_version=[(c.first_version, c.last_version) for c in completions],
         generation_seconds=seconds,
     )
     return ScoredGroup(
-        tokens=[row.tokens for row in rows],
-        masks=[row.masks for row in rows],
+        **align_group(prompt_ids, completions),
         scores=list(scores),
-        inference_logprobs=[row.inference_logprobs for row in rows],
         messages=[
             [*map(dict, item.messages), {"role": "assistant", "content": completion.text}]
             for completion in completions

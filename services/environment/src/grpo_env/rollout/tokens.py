@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
@@ -24,19 +24,10 @@ class MisalignedCompletion(GrpoError):
     """The server's tokens and log-probabilities cannot be trained on; lists every problem."""
 
 
-@dataclass(frozen=True)
-class AlignedSequence:
-    """Three lists of one length [T]: prompt followed by completion."""
-
-    tokens: list[int]
-    masks: list[int]
-    inference_logprobs: list[float]
-
-
 def align_group(
     prompt_ids: Sequence[int], completions: Sequence[Completion]
-) -> list[AlignedSequence]:
-    """Lay out every completion of one prompt.
+) -> dict[str, list[list[Any]]]:
+    """The fields of a `ScoredGroup` that hold one list [T] per completion of the prompt.
 
     Raises:
         MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
@@ -49,15 +40,12 @@ def align_group(
         raise MisalignedCompletion(
             "vllm-server: /generate answered what cannot be trained on: " + "; ".join(problems)
         )
-    return [_align(prompt_ids, completion) for completion in completions]
-
-
-def _align(prompt_ids: Sequence[int], completion: Completion) -> AlignedSequence:
-    return AlignedSequence(
-        tokens=[*prompt_ids, *completion.token_ids],
-        masks=[MASKED] * len(prompt_ids) + completion.token_ids,
-        inference_logprobs=[PROMPT_LOGPROB] * len(prompt_ids) + completion.logprobs,
-    )
+    prompt_length = len(prompt_ids)
+    return {
+        "tokens": [[*prompt_ids, *c.token_ids] for c in completions],
+        "masks": [[MASKED] * prompt_length + c.token_ids for c in completions],
+        "inference_logprobs": [[PROMPT_LOGPROB] * prompt_length + c.logprobs for c in completions],
+    }
 
 
 def _problems(completion: Completion) -> list[str]:
