@@ -91,28 +91,6 @@ async def join_run(
         await asyncio.sleep(_POLL_S)
 
 
-class NextRunWait:
-    """Waits, where the run was complete before this environment came, for a trainer to prolong it.
-
-    Args:
-        deadline_s: how long; 0: not at all
-    """
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._since: float | None = None
-
-    def goes_on(self, groups_sent: int) -> bool:
-        """Asked while the run is complete. An environment that has sent groups saw it end."""
-        if groups_sent or not self._deadline_s:
-            return False
-        if self._since is None:
-            log.info("run complete, waiting for a trainer", deadline_s=self._deadline_s)
-            self._since = self._clock()
-        return self._clock() - self._since < self._deadline_s
-
-
 class StallDetector:
     """Ends the work if no batch is taken for `deadline_s` while there is nothing to do."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
@@ -18,9 +20,8 @@ from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing.failure_budget import FailureBudget
-from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
-from grpo_env.ready_file import ready_file
-from grpo_env.registration import Membership, NextRunWait, StallDetector, join_run, registration_of
+from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
+from grpo_env.registration import Membership, StallDetector, join_run, registration_of
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.rollout.prompts import Encode
 from grpo_env.rollout.rollout import Generation, SamplingPlan
@@ -33,6 +34,10 @@ _DISCONNECT_S = 5.0
 _NOT_FOUND = 404
 
 T = TypeVar("T")
+
+
+class ReadyFileNotWritten(GrpoError):
+    """The health check would wait for it for ever."""
 
 
 class GroupLargerThanBatch(GrpoError):
@@ -50,24 +55,34 @@ async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None
     env, openai = settings.env, settings.openai
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(openai.base_url, openai.start_deadline_s, api_key)
-    with ready_file(env.ready_file):
-        await _work(settings, task, encode)
+    with _ready_file(env.ready_file):
+        async with (
+            EnvironmentClient(
+                env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)
+            ) as api,
+            InferencePool(
+                openai.base_url, openai.request_deadline_s, env.max_concurrent_groups, api_key
+            ) as generation,
+        ):
+            await Worker(settings, task, encode, api, generation).run()
 
 
-async def _work(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
-    env, openai = settings.env, settings.openai
-    async with (
-        EnvironmentClient(
-            env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)
-        ) as api,
-        InferencePool(
-            openai.base_url,
-            openai.request_deadline_s,
-            env.max_concurrent_groups,
-            plain(settings.vllm_api_key),
-        ) as generation,
-    ):
-        await Worker(settings, task, encode, api, generation).run()
+@contextlib.contextmanager
+def _ready_file(path: Path | None) -> Iterator[None]:
+    """Keep the file there, for a health check, while the context is open; None: no file."""
+    if path is None:
+        yield
+        return
+    try:
+        path.touch()
+    except OSError as error:
+        raise ReadyFileNotWritten(
+            f"--env.ready-file {path}: {error}; name a file that this user can write"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class Worker:
@@ -96,7 +111,7 @@ class Worker:
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
         self._stall = StallDetector(settings.env.trainer_deadline_s)
-        self._next_run = NextRunWait(settings.env.next_run_deadline_s)
+        self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -112,9 +127,9 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            pace = self._pace(membership, status)
-            if run_is_complete(status, pace):
-                if self._next_run.goes_on(self._producer.progress.groups_sent):
+            total_steps = membership.total_steps(self._env.total_steps, status.num_steps)
+            if run_is_complete(status, total_steps):
+                if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
                     continue
                 log.info(
@@ -123,8 +138,19 @@ class Worker:
                     groups_sent=self._producer.progress.groups_sent,
                 )
                 return
-            await self._work_until_next_poll(status, pace)
+            await self._work_until_next_poll(status, total_steps)
             await self._report()
+
+    def _waits_for_the_next_run(self) -> bool:
+        """Where the run was complete before this environment came, a trainer may prolong it. One
+        that has sent groups saw it end."""
+        if self._producer.progress.groups_sent:
+            return False
+        if self._next_run is None:
+            self._next_run = Deadline(self._env.next_run_deadline_s)
+            if not self._next_run.has_passed:
+                log.info("run complete, waiting for a trainer", deadline_s=self._next_run.seconds)
+        return not self._next_run.has_passed
 
     async def _join(self) -> Membership:
         # Before registering, by our own limit: run-api counts on environments that it knows.
@@ -189,7 +215,7 @@ class Worker:
                 self._run_api.succeeded()
                 return answer
 
-    async def _work_until_next_poll(self, status: EnvironmentStatus, pace: Pace) -> None:
+    async def _work_until_next_poll(self, status: EnvironmentStatus, total_steps: int) -> None:
         """Keep the slots filled for one poll interval."""
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.progress.groups_sent
@@ -198,7 +224,7 @@ class Worker:
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
             )
-            groups = groups_to_start(status, self._trainer, pace, load)
+            groups = groups_to_start(status, self._trainer, self._env, total_steps, load)
             self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
             self._start(groups)
             left_s = poll_at - time.monotonic()
@@ -241,16 +267,6 @@ class Worker:
         with contextlib.suppress(GrpoError, TimeoutError):
             async with asyncio.timeout(_DISCONNECT_S):
                 await self._api.disconnect(self._membership.env_id)
-
-    def _pace(self, membership: Membership, status: EnvironmentStatus) -> Pace:
-        env = self._env
-        return Pace(
-            group_size=env.group_size,
-            max_batches_offpolicy=env.max_batches_offpolicy,
-            max_concurrent_groups=env.max_concurrent_groups,
-            total_steps=membership.total_steps(env.total_steps, status.num_steps),
-            min_batch_allocation=env.min_batch_allocation or 0.0,
-        )
 
     def _sampling(self) -> SamplingPlan:
         env = self._env

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
-from grpo_env.pacing.flow_control import Load, Pace, groups_to_start, run_is_complete
+from grpo_env.config.settings import EnvSettings
+from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
 
-PACE = Pace(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=100, total_steps=50)
+ENV = EnvSettings(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=64)
+TOTAL_STEPS = 50
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
 STATUS = EnvironmentStatus(
     current_step=0,
@@ -23,8 +24,10 @@ STATUS = EnvironmentStatus(
 )
 
 
-def decide(load: Load, *, pace: Pace = PACE, trainer: TrainerInfo = TRAINER, **status: Any) -> int:
-    return groups_to_start(STATUS.model_copy(update=status), trainer, pace, load)
+def decide(
+    load: Load, *, env: EnvSettings = ENV, trainer: TrainerInfo = TRAINER, **status: Any
+) -> int:
+    return groups_to_start(STATUS.model_copy(update=status), trainer, env, TOTAL_STEPS, load)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +47,11 @@ def test_the_queue_is_filled_until_the_last_batch_is_delivered(
     step: int, queue: int, load: Load, expected: int
 ) -> None:
     assert decide(load, current_step=step, queue_size=queue) == expected
-    assert not run_is_complete(STATUS.model_copy(update={"current_step": step}), PACE)
+    assert not run_is_complete(STATUS.model_copy(update={"current_step": step}), TOTAL_STEPS)
 
 
 def test_a_run_is_complete_once_its_last_batch_is_delivered() -> None:
-    assert run_is_complete(STATUS.model_copy(update={"current_step": 50}), PACE)
+    assert run_is_complete(STATUS.model_copy(update={"current_step": 50}), TOTAL_STEPS)
 
 
 @given(
@@ -61,8 +64,8 @@ def test_a_run_is_complete_once_its_last_batch_is_delivered() -> None:
 def test_neither_concurrency_nor_staleness_passes_its_bound(
     queue: int, in_flight: int, sent: int, weight: float, slots: int
 ) -> None:
-    pace = replace(PACE, max_concurrent_groups=slots)
-    groups = decide(Load(in_flight, sent), pace=pace, queue_size=queue, env_weight=weight)
+    env = ENV.model_copy(update={"max_concurrent_groups": slots})
+    groups = decide(Load(in_flight, sent), env=env, queue_size=queue, env_weight=weight)
 
     assert groups >= 0
     if groups:
@@ -77,8 +80,8 @@ def test_neither_concurrency_nor_staleness_passes_its_bound(
 def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
     weight: float, pressure: float, expected: int
 ) -> None:
-    six = replace(PACE, max_concurrent_groups=6)
-    assert decide(Load(0), pace=six, env_weight=weight, pressure=pressure) == expected
+    six = ENV.model_copy(update={"max_concurrent_groups": 6})
+    assert decide(Load(0), env=six, env_weight=weight, pressure=pressure) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,15 +93,15 @@ def test_an_own_share_is_filled_however_much_the_others_have_queued(
     queue: int, own: int, in_flight: int, expected: int
 ) -> None:
     # A quarter of the 24 groups that three batches hold are 6.
-    pace = replace(PACE, min_batch_allocation=0.25)
-    assert decide(Load(in_flight), pace=pace, queue_size=queue, self_queue_size=own) == expected
+    env = ENV.model_copy(update={"min_batch_allocation": 0.25})
+    assert decide(Load(in_flight), env=env, queue_size=queue, self_queue_size=own) == expected
 
 
 def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:
     # 1 x 12 sequences is one whole group of 8, which can never fill a batch.
     trainer = TrainerInfo(batch_size=12, max_token_len=10)
-    pace = replace(PACE, max_batches_offpolicy=1)
-    assert decide(Load(0), trainer=trainer, pace=pace) == 2
+    env = ENV.model_copy(update={"max_batches_offpolicy": 1})
+    assert decide(Load(0), trainer=trainer, env=env) == 2
 
 
 def test_nothing_is_started_while_no_trainer_is_registered() -> None:

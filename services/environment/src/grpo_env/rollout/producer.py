@@ -125,7 +125,7 @@ class GroupProducer:
         else:
             self._submissions.succeeded()
             self._submission_refusals.accepted()
-            self.progress.record_sent()
+            self.progress.groups_sent += 1
 
     def _addressed(self, group: ScoredGroup, rewards: RewardSample) -> ScoredGroup:
         facts = RolloutFacts(reward_sample=rewards.on_the_wire())

@@ -70,14 +70,8 @@ class Progress:
         self._window.rewards.add(outcome.rewards)
         self._window.graded_groups += bool(outcome.rewards)
         if isinstance(outcome, RolloutFailure):
-            self.record_failure(outcome.reason)
-
-    def record_failure(self, reason: FailureReason) -> None:
-        self.failures[reason] += 1
-        self._window.equal_groups += reason is FailureReason.EQUAL_SCORES
-
-    def record_sent(self) -> None:
-        self.groups_sent += 1
+            self.failures[outcome.reason] += 1
+            self._window.equal_groups += outcome.reason is FailureReason.EQUAL_SCORES
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next progress line, or None while it is too early for one."""
