@@ -18,8 +18,8 @@ from benchmarks.run_api_bench.process_tree import cpu_seconds, rss_bytes
 from benchmarks.run_api_bench.settings import SystemName
 from grpo_core.process.managed import ManagedProcess
 from grpo_local.process.ports import free_port
-from grpo_local.process.redis_server import start_redis
 from tests.compat.upstream_install import ensure_upstream
+from tests.support.redis_server import start_redis
 
 ATROPOSLIB_PINS = Path(__file__).parents[2] / "requirements" / "atroposlib-api.txt"
 START_DEADLINE_S = 60.0

@@ -21,7 +21,7 @@ from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink, report_persistence
 from grpo_local.process.ports import free_port
-from grpo_local.process.redis_server import bundled_redis, start_redis
+from grpo_local.process.redis_server import bundled_redis
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.run_api_calls import (
     acknowledge,
@@ -39,6 +39,7 @@ from tests.integration.run_api_calls import (
     status_env,
     submit,
 )
+from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for
 
 SHORT_S = 0.5

@@ -9,7 +9,6 @@ from pathlib import Path
 import redis
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.managed import ManagedProcess
 
 REDIS_DEADLINE_S = 60.0
 """A busy machine takes seconds to start it, and more where its append-only file is read."""
@@ -60,25 +59,6 @@ def redis_command(
         *("--appendfsync", appendfsync),
         *("--save", ""),
     ]
-
-
-def start_redis(
-    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
-) -> ManagedProcess:
-    """Start what `redis_command` says.
-
-    Raises:
-        ProcessFailed: it did not answer PING within a minute.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    command = redis_command(port, directory, binary, appendfsync)
-    process = ManagedProcess("redis", command, directory / "redis.log")
-    try:
-        process.wait_until(lambda: answers_ping(port), deadline_s=REDIS_DEADLINE_S)
-    except BaseException:
-        process.kill()
-        raise
-    return process
 
 
 def answers_ping(port: int) -> bool:

@@ -1,0 +1,27 @@
+"""A `redis-server` in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_core.process.managed import ManagedProcess
+from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+
+
+def start_redis(
+    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
+) -> ManagedProcess:
+    """Start what `redis_command` says.
+
+    Raises:
+        ProcessFailed: it did not answer PING within a minute.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    command = redis_command(port, directory, binary, appendfsync)
+    process = ManagedProcess("redis", command, directory / "redis.log")
+    try:
+        process.wait_until(lambda: answers_ping(port), deadline_s=REDIS_DEADLINE_S)
+    except BaseException:
+        process.kill()
+        raise
+    return process
