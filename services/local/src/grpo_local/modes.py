@@ -66,11 +66,6 @@ MODES: Mapping[ModeName, Mode] = {
 }
 
 
-def smallest_max_lora_rank(rank: int) -> int:
-    """The least value of `--max-lora-rank` that holds adapters of this rank (at most 512)."""
-    return next(allowed for allowed in LORA_RANKS if allowed >= rank)
-
-
 def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
 
@@ -123,8 +118,6 @@ class ModeOptions(CommandSettings):
 RESIDENT_ADAPTERS = 2
 """The one that is served, and the one before, on which requests in flight finish."""
 
-Flags = list[str]
-
 
 @dataclass(frozen=True)
 class HandOff:
@@ -162,9 +155,9 @@ class HandOff:
         """For both. A URL may hold a password, and everybody may read a command line."""
         return {"REDIS_URL": self.redis_url}
 
-    def server_flags(self) -> Flags:
+    def server_flags(self) -> list[str]:
         mode = self.options.weight_mode
-        flags: Flags = ["--run-id", self.run_id]
+        flags = ["--run-id", self.run_id]
         if mode.shares_memory:
             flags += ["--share-weights", "--weights-socket", str(self.weights_socket)]
             flags += ["--bridge-config-path", str(self.bridge_config)]
@@ -172,12 +165,13 @@ class HandOff:
             flags += ["--weights-dir", str(self.weights_directory)]
         if mode.trains_adapter:
             flags += ["--enable-lora", "--max-loras", str(RESIDENT_ADAPTERS)]
-            flags += ["--max-lora-rank", str(smallest_max_lora_rank(self.options.lora_r))]
+            holds_rank = next(rank for rank in LORA_RANKS if rank >= self.options.lora_r)
+            flags += ["--max-lora-rank", str(holds_rank)]
         return flags
 
-    def trainer_flags(self) -> Flags:
+    def trainer_flags(self) -> list[str]:
         mode, options = self.options.weight_mode, self.options
-        flags: Flags = ["--weight-bridge-mode", mode.name, "--save-path", str(self.save_path)]
+        flags = ["--weight-bridge-mode", mode.name, "--save-path", str(self.save_path)]
         if mode.shares_memory:
             return [*flags, "--weights-socket", str(self.weights_socket)]
         flags += ["--run-id", self.run_id]
@@ -187,8 +181,8 @@ class HandOff:
             flags += ["--adapter-sync-interval", str(options.adapter_sync_interval)]
         return flags + (self._adapter_flags() if mode.trains_adapter else [])
 
-    def _adapter_flags(self) -> Flags:
+    def _adapter_flags(self) -> list[str]:
         options = self.options
-        flags: Flags = ["--lora-r", str(options.lora_r), "--lora-alpha", str(options.lora_alpha)]
+        flags = ["--lora-r", str(options.lora_r), "--lora-alpha", str(options.lora_alpha)]
         flags += ["--lora-dropout", str(options.lora_dropout)]
         return flags + (["--lora-target-modules", *self.target_modules] * bool(self.target_modules))

