@@ -44,24 +44,12 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
-    def benchmark(self) -> Path:
-        """Written by the trainer."""
-        return self.checkpoints / "benchmark.json"
-
-    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
     @property
-    def bridge_config(self) -> Path:
-        return self.path / "vllm_bridge_config.json"
-
-    @property
     def reward_plot(self) -> Path:
         return self.path / "reward.png"
-
-    def log(self, name: str) -> Path:
-        return self.logs / f"{name}.log"
 
 
 def create_run_directory(path: Path | None, seed: int) -> RunDirectory:

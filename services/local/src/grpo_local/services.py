@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
+from grpo_core.weights import bridge_config
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
@@ -83,10 +84,11 @@ class ServiceFactory:
             run_id=self.run.run_id,
             save_path=self.run.checkpoints,
             weights_socket=weights_socket,
-            bridge_config=self.run.bridge_config,
+            bridge_config=self.run.path / bridge_config.FILE_NAME,
         )
 
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
+        gpu_share = self.settings.gpu_memory_utilization
         return Service(
             name="vllm-server",
             command=module(
@@ -100,7 +102,8 @@ class ServiceFactory:
                 *("--max-model-len", self.sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
                 *(["--enforce-eager"] if self.settings.eager else []),
-                *self._gpu_share(),
+                # vLLM would take nearly all of a GPU, and the trainer has to fit beside it.
+                *(("--gpu-memory-utilization", gpu_share) if GPU_CONTROL.exists() else ()),
                 *("--kv-cache-memory-bytes", self.sizes.kv_cache_mib * 2**20),
                 *("--seed", self.settings.seed),
             ),
@@ -146,7 +149,8 @@ class ServiceFactory:
     def environment(self, task: TaskName, model: str, run_api_port: int, vllm_port: int) -> Service:
         settings, sizes = self.settings, self.sizes
         return Service(
-            name=self.environment_name(task),
+            # several are told apart by their task
+            name="environment" if len(settings.task) == 1 else f"environment-{task}",
             command=module(
                 "grpo_env",
                 *(task, "serve"),
@@ -167,21 +171,11 @@ class ServiceFactory:
             may_finish=True,  # it stops by itself once the last batch is delivered
         )
 
-    def environment_name(self, task: TaskName) -> str:
-        """Several environments are told apart by their task."""
-        return "environment" if len(self.settings.task) == 1 else f"environment-{task}"
-
     def _dtype(self) -> str:
         if self.settings.dtype is not None:
             return self.settings.dtype
         takes_float32 = not (GPU_CONTROL.exists() and self.settings.weight_mode.trains_adapter)
         return "float32" if takes_float32 else "bfloat16"
-
-    def _gpu_share(self) -> list[str]:
-        """vLLM would take nearly all of a GPU's memory, and the trainer has to fit beside it."""
-        if not GPU_CONTROL.exists():
-            return []
-        return ["--gpu-memory-utilization", str(self.settings.gpu_memory_utilization)]
 
     def _token(self) -> dict[str, str]:
         """One for run-api and the inference server, as variables: everybody may read a command

@@ -21,7 +21,7 @@ from grpo_local.modes import MODES
 from grpo_local.process.signals import StopRequest
 from grpo_local.process.stack import Service, Stack
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.summary import read_facts
+from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from grpo_local.sizes import BY_TASK
@@ -123,7 +123,7 @@ def test_every_service_starts_and_ends_and_leaves_its_log(finished: Finished) ->
     ready = [line.split()[0] for line in finished.out.splitlines() if " after " in line]
     assert ready == ["model", *SERVICES]
     assert {path.stem for path in finished.run.logs.iterdir()} == {"model", *SERVICES}
-    assert "loading stand-in-model " in finished.run.log("vllm-server").read_text()
+    assert "loading stand-in-model " in (finished.run.logs / "vllm-server.log").read_text()
     assert finished.demo.all_ended()
     assert list((finished.demo.folder / "tmp").iterdir()) == []
 
@@ -139,17 +139,20 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
 
 
 def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
-    facts = read_facts(finished.run.summary)
+    facts = read_record(RunFacts, finished.run.summary)
     assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)
-    assert (facts.publishes, facts.restarts, facts.dropped_requests) == (25, 2, 0)
-    assert facts.generation_tokens_per_s == 5000 / facts.summary.training_s
+    assert facts.benchmark is not None
+    assert facts.server is not None
+    assert facts.benchmark.publishes == 25
+    assert (facts.server.restarts, facts.server.dropped_requests) == (2, 0)
+    assert facts.server.generation_tokens == 5000
     assert set(facts.peak_bytes) >= set(SERVICES[:-1])
     assert len(MetricsFile(finished.run.metrics).read_new()) == 25
 
 
 def test_every_task_has_an_environment_of_its_own(finished: Finished) -> None:
     for name in ENVIRONMENTS:
-        said = finished.run.log(name).read_text()
+        said = (finished.run.logs / f"{name}.log").read_text()
         assert said.startswith(f"{name.removeprefix('environment-')} serve ")
         assert "--env.max-token-length 2000 " in said
     assert "--env.data data" in said

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
@@ -17,45 +17,24 @@ from grpo_local.process.stack import Service, Stack
 from grpo_local.report.comparison import (
     Comparison,
     ModeResult,
-    StepNews,
     document,
     table_lines,
+    tell_new_steps,
 )
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.plots import Curve, draw_comparison
-from grpo_local.report.summary import read_facts
+from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused
 from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.settings import CompareSettings
 
 FAILURE_MARK = "failed ("
 """What `grpo-demo` begins its last words with."""
+LOGS = "logs"
+TABLE, CURVES, RECORD = "comparison.md", "comparison.png", "comparison.json"
+"""In the directory of a comparison, beside the directories of its runs, named after their modes."""
 RUN_GRACE_S = 60.0
 """A run ends its own processes, each with a grace of its own."""
-
-
-@dataclass(frozen=True)
-class ComparisonDirectory:
-    path: Path
-
-    def run(self, mode: ModeName) -> RunDirectory:
-        return RunDirectory(self.path / mode)
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "comparison.png"
-
-    @property
-    def table(self) -> Path:
-        return self.path / "comparison.md"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "comparison.json"
 
 
 def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
@@ -66,29 +45,36 @@ def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: S
             directory = create_directory(settings)
             screen.line(
                 f"{settings.steps} steps in each of {', '.join(settings.modes)}; "
-                f"files in {directory.path}"
+                f"files in {directory}"
             )
             results = _run_all(settings, passed_on, directory, screen, stop_request)
-            comparison = _comparison(settings, passed_on, results)
+            comparison = Comparison(
+                steps=settings.steps,
+                seed=settings.seed,
+                cores=os.cpu_count() or 1,
+                side_by_side=settings.side_by_side,
+                passed_on=list(passed_on),
+                results=results,
+            )
             write_comparison(comparison, directory)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this comparison has ended")
             return stopped.exit_status
         except GrpoError as error:
             return screen.failed(error)
-    screen.lines(["", *table_lines(results), "", f"table: {directory.table}"])
-    screen.line(f"curves: {directory.plot}")
+    screen.lines(["", *table_lines(results), "", f"table: {directory / TABLE}"])
+    screen.line(f"curves: {directory / CURVES}")
     for problem in comparison.problems:
         screen.failure(problem)
     return EXIT_FAILED if comparison.problems else 0
 
 
-def create_directory(settings: CompareSettings) -> ComparisonDirectory:
+def create_directory(settings: CompareSettings) -> Path:
     """Raises `RunDirectoryUnusable` where it holds files already."""
     name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
-    directory = ComparisonDirectory(settings.directory or RUNS / name)
-    require_unused(directory.path, "files", "--directory")
-    directory.logs.mkdir(parents=True)
+    directory = settings.directory or RUNS / name
+    require_unused(directory, "files", "--directory")
+    (directory / LOGS).mkdir(parents=True)
     return directory
 
 
@@ -111,33 +97,33 @@ def demo_job(
 def _run_all(
     settings: CompareSettings,
     passed_on: Sequence[str],
-    directory: ComparisonDirectory,
+    directory: Path,
     screen: Screen,
     stop_request: StopRequest,
 ) -> list[ModeResult]:
     rounds = [settings.modes] if settings.side_by_side else [[mode] for mode in settings.modes]
     results: list[ModeResult] = []
     for modes in rounds:
-        jobs = [demo_job(settings, m, passed_on, directory.run(m).path) for m in modes]
-        news = [(mode, directory.run(mode).metrics) for mode in modes]
+        jobs = [demo_job(settings, m, passed_on, directory / m) for m in modes]
+        metrics = {mode: MetricsFile(RunDirectory(directory / mode).metrics) for mode in modes}
         with (
-            Stack(directory.logs, stop_request, grace_s=RUN_GRACE_S) as stack,
+            Stack(directory / LOGS, stop_request, grace_s=RUN_GRACE_S) as stack,
             screen.activity(f"running {', '.join(modes)}"),
         ):
-            statuses = stack.join(jobs, StepNews(news, screen).tell)
+            statuses = stack.join(jobs, partial(tell_new_steps, metrics, screen))
         results += [result_of(mode, statuses[mode], directory) for mode in modes]
     return results
 
 
-def result_of(mode: ModeName, status: int, directory: ComparisonDirectory) -> ModeResult:
+def result_of(mode: ModeName, status: int, directory: Path) -> ModeResult:
     """What a run that ended with this status has left behind."""
-    run, log = directory.run(mode), directory.logs / f"{mode}.log"
+    run, log = RunDirectory(directory / mode), directory / LOGS / f"{mode}.log"
     facts, failure = None, None
     if status != 0:
         failure = _why(status, log)
     else:
         try:
-            facts = read_facts(run.summary)
+            facts = read_record(RunFacts, run.summary)
         except ProtocolViolation as error:
             failure = str(error)
     return ModeResult(mode=mode, run=run.path, log=log, facts=facts, failure=failure)
@@ -150,30 +136,17 @@ def _why(status: int, log: Path) -> str:
     return said or f"its run ended with {describe_exit(status)}"
 
 
-def _comparison(
-    settings: CompareSettings, passed_on: Sequence[str], results: list[ModeResult]
-) -> Comparison:
-    return Comparison(
-        steps=settings.steps,
-        seed=settings.seed,
-        cores=os.cpu_count() or 1,
-        side_by_side=settings.side_by_side,
-        passed_on=list(passed_on),
-        results=results,
-    )
-
-
-def write_comparison(comparison: Comparison, directory: ComparisonDirectory) -> None:
+def write_comparison(comparison: Comparison, directory: Path) -> None:
     """The curves of a failed run go as far as it came.
 
     Raises:
         ProtocolViolation: a metrics file breaks its contract.
     """
-    directory.record.write_text(comparison.model_dump_json(indent=2) + "\n")
-    directory.table.write_text(document(comparison, directory.plot.name))
+    (directory / RECORD).write_text(comparison.model_dump_json(indent=2) + "\n")
+    (directory / TABLE).write_text(document(comparison, CURVES))
     curves = [
-        Curve(result.mode, MetricsFile(directory.run(result.mode).metrics).read_new())
+        Curve(result.mode, MetricsFile(RunDirectory(result.run).metrics).read_new())
         for result in comparison.results
     ]
     title = f"GRPO in each mode, seed {comparison.seed}"
-    draw_comparison([curve for curve in curves if curve.records], title, directory.plot)
+    draw_comparison([curve for curve in curves if curve.records], title, directory / CURVES)

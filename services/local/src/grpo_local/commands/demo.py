@@ -18,13 +18,13 @@ from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
 from grpo_local.report.summary import (
+    Benchmark,
     RunFacts,
-    read_benchmark,
+    read_record,
     summarise,
     summary_lines,
-    write_facts,
 )
-from grpo_local.report.table import StepTable
+from grpo_local.report.table import HEADER_EVERY_STEPS, header_lines, step_line
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
 from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
@@ -61,11 +61,13 @@ def _train_and_report(
     settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
-    sizes = sizes_for(settings)
-    screen.line(
-        f"run {run.run_id}: {sizes.steps} steps on {task_names(settings)}, files in {run.path}"
+    sizes, mode = sizes_for(settings), settings.weight_mode
+    tasks = " and ".join(settings.task)
+    screen.line(f"run {run.run_id}: {sizes.steps} steps on {tasks}, files in {run.path}")
+    every_steps = mode.publish_every_steps(
+        sizes.vllm_restart_interval, settings.adapter_sync_interval
     )
-    screen.line(f"mode {settings.mode}: {_publication(settings, sizes)}")
+    screen.line(f"mode {mode.name}: {mode.publication(every_steps)}")
     memory = MemoryPeaks()
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
@@ -76,7 +78,7 @@ def _train_and_report(
         try:
             hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
-            records = follow_training(stack, run, sizes, settings.weight_mode, screen)
+            records = follow_training(stack, run, sizes, mode, screen)
             training_s = time.monotonic() - training_started
             with SupervisorClient(
                 hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
@@ -86,18 +88,22 @@ def _train_and_report(
             with screen.activity("ending every process of this run"):
                 stack.stop()
     with screen.activity("drawing the reward curve"):
-        _draw(records, run, settings)
+        from grpo_local.report.plots import draw_reward_curve
+
+        title = f"GRPO on {tasks}, seed {settings.seed}"
+        draw_reward_curve(records, title, run.reward_plot)
+    benchmark = run.checkpoints / "benchmark.json"
     facts = RunFacts(
-        mode=settings.mode,
+        mode=mode.name,
         seed=settings.seed,
         summary=summarise(records, time.monotonic() - started, training_s),
-        benchmark=read_benchmark(run.benchmark),
+        benchmark=read_record(Benchmark, benchmark) if benchmark.exists() else None,
         server=status,
         peak_bytes=memory.peak_bytes,
     )
-    write_facts(facts, run.summary)
+    run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
     screen.line("")
-    screen.lines(summary_lines(facts.summary, run, settings.weight_mode, facts.publication), "bold")
+    screen.lines(summary_lines(facts.summary, run, mode, facts.publication), "bold")
 
 
 def start_services(
@@ -130,13 +136,6 @@ def start_services(
     return hand_off
 
 
-def _publication(settings: DemoSettings, sizes: Sizes) -> str:
-    mode = settings.weight_mode
-    return mode.publication(
-        mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
-    )
-
-
 def follow_training(
     stack: Stack, run: RunDirectory, sizes: Sizes, mode: Mode, screen: Screen
 ) -> list[StepRecord]:
@@ -148,33 +147,30 @@ def follow_training(
         ProtocolViolation: the metrics file breaks its contract.
         StopRequested: a stop signal arrived.
     """
-    metrics, table = MetricsFile(run.metrics), StepTable()
+    metrics = MetricsFile(run.metrics)
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
     while True:
         finished = trainer.exit_code == 0  # asked before reading, so that no line comes after
         for record in metrics.read_new():
+            if len(records) % HEADER_EVERY_STEPS == 0:
+                screen.lines(header_lines(), style="bold")
+            screen.line(step_line(record))
             records.append(record)
             last_step_at = time.monotonic()
-            for line, is_header in table.lines(record):
-                screen.line(line, style="bold" if is_header else None)
             if news := mode.news(record.step, record.sync_s):
                 screen.line(f"{INDENT}{news}", style="dim")
         if finished:
-            return _all_steps(records, sizes.steps, trainer)
+            if len(records) >= sizes.steps:
+                return records
+            raise ProcessFailed(
+                f"trainer ended with status 0 after {len(records)} of {sizes.steps} steps; "
+                f"see {trainer.log_path}\n{trainer.log_tail()}"
+            )
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
             raise NoTrainingStep(_no_step_message(sizes, len(records), trainer))
         stack.sleep(FOLLOW_POLL_S)
-
-
-def _all_steps(records: list[StepRecord], steps: int, trainer: ManagedProcess) -> list[StepRecord]:
-    if len(records) < steps:
-        raise ProcessFailed(
-            f"trainer ended with status 0 after {len(records)} of {steps} steps; "
-            f"see {trainer.log_path}\n{trainer.log_tail()}"
-        )
-    return records
 
 
 def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
@@ -182,18 +178,4 @@ def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
         f"no training step within {sizes.step_deadline_s:g} s, "
         f"{done} of {sizes.steps} done; see {trainer.log_path} and the other logs beside it, "
         f"or raise --step-deadline-s\n{trainer.log_tail()}"
-    )
-
-
-def task_names(settings: DemoSettings) -> str:
-    return " and ".join(settings.task)
-
-
-def _draw(records: list[StepRecord], run: RunDirectory, settings: DemoSettings) -> None:
-    from grpo_local.report.plots import draw_reward_curve
-
-    draw_reward_curve(
-        records,
-        f"GRPO on {task_names(settings)}, seed {settings.seed}",
-        run.reward_plot,
     )

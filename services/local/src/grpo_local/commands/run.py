@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.weights import bridge_config
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.signals import StopRequest, StopRequested
@@ -72,7 +73,7 @@ def hand_off_of(settings: RunSettings, temporary: Path) -> HandOff:
         run_id=settings.run_id,
         save_path=settings.save_path,
         weights_socket=weights_socket_path(temporary),
-        bridge_config=settings.log_dir / "vllm_bridge_config.json",
+        bridge_config=settings.log_dir / bridge_config.FILE_NAME,
     )
 
 

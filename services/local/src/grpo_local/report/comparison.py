@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from grpo_local.modes import ModeName
 from grpo_local.process.memory import MIB
-from grpo_local.report.metrics_file import MetricsFile, StepRecord
+from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts
 from grpo_local.screen import Screen
 
@@ -35,9 +35,9 @@ class ModeResult(BaseModel):
         """Why this is no good result, one line each; empty where it is one."""
         if self.facts is None:
             return [f"{self.mode} failed: {self.failure}; see {self.log}"]
-        dropped = self.facts.dropped_requests
-        if dropped is None:
+        if self.facts.server is None:
             return [f"{self.mode}: the server did not say how many requests it dropped"]
+        dropped = self.facts.server.dropped_requests
         return [f"{self.mode}: {dropped} dropped requests, must be 0"] if dropped else []
 
 
@@ -78,10 +78,10 @@ ROWS = (
     Row("wait for data per step, mean (s)", lambda f: f.summary.fetch_s, ".2f"),
     Row("peak memory, trainer (MiB)", lambda f: _mib(f, "trainer"), ".0f"),
     Row("peak memory, server (MiB)", lambda f: _mib(f, "vllm-server"), ".0f"),
-    Row("generated tokens per second", lambda f: f.generation_tokens_per_s, ".0f"),
-    Row("publications", lambda f: f.publishes, "d"),
-    Row("engine restarts", lambda f: f.restarts, "d"),
-    Row("dropped requests", lambda f: f.dropped_requests, "d"),
+    Row("generated tokens per second", lambda f: _generated_per_s(f), ".0f"),
+    Row("publications", lambda f: f.benchmark.publishes if f.benchmark else None, "d"),
+    Row("engine restarts", lambda f: f.server.restarts if f.server else None, "d"),
+    Row("dropped requests", lambda f: f.server.dropped_requests if f.server else None, "d"),
     Row("reward, first tenth of the steps", lambda f: f.summary.first_reward, ".3f"),
     Row("reward, last tenth of the steps", lambda f: f.summary.last_reward, ".3f"),
 )
@@ -126,6 +126,11 @@ def _mib(facts: RunFacts, service: str) -> float | None:
     return None if peak is None else peak / MIB
 
 
+def _generated_per_s(facts: RunFacts) -> float | None:
+    """Tokens, over all of the training, restarts included."""
+    return facts.server.generation_tokens / facts.summary.training_s if facts.server else None
+
+
 def _cell(row: Row, facts: RunFacts | None) -> str:
     value = None if facts is None else row.value(facts)
     return NOT_KNOWN if value is None else format(value, row.form)
@@ -135,27 +140,16 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-class StepNews:
+def tell_new_steps(metrics: Mapping[ModeName, MetricsFile], screen: Screen) -> None:
     """A line after a run's first step, and then one per tenth of it.
 
-    Args:
-        metrics: name and metrics file of each run
+    Raises:
+        ProtocolViolation: a metrics file breaks its contract.
     """
-
-    def __init__(self, metrics: Iterable[tuple[str, Path]], screen: Screen) -> None:
-        self._metrics = {name: MetricsFile(path) for name, path in metrics}
-        self._screen = screen
-
-    def tell(self) -> None:
-        """Raises `ProtocolViolation` where the metrics file breaks its contract."""
-        for name, metrics in self._metrics.items():
-            for record in metrics.read_new():
-                if record.step == 1 or record.step % max(1, record.steps // LINES_PER_RUN) == 0:
-                    self._screen.line(_news(name, record))
-
-
-def _news(name: str, record: StepRecord) -> str:
-    return (
-        f"{name:<12} step {record.step:>4}/{record.steps}  "
-        f"reward {record.reward_mean:.3f}  {record.time_s:7.1f} s"
-    )
+    for mode, file in metrics.items():
+        for record in file.read_new():
+            if record.step == 1 or record.step % max(1, record.steps // LINES_PER_RUN) == 0:
+                screen.line(
+                    f"{mode:<12} step {record.step:>4}/{record.steps}  "
+                    f"reward {record.reward_mean:.3f}  {record.time_s:7.1f} s"
+                )

@@ -85,26 +85,6 @@ class RunFacts(BaseModel):
     """Memory of each service's process tree."""
 
     @property
-    def generation_tokens_per_s(self) -> float | None:
-        """Over all of the training, restarts included."""
-        if self.server is None:
-            return None
-        return self.server.generation_tokens / self.summary.training_s
-
-    @property
-    def publishes(self) -> int | None:
-        return None if self.benchmark is None else self.benchmark.publishes
-
-    @property
-    def restarts(self) -> int | None:
-        """Of the engine, asked for or not."""
-        return None if self.server is None else self.server.restarts
-
-    @property
-    def dropped_requests(self) -> int | None:
-        return None if self.server is None else self.server.dropped_requests
-
-    @property
     def publication(self) -> str:
         """How often weights were published, and what that cost, as one line."""
         published = f"published {self.benchmark.publishes} times; " if self.benchmark else ""
@@ -121,21 +101,8 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def read_benchmark(path: Path) -> Benchmark | None:
-    """None where there is none. Raises `ProtocolViolation` where it holds another thing."""
-    return _read(Benchmark, path) if path.exists() else None
-
-
-def write_facts(facts: RunFacts, path: Path) -> None:
-    path.write_text(facts.model_dump_json(indent=2) + "\n")
-
-
-def read_facts(path: Path) -> RunFacts:
+def read_record(kind: type[Model], path: Path) -> Model:
     """Raises `ProtocolViolation` where the file is missing or holds something else."""
-    return _read(RunFacts, path)
-
-
-def _read(kind: type[Model], path: Path) -> Model:
     try:
         return kind.model_validate_json(path.read_text())
     except (OSError, ValidationError) as error:

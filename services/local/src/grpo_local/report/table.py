@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_local.report.metrics_file import StepRecord
@@ -55,18 +55,3 @@ def header_lines() -> list[str]:
 
 def step_line(record: StepRecord) -> str:
     return _GAP.join(column.value(record).rjust(column.width) for column in COLUMNS)
-
-
-class StepTable:
-    """Gives the lines of each record, headed before the first and then every 20 steps."""
-
-    def __init__(self) -> None:
-        self._rows = 0
-
-    def lines(self, record: StepRecord) -> Iterator[tuple[str, bool]]:
-        """Pairs of (line, whether it belongs to a header)."""
-        if self._rows % HEADER_EVERY_STEPS == 0:
-            for line in header_lines():
-                yield line, True
-        self._rows += 1
-        yield step_line(record), False
