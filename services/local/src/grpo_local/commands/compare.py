@@ -22,7 +22,7 @@ from grpo_local.report.comparison import (
     tell_new_steps,
 )
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.plots import Curve, draw_comparison
+from grpo_local.report.plots import draw_comparison
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused
 from grpo_local.screen import EXIT_FAILED, Screen
@@ -144,9 +144,11 @@ def write_comparison(comparison: Comparison, directory: Path) -> None:
     """
     (directory / RECORD).write_text(comparison.model_dump_json(indent=2) + "\n")
     (directory / TABLE).write_text(document(comparison, CURVES))
-    curves = [
-        Curve(result.mode, MetricsFile(RunDirectory(result.run).metrics).read_new())
+    runs = {
+        result.mode: MetricsFile(RunDirectory(result.run).metrics).read_new()
         for result in comparison.results
-    ]
+    }
     title = f"GRPO in each mode, seed {comparison.seed}"
-    draw_comparison([curve for curve in curves if curve.records], title, directory / CURVES)
+    draw_comparison(
+        {mode: steps for mode, steps in runs.items() if steps}, title, directory / CURVES
+    )

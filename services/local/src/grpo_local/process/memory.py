@@ -20,9 +20,8 @@ class MemoryPeaks:
     tell, the resident set size.
     """
 
-    def __init__(self, every_s: float = SAMPLE_EVERY_S) -> None:
+    def __init__(self) -> None:
         self.peak_bytes: dict[str, int] = {}
-        self._every_s = every_s
         self._next_at = 0.0
         self._watched: frozenset[str] = frozenset()
 
@@ -38,7 +37,7 @@ class MemoryPeaks:
         self._watched = watched
         for name, pid in pids.items():
             self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
-        self._next_at = time.monotonic() + self._every_s
+        self._next_at = time.monotonic() + SAMPLE_EVERY_S
 
 
 def tree_bytes(pid: int) -> int:

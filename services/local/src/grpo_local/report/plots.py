@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -28,25 +27,13 @@ COLOUR = "#1f5fa8"
 SHORTEST_WINDOW = 3
 
 
-@dataclass(frozen=True)
-class Style:
-    colour: str
-    dashes: str
-
-
-STYLES: dict[ModeName, Style] = {
-    "shared_vllm": Style("#0072B2", "-"),
-    "lora_only": Style("#D55E00", "--"),
-    "lora_restart": Style("#009E73", "-."),
-    "none": Style("#CC79A7", ":"),
+STYLES: Mapping[ModeName, tuple[str, str]] = {
+    "shared_vllm": ("#0072B2", "-"),
+    "lora_only": ("#D55E00", "--"),
+    "lora_restart": ("#009E73", "-."),
+    "none": ("#CC79A7", ":"),
 }
 """Colours of Okabe and Ito, which colour-blind readers tell apart; dashes do without colour."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    mode: ModeName
-    records: Sequence[StepRecord]
 
 
 def average_window(steps: int) -> int:
@@ -83,13 +70,14 @@ def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> 
     figure.savefig(path, format="png")
 
 
-def draw_comparison(curves: Sequence[Curve], title: str, path: Path) -> None:
+def draw_comparison(runs: Mapping[ModeName, Sequence[StepRecord]], title: str, path: Path) -> None:
     """Write a PNG: moving averages of the reward, over steps on the left, over seconds right."""
     figure = _figure((12.0, 4.8))
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    for curve in curves:
-        _draw_curve(by_step, curve, [record.step for record in curve.records])
-        _draw_curve(by_time, curve, [record.time_s for record in curve.records])
+    for mode, records in runs.items():
+        rewards = [record.reward_mean for record in records]
+        _draw_curve(by_step, mode, [record.step for record in records], rewards)
+        _draw_curve(by_time, mode, [record.time_s for record in records], rewards)
     by_step.set_xlabel("training step", fontsize=12)
     by_time.set_xlabel("seconds since the first step began", fontsize=12)
     by_step.set_ylabel("mean reward (moving average)", fontsize=12)
@@ -112,15 +100,16 @@ def _open_frame(axes: Axes) -> None:
     axes.grid(alpha=0.25)
 
 
-def _draw_curve(axes: Axes, curve: Curve, positions: Sequence[float]) -> None:
-    style = STYLES[curve.mode]
-    rewards = [record.reward_mean for record in curve.records]
-    axes.plot(positions, rewards, color=style.colour, alpha=0.2, linewidth=0.8)
+def _draw_curve(
+    axes: Axes, mode: ModeName, positions: Sequence[float], rewards: Sequence[float]
+) -> None:
+    colour, dashes = STYLES[mode]
+    axes.plot(positions, rewards, color=colour, alpha=0.2, linewidth=0.8)
     axes.plot(
         positions,
         moving_average(rewards, average_window(len(rewards))),
-        color=style.colour,
-        linestyle=style.dashes,
+        color=colour,
+        linestyle=dashes,
         linewidth=2.4,
-        label=curve.mode,
+        label=mode,
     )
