@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -31,7 +31,7 @@ class NoGenerateRoute(GrpoError):
 class _Server:
     client: GenerationClient
     budget: FailureBudget
-    busy: int = field(default=0)
+    busy: int = 0
 
 
 class InferencePool(ClosesOnAsyncExit):

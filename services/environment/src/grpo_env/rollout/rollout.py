@@ -162,16 +162,13 @@ async def _judge(
         detail = f"finish reasons {', '.join(reasons)}"
         return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
     # In a thread: grading may be slow, and other groups wait for this loop.
-    grades = await asyncio.to_thread(grade_all, item, [_answer(c) for c in completions])
+    answers = [Answer(c.text, finished=c.finish_reason == _STOPPED) for c in completions]
+    grades = await asyncio.to_thread(grade_all, item, answers)
     failure = _reason_to_drop(len(prompt_ids), completions, grades, plan)
     if failure is not None:
         return RolloutFailure(*failure, rewards=grades.scores, completion_tokens=token_count)
     group = _scored_group(item, prompt_ids, completions, grades.scores, params, seconds)
     return Rollout(group, grades.scores, token_count)
-
-
-def _answer(completion: Completion) -> Answer:
-    return Answer(completion.text, finished=completion.finish_reason == _STOPPED)
 
 
 def _reason_to_drop(

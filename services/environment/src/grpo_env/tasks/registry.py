@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from grpo_env.config.settings import EnvSettings, TaskName
 from grpo_env.tasks import Task
@@ -11,11 +11,6 @@ from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.gsm8k_data import DEFAULT_CONFIG, DEFAULT_DATA, read_problems
 from grpo_env.tasks.math_grader import MathGrader
-
-
-@contextmanager
-def arithmetic(env: EnvSettings) -> Iterator[Task]:
-    yield Arithmetic(env.seed)
 
 
 @contextmanager
@@ -28,7 +23,7 @@ def gsm8k(env: EnvSettings) -> Iterator[Task]:
 
 
 TASKS: Mapping[TaskName, Callable[[EnvSettings], AbstractContextManager[Task]]] = {
-    "arithmetic": arithmetic,
+    "arithmetic": lambda env: nullcontext(Arithmetic(env.seed)),
     "gsm8k": gsm8k,
 }
 """Name → what opens the task and, at the end, closes what it has opened. Raises a `GrpoError` where
