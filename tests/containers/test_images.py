@@ -26,7 +26,7 @@ PACKAGES = {
     f"grpo-run-api:{TAG}": {"grpo-core", "grpo-run-api"},
     f"grpo-environment:{TAG}": {"grpo-core", "grpo-environment"},
     f"grpo-vllm-server:{TAG}-cpu": {"grpo-core", "grpo-vllm-server"},
-    f"grpo-trainer:{TAG}-cpu": {"grpo-core", "grpo-trainer"},
+    f"grpo-trainer:{TAG}-cpu": {"grpo-core", "grpo-tiny-model", "grpo-trainer"},
     f"grpo-single:{TAG}-cpu": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-local"},
 }
 LOOK_INSIDE = """

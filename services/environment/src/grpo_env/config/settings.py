@@ -249,6 +249,8 @@ def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
         return load_settings(EnvServerSettings, argv)
     try:
         content = read_config_file(path)
+        if unknown := content.sections.keys() - EnvServerSettings.model_fields.keys():
+            raise ConfigFileUnusable(f"{path}: unknown: {', '.join(sorted(map(str, unknown)))}")
     except ConfigFileUnusable as error:
         sys.stderr.write(f"{PROG}: --config: {error}\n")
         raise SystemExit(EXIT_USAGE) from None
