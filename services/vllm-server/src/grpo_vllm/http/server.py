@@ -7,7 +7,7 @@ import contextlib
 import math
 import signal
 import socket
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
 
 import structlog
 import uvicorn
@@ -79,17 +79,16 @@ class HttpServer(uvicorn.Server):
         return protocol
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Raises `OSError` where the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpServer]:
+    """`app` answers on `listening`, which stays open, inside the context."""
+    server = HttpServer(app)
+    running = asyncio.create_task(server.serve(sockets=[listening.dup()]))
     try:
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+        yield server
+    finally:
+        server.should_exit = True
+        await running
 
 
 async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:

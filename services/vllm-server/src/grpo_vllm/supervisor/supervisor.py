@@ -21,11 +21,12 @@ from grpo_core.weights.supervisor_protocol import (
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.forkserver.client import ForkServer
+from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
-from grpo_vllm.supervisor.health import refusing
+from grpo_vllm.supervisor.health import given_up
 from grpo_vllm.supervisor.initial_weights import found_serving
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
@@ -215,7 +216,8 @@ class Supervisor:
             "for its weights to be served"
         )
         log.error("giving up", reason=now.reason)
-        async with refusing(self._sockets.public, now.reason, self._slot.take_parked()):
+        async with serving(given_up(now.reason), self._sockets.public) as server:
+            await server.adopt(self._slot.take_parked())
             await self._stopped_or_requested(None)
         self._policy.forget()
         now.phase = SupervisorPhase.RESTARTING
