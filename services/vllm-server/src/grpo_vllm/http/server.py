@@ -11,10 +11,16 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mappin
 
 import structlog
 import uvicorn
+from pydantic import SecretStr
 from starlette.types import ASGIApp
 
+from grpo_core.security.asgi import App
+from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
 from grpo_vllm.http.in_flight import InFlight
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/healthz", "/readyz"})
+"""For probes and monitors, as vLLM leaves them."""
 
 log = structlog.get_logger()
 
@@ -89,6 +95,15 @@ async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpS
     finally:
         server.should_exit = True
         await running
+
+
+def require_api_key(app: App, key: SecretStr | None) -> BearerTokenGuard:
+    """The key (`--api-key`, VLLM_API_KEY) that vLLM asks for on its own routes, asked for on ours.
+
+    Args: key: None lets every request through.
+    """
+    # A browser asks with OPTIONS, and without the key, whether it may ask.
+    return BearerTokenGuard(app, key, OPEN_PATHS, {"OPTIONS"}, credential="API key")
 
 
 async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:

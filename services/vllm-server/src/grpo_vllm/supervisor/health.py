@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
-from grpo_vllm.http.api_key import require_api_key
+from grpo_vllm.http.server import require_api_key
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
