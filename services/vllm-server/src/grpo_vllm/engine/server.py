@@ -32,7 +32,6 @@ from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.readiness import ReadinessGate
 from grpo_vllm.http.server import HttpServer, require_api_key, serve_until
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import (
@@ -42,7 +41,11 @@ from grpo_vllm.weights.served_store import (
     ServedWeights,
     initial_weights_after,
 )
-from grpo_vllm.weights.socket_server import bridge_config_written, serve_weights
+from grpo_vllm.weights.socket_server import (
+    bridge_config_written,
+    exported_by_worker,
+    serve_weights,
+)
 from grpo_vllm.weights.write_lease import WeightBridge
 
 log = structlog.get_logger()
