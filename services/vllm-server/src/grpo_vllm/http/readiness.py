@@ -96,9 +96,10 @@ class ReadinessGate:
         hold = Deadline(self._hold_s)
         while True:
             refusal = self._refusal()
-            if refusal is None or not refusal.hold or hold.has_passed:
+            left_s = hold.left_s
+            if refusal is None or not refusal.hold or not left_s:
                 return refusal
-            await self._wait(hold.left_s)
+            await self._wait(left_s)
 
 
 class _Lookahead:
