@@ -21,9 +21,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
-from grpo_vllm.http.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.server import HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
@@ -88,7 +89,11 @@ class StubEngine:
                 Route("/bridge/in-flight", self.count),
             ]
         )
-        public = HttpServer(InFlightCounter(app, self.in_flight))
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.in_flight.pass_on(app, scope, receive, send)
+
+        public = HttpServer(counted)
 
         async def post_drain(request: Request) -> Response:
             within_s = (await request.json())["within_s"]

@@ -148,7 +148,10 @@ class ServerSettings(CommandSettings):
 
     @property
     def public_is_loopback(self) -> bool:
-        return is_loopback(self.host)
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def socket_path(self) -> Path:
@@ -219,15 +222,6 @@ class ServerSettings(CommandSettings):
                 f"{UNIX_PATH_MAX_BYTES} bytes; choose a shorter one"
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load_server_settings(argv: Sequence[str]) -> ServerSettings:

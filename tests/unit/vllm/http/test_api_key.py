@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
-from grpo_vllm.http.api_key import require_api_key
+from grpo_vllm.http.server import require_api_key
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.health import health_app
 

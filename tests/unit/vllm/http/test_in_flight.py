@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.in_flight import InFlight
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 
@@ -20,11 +20,13 @@ class Request:
         self.may_answer = asyncio.Event()
         self.received: list[Message] = []
         self._begins = begins
-        self._counter = InFlightCounter(self._application, in_flight)
+        self._in_flight = in_flight
         self.task: asyncio.Task[None]
 
     async def start(self) -> Request:
-        self.task = asyncio.create_task(self._counter(SCOPE, self._nothing, self._send))
+        self.task = asyncio.create_task(
+            self._in_flight.pass_on(self._application, SCOPE, self._nothing, self._send)
+        )
         await a_while()
         return self
 

@@ -49,7 +49,8 @@ class Asking:
 
     async def done(self, path: str = "/generate", method: str = "POST") -> Asking:
         scope: Scope = {"type": "http", "path": path, "method": method, "headers": []}
-        await ReadinessGate(self._application, self, HOLD_S)(scope, self._incoming.get, self._send)
+        gate = ReadinessGate(self._application, self.refusal, self.wait, HOLD_S)
+        await gate(scope, self._incoming.get, self._send)
         return self
 
     async def held(self, path: str = "/generate") -> asyncio.Task[Asking]:

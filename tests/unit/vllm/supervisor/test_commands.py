@@ -21,6 +21,7 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.forkserver.protocol import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
@@ -35,14 +36,7 @@ class Engine:
     pid = 1
 
     def __init__(self) -> None:
-        self.ended = asyncio.get_running_loop().create_future()
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.ended.result() if self.ended.done() else None
-
-    async def wait(self) -> int:
-        return int(await asyncio.shield(self.ended))
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def drain(self, _within_s: float) -> None:
         self.end(0)
@@ -58,12 +52,13 @@ class Engine:
 class Slot:
     """`seen`: what its engine says of itself; `broken`: versions that no engine serves."""
 
-    pid = dropped_requests = dropped_by_this_engine = generation_tokens = 0
+    dropped_requests = generation_tokens = 0
     answers = True
 
     def __init__(self, *_: object) -> None:
         self.launched: list[WeightRef] = []
         self.engine: Engine | None = None
+        self.channel = SupervisorEnd()
         self.seen: dict[str, Any] | None = None
         self.broken: set[PolicyVersion] = set()
 
@@ -74,14 +69,10 @@ class Slot:
         self.engine = Engine()
         if weights.version in self.broken:
             self.engine.end(3)
+            self.channel.serving.clear()
+        else:
+            self.channel.serving.set()
         return self.engine
-
-    async def serves(self) -> bool:
-        if self.launched[-1].version in self.broken:
-            await asyncio.Event().wait()
-        return True
-
-    def release_parked(self) -> None: ...
 
     async def look(self) -> dict[str, Any] | None:
         return self.seen
@@ -89,8 +80,8 @@ class Slot:
     async def end(self) -> int:
         assert self.engine is not None
         self.engine.end(0)
-        code, self.engine = self.engine.exit_code, None
-        return code or 0
+        code, self.engine = self.engine.ended.result(), None
+        return code
 
 
 class Control(ControlPlane):

@@ -96,7 +96,7 @@ async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
 async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_comes(
     bridge: WeightBridge,
 ) -> None:
-    await bridge.wait(2 * DEADLINE_S)
+    await bridge.write_back.wait(2 * DEADLINE_S)
     assert asyncio.get_running_loop().time() == pytest.approx(DEADLINE_S), "held requests wake"
     refusal = bridge.refusal()
     assert bridge.state is ServingState.FAILED

@@ -12,19 +12,17 @@ from fastapi import FastAPI
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.engine.vllm_compat.launch import (
     build_openai_app,
-    device_type,
     resolve_adapters_with,
     why_no_sleep,
 )
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.routes.bridge_control import bridge_control_router, sleep_router
-from grpo_vllm.routes.bridge_info import ServedModel, bridge_info_router
+from grpo_vllm.routes.bridge_control import bridge_control_router
+from grpo_vllm.routes.bridge_info import bridge_info_router
 from grpo_vllm.routes.engine import engine_router
 from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
-from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.write_lease import WeightBridge
 
 
@@ -54,16 +52,8 @@ async def public_app(
     app = await build_openai_app(engine, arguments)
     if adapters is not None:
         resolve_adapters_with(app, AdapterNames(adapters))
-    model = ServedModel(
-        name=serving.settings.model,
-        dtype=dtype_name(engine.model_config.dtype),
-        device=device_type(engine),
-        shared=shared,
-        max_model_len=engine.model_config.max_model_len,
-        kv_block_size=engine.vllm_config.cache_config.block_size,
-    )
     app.include_router(generation_router(engine, bridge, adapters))
-    app.include_router(bridge_info_router(bridge, model, adapters))
+    app.include_router(bridge_info_router(engine, bridge, serving.settings.model, shared, adapters))
     app.include_router(lora_status_router(serving.adapter_control))
     return app
 
@@ -86,7 +76,6 @@ def private_app(serving: Serving, drain: Callable[[float], None]) -> FastAPI:
 
 
 def include_control(app: FastAPI, serving: Serving) -> None:
-    settings, bridge = serving.settings, serving.bridge
-    app.include_router(bridge_control_router(bridge, settings.max_pause_lease_s))
-    app.include_router(sleep_router(bridge, settings.share_weights, why_no_sleep(serving.engine)))
+    obstacle = why_no_sleep(serving.engine)
+    app.include_router(bridge_control_router(serving.bridge, serving.settings, obstacle))
     app.include_router(lora_router(serving.adapter_control))

@@ -58,7 +58,7 @@ def end_with_the_engine_process() -> None:
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
-        _end()
+        os.kill(os.getpid(), signal.SIGKILL)
         return
     threading.Thread(target=_wait_for, args=(descriptor,), daemon=True).start()
 
@@ -67,8 +67,4 @@ def _wait_for(descriptor: int) -> None:
     gone = select.poll()
     gone.register(descriptor, select.POLLIN)
     gone.poll()
-    _end()
-
-
-def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

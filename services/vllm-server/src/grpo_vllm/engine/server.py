@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,12 +28,10 @@ from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
-from grpo_vllm.http.api_key import require_api_key
-from grpo_vllm.http.in_flight import InFlight, InFlightCounter
+from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.readiness import ReadinessGate
-from grpo_vllm.http.server import HttpServer, serve_until
+from grpo_vllm.http.server import HttpServer, require_api_key, serve_until
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.export import exported_by_worker
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import (
@@ -42,7 +41,11 @@ from grpo_vllm.weights.served_store import (
     ServedWeights,
     initial_weights_after,
 )
-from grpo_vllm.weights.socket_server import bridge_config_written, serve_weights
+from grpo_vllm.weights.socket_server import (
+    bridge_config_written,
+    exported_by_worker,
+    serve_weights,
+)
 from grpo_vllm.weights.write_lease import WeightBridge
 
 log = structlog.get_logger()
@@ -80,7 +83,12 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         app = await public_app(serving, arguments, shared)
         if plan.control is None and settings.public_is_loopback:
             include_control(app, serving)
-        gated = ReadinessGate(InFlightCounter(app, in_flight), bridge, settings.write_back_hold_s)
+        gated = ReadinessGate(
+            functools.partial(in_flight.pass_on, app),
+            bridge.refusal,
+            bridge.write_back.wait,
+            settings.write_back_hold_s,
+        )
         pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
         public = HttpServer(_guarded(gated, settings, pages))
         app.state.server = public  # vLLM's handler of engine errors ends it when the engine is dead

@@ -27,7 +27,7 @@ class ForkServer:
     that has died.
 
     Args:
-        module: imported by its process; `grpo_vllm.forkserver.server.EngineModule`
+        module: imported by its process; see `grpo_vllm.forkserver.server`
         options: the command line of engine processes
     """
 

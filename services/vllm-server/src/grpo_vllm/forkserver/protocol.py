@@ -154,6 +154,12 @@ class SupervisorEnd:
         taken, self.parked = self.parked, []
         return taken
 
+    def release_parked(self) -> None:
+        """The engine process has them now, or nobody will: ours were copies for the case that it
+        does not start."""
+        for descriptor in self.take_parked():
+            os.close(descriptor)
+
     def _read(self) -> bool:
         """One message. False where there is none."""
         assert self._socket is not None
@@ -178,8 +184,3 @@ class SupervisorEnd:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
-
-
-def close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

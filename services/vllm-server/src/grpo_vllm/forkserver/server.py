@@ -1,7 +1,8 @@
 """Imports an engine once, and forks whenever one is to start; started by the supervisor alone.
 
-`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. Most of an engine's start goes into
-importing torch and vLLM; what is forked has them. One engine process runs at a time.
+`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE offers `preload` and
+`run_engine`, as `grpo_vllm.engine.process` does. Most of an engine's start goes into importing
+torch and vLLM; what is forked has them. One engine process runs at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Protocol, cast
 
 import structlog
 
@@ -26,23 +26,13 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM)
 """The fork server ends when its supervisor closes the socket, or is gone."""
 
 
-class EngineModule(Protocol):
-    """What MODULE offers."""
-
-    def preload(self, options: list[str]) -> str | None:
-        """Import what the engine needs; why this process cannot be forked, None where it can."""
-
-    def run_engine(self, plan: EnginePlan, options: list[str]) -> None:
-        """Serve, until told to end."""
-
-
 def main() -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     descriptor, name, *options = sys.argv[1:]
     supervisor = socket.socket(fileno=int(descriptor))
     os.set_inheritable(supervisor.fileno(), False)
-    module = cast(EngineModule, importlib.import_module(name))
+    module = importlib.import_module(name)
     obstacle = module.preload(options) or _why_not_forkable()
     gc.freeze()  # the collector would write to every page, and a page that is written is not shared
     plan = _fork_engines(supervisor)

@@ -112,7 +112,12 @@ class Generation:
         """
         prompt = TokensPrompt(prompt_token_ids=self.request.prompt_token_ids)
         sampling = self.request.sampling
-        sampling.output_kind = self._output_kind()
+        # Pieces as they are sampled are needed by streams, and where versions must be read off
+        # their arrival.
+        in_pieces = self.request.stream or not stamps_versions(self._engine)
+        sampling.output_kind = (
+            RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
+        )
         try:
             outputs = self._engine.generate(
                 prompt,
@@ -148,12 +153,6 @@ class Generation:
                 None if entry is None else _finite(entry) for entry in self._prompt_logprobs or ()
             ]
         return answer
-
-    def _output_kind(self) -> Any:
-        # Pieces as they are sampled are needed by streams, and where versions must be read off
-        # their arrival.
-        in_pieces = self.request.stream or not stamps_versions(self._engine)
-        return RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
 
     def _take(self, output: Any) -> None:
         version = self._adapter.version if self._adapter else self._version_now()

@@ -59,34 +59,15 @@ class InFlight:
             request.task.cancel()
             self.on_dropped()
 
-    def enter(self, task: asyncio.Task[None]) -> _Request:
-        request = _Request(self.generation, task)
-        self._requests.add(request)
-        return request
-
-    def leave(self, request: _Request) -> None:
-        self._requests.discard(request)
-        self._fewer.set()
-
-
-class InFlightCounter:
-    """Args:
-    app: what it stands in front of
-    in_flight: where requests that sample are counted
-    """
-
-    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
-        self._app = app
-        self._in_flight = in_flight
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have `app` answer the request; count it meanwhile, where it samples."""
         if scope["type"] != "http" or samples_nothing(scope):
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         begun = False
 
         async def run() -> None:
-            await self._app(scope, receive, note_and_send)
+            await app(scope, receive, note_and_send)
 
         async def note_and_send(message: Message) -> None:
             nonlocal begun
@@ -95,13 +76,15 @@ class InFlightCounter:
 
         # A task of its own: cancelling it must not cancel the server's.
         task = asyncio.create_task(run())
-        request = self._in_flight.enter(task)
+        request = _Request(self.generation, task)
+        self._requests.add(request)
         try:
             await asyncio.wait([task])
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._in_flight.leave(request)
+            self._requests.discard(request)
+            self._fewer.set()
         if request.given_up and not begun:
             await refuse(GIVEN_UP, scope, receive, send, connection="close")
         elif not task.cancelled():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,28 +42,28 @@ class Refusal:
     hold: bool
 
 
-class Barrier(Protocol):
-    def refusal(self) -> Refusal | None:
-        """None while requests may pass."""
-
-    async def wait(self, at_most_s: float) -> None:
-        """Returns once `refusal` may have changed, after `at_most_s` seconds at the latest."""
-
-
 class ReadinessGate:
     """Args:
     app: what it stands in front of
-    barrier: says whether it is open
+    refusal: None while requests may pass
+    wait: returns once `refusal` may have changed, after so many seconds at the latest
     hold_s: how long one request is held
     """
 
-    def __init__(self, app: ASGIApp, barrier: Barrier, hold_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        refusal: Callable[[], Refusal | None],
+        wait: Callable[[float], Awaitable[None]],
+        hold_s: float,
+    ) -> None:
         self._app = app
-        self._barrier = barrier
+        self._refusal = refusal
+        self._wait = wait
         self._hold_s = hold_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._barrier.refusal() if scope["type"] in ("http", "websocket") else None
+        refusal = self._refusal() if scope["type"] in ("http", "websocket") else None
         if refusal is None or samples_nothing(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -95,10 +95,11 @@ class ReadinessGate:
         """What still stands in the way once the hold is over; None as soon as nothing does."""
         hold = Deadline(self._hold_s)
         while True:
-            refusal = self._barrier.refusal()
-            if refusal is None or not refusal.hold or hold.has_passed:
+            refusal = self._refusal()
+            left_s = hold.left_s
+            if refusal is None or not refusal.hold or not left_s:
                 return refusal
-            await self._barrier.wait(hold.left_s)
+            await self._wait(left_s)
 
 
 class _Lookahead:

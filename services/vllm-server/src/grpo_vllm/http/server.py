@@ -7,14 +7,20 @@ import contextlib
 import math
 import signal
 import socket
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
 
 import structlog
 import uvicorn
+from pydantic import SecretStr
 from starlette.types import ASGIApp
 
+from grpo_core.security.asgi import App
+from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
 from grpo_vllm.http.in_flight import InFlight
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/healthz", "/readyz"})
+"""For probes and monitors, as vLLM leaves them."""
 
 log = structlog.get_logger()
 
@@ -79,17 +85,25 @@ class HttpServer(uvicorn.Server):
         return protocol
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Raises `OSError` where the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpServer]:
+    """`app` answers on `listening`, which stays open, inside the context."""
+    server = HttpServer(app)
+    running = asyncio.create_task(server.serve(sockets=[listening.dup()]))
     try:
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+        yield server
+    finally:
+        server.should_exit = True
+        await running
+
+
+def require_api_key(app: App, key: SecretStr | None) -> BearerTokenGuard:
+    """The key (`--api-key`, VLLM_API_KEY) that vLLM asks for on its own routes, asked for on ours.
+
+    Args: key: None lets every request through.
+    """
+    # A browser asks with OPTIONS, and without the key, whether it may ask.
+    return BearerTokenGuard(app, key, OPEN_PATHS, {"OPTIONS"}, credential="API key")
 
 
 async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
+from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 PAUSE_BODY = (
@@ -33,13 +34,19 @@ class ResumeRequest(BaseModel):
     written: bool
 
 
-def bridge_control_router(bridge: WeightBridge, max_lease_s: float) -> APIRouter:
-    """Pause, resume, and the notice that something outside has changed."""
+def bridge_control_router(
+    bridge: WeightBridge, settings: ServerSettings, why_no_sleep: str | None
+) -> APIRouter:
+    """Pause, resume, the notice that something outside has changed, sleep and wake up.
+
+    Args:
+        why_no_sleep: None where the engine can sleep
+    """
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
 
     @router.post("/pause", summary=PAUSE_BODY)
     async def post_pause(request: PauseRequest) -> dict[str, Any]:
-        lease_s = min(request.lease_s, max_lease_s)
+        lease_s = min(request.lease_s, settings.max_pause_lease_s)
         await bridge.pause(request.session, lease_s, PolicyVersion(*request.policy_version))
         return {"status": "paused", "lease_s": lease_s}
 
@@ -63,25 +70,14 @@ def bridge_control_router(bridge: WeightBridge, max_lease_s: float) -> APIRouter
             "prefix_cache_reset": reset,
         }
 
-    return router
-
-
-def sleep_router(bridge: WeightBridge, shares_weights: bool, obstacle: str | None) -> APIRouter:
-    """Sleep and wake up.
-
-    Args:
-        obstacle: why the engine cannot sleep, None where it can.
-    """
-    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
-
     def check_offered() -> None:
-        if shares_weights:
+        if settings.share_weights:
             raise BridgeConflict(
                 "sleeping would discard the weights that a trainer writes into; start the server "
                 "without --share-weights to let it sleep"
             )
-        if obstacle is not None:
-            raise NotOffered(f"the engine cannot sleep: {obstacle}")
+        if why_no_sleep is not None:
+            raise NotOffered(f"the engine cannot sleep: {why_no_sleep}")
 
     @router.post("/sleep")
     async def post_sleep() -> dict[str, str]:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
 
 from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_vllm.engine.vllm_compat.launch import device_type
 from grpo_vllm.routes.errors import ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
+from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.write_lease import WeightBridge
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What does not change while the server runs. `shared`: None where nothing is shared.
-
-    `max_model_len`: tokens of a prompt and its completion; `kv_block_size`: tokens whose keys and
-    values are cached together."""
-
-    name: str
-    dtype: str
-    device: str
-    shared: BridgeConfig | None
-    max_model_len: int = 0
-    kv_block_size: int = 0
-
-
 def bridge_info_router(
-    bridge: WeightBridge, model: ServedModel, adapters: AdapterSwitch | None = None
+    engine: Any,
+    bridge: WeightBridge,
+    model_name: str,
+    shared: BridgeConfig | None,
+    adapters: AdapterSwitch | None,
 ) -> APIRouter:
-    """`GET /bridge/info` and `GET /bridge/state_dict_info`."""
+    """`GET /bridge/info` and `GET /bridge/state_dict_info`.
+
+    Args:
+        shared: None where nothing is shared
+    """
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
-    shared = model.shared
+    device, dtype = device_type(engine), dtype_name(engine.model_config.dtype)
 
     @router.get("/info")
     async def get_info() -> dict[str, Any]:
@@ -42,11 +36,11 @@ def bridge_info_router(
         return {
             "enabled": shared is not None,
             "shared_weights": shared is not None,
-            "model_name": model.name,
-            "dtype": model.dtype,
-            "device": model.device,
-            "max_model_len": model.max_model_len,
-            "kv_block_size": model.kv_block_size,
+            "model_name": model_name,
+            "dtype": dtype,
+            "device": device,
+            "max_model_len": engine.model_config.max_model_len,
+            "kv_block_size": engine.vllm_config.cache_config.block_size,
             "lora_enabled": adapters is not None,
             "adapter": {"name": adapter.name, "path": str(adapter.directory)} if adapter else None,
             "generation": shared.generation if shared else None,
@@ -66,8 +60,8 @@ def bridge_info_router(
         nothing: dict[str, Any] = {"total_bytes": None, "param_mappings": {}}
         described = shared.model_dump(mode="json") if shared else nothing
         return {
-            "model": model.name,
-            "dtype": model.dtype,
+            "model": model_name,
+            "dtype": dtype,
             "shared_weights_enabled": shared is not None,
             **described,
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from grpo_vllm.weights.lora import AdapterSwitch, LoadedAdapter
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
+UNLOAD_BODY = '{"adapter_name": name}'
 NO_LORA = "this server takes no adapters: start it with --enable-lora"
 NO_DIRECTORY = "this server takes no weights from disk: start it with --weights-dir"
 
@@ -93,16 +93,18 @@ def lora_router(control: AdapterControl) -> APIRouter:
     """`POST /lora/load`, `POST /lora/unload`, and the same under vLLM's names."""
     router = APIRouter(route_class=ErrorHandlingRoute)
 
+    @router.post("/lora/load", summary=LOAD_BODY)
+    @router.post("/v1/load_lora_adapter", summary=LOAD_BODY)
     async def load(request: LoadRequest) -> dict[str, Any]:
         loaded = await control.load(request)
         return {"status": "ok", **described(loaded), **_in_use(control)}
 
+    @router.post("/lora/unload", summary=UNLOAD_BODY)
+    @router.post("/v1/unload_lora_adapter", summary=UNLOAD_BODY)
     async def unload(request: UnloadRequest) -> dict[str, Any]:
         await control.unload(request)
         return {"status": "ok", "policy_version": list(control.bridge.version)}
 
-    _at(router, ("/lora/load", "/v1/load_lora_adapter"), load, LOAD_BODY)
-    _at(router, ("/lora/unload", "/v1/unload_lora_adapter"), unload, '{"adapter_name": name}')
     return router
 
 
@@ -136,13 +138,3 @@ def described(adapter: LoadedAdapter) -> dict[str, Any]:
 def _in_use(control: AdapterControl) -> dict[str, list[str]]:
     used = control.adapters.in_use() if control.adapters else []
     return {"in_use": [str(adapter.directory) for adapter in used]}
-
-
-def _at(
-    router: APIRouter,
-    paths: tuple[str, ...],
-    handler: Callable[..., Awaitable[dict[str, Any]]],
-    body: str,
-) -> None:
-    for path in paths:
-        router.post(path, summary=body)(handler)

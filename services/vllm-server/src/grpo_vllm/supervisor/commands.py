@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -53,13 +52,14 @@ class CommandHandler:
     async def listen(self) -> None:
         """For ever."""
         async for commands in self._control.commands():
-            found = newest_first(commands)
-            for command in found.replaced:
-                await self._busy(command, f"{named(found.newest)} came at the same time")
+            # The highest version counts; of one version, the command that came last.
+            *replaced, newest = sorted(commands, key=lambda command: command.version)
+            for command in replaced:
+                await self._busy(command, f"{named(newest)} came at the same time")
             if self._state.restart is not None:
-                await self._busy(found.newest, "another command is under way")
+                await self._busy(newest, "another command is under way")
             else:
-                await self._follow(found.newest)
+                await self._follow(newest)
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
         """If the engine was started for one."""
@@ -133,20 +133,6 @@ class CommandHandler:
 def named(command: Command) -> str:
     sender = f" from {command.sender}" if command.sender else ""
     return f"{command.action.value} {command.version}{sender}"
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """Commands that came together: the one to look at, and those that it takes the place of."""
-
-    newest: Command
-    replaced: list[Command]
-
-
-def newest_first(commands: Sequence[Command]) -> Sorted:
-    """The highest version counts; of one version, the command that came last."""
-    newest = max(enumerate(commands), key=lambda pair: (pair[1].version, pair[0]))[1]
-    return Sorted(newest, [command for command in commands if command is not newest])
 
 
 async def planned(command: Command, settings: ServerSettings, served: WeightRef) -> WeightRef:

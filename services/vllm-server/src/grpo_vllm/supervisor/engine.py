@@ -15,9 +15,9 @@ from grpo_core.errors import GrpoError
 from grpo_core.process.children import end_orphans
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.forkserver.client import ForkedEngine, ForkServer
-from grpo_vllm.forkserver.protocol import EnginePlan, SupervisorEnd, close_all
+from grpo_vllm.forkserver.protocol import EnginePlan, SupervisorEnd
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.preflight import GpuMemory, gpu_memory, memory_is_back
+from grpo_vllm.supervisor.preflight import gpu_memory_mib, memory_is_back
 from grpo_vllm.supervisor.sockets import Sockets
 
 log = structlog.get_logger()
@@ -43,8 +43,8 @@ class EngineSlot:
         self._settings = settings
         self._sockets = sockets
         self._host = host
-        self._channel = SupervisorEnd()
-        self._memory_before = GpuMemory()
+        self.channel = SupervisorEnd()
+        self._memory_before_mib: list[int] = []
         self._dropped_before = self._tokens_before = 0
         self._tokens = 0
         self.engine: EngineProcess | None = None
@@ -52,17 +52,8 @@ class EngineSlot:
         """As of the last look."""
 
     @property
-    def pid(self) -> int:
-        """0 while there is none."""
-        return self.engine.pid if self.engine else 0
-
-    @property
     def dropped_requests(self) -> int:
-        return self._dropped_before + self._channel.dropped
-
-    @property
-    def dropped_by_this_engine(self) -> int:
-        return self._channel.dropped
+        return self._dropped_before + self.channel.dropped
 
     @property
     def generation_tokens(self) -> int:
@@ -70,11 +61,11 @@ class EngineSlot:
 
     async def measure_memory(self) -> None:
         """Before the first engine: what must be free again after each."""
-        self._memory_before = await asyncio.to_thread(gpu_memory)
+        self._memory_before_mib = await asyncio.to_thread(gpu_memory_mib)
 
     async def launch(self, weights: WeightRef) -> EngineProcess:
-        theirs = self._channel.open()
-        sockets, parked = self._sockets, tuple(self._channel.parked)
+        theirs = self.channel.open()
+        sockets, parked = self._sockets, tuple(self.channel.parked)
         plan = EnginePlan(
             channel=theirs.fileno(),
             public=sockets.public.fileno(),
@@ -85,7 +76,7 @@ class EngineSlot:
         )
         process = await self._host.start_engine(plan)
         theirs.close()
-        engine = self.engine = EngineProcess(process, self._channel, sockets.private_path)
+        engine = self.engine = EngineProcess(process, self.channel, sockets.private_path)
         log.info(
             "starting the engine",
             policy_version=tuple(weights.version),
@@ -93,19 +84,6 @@ class EngineSlot:
             waiting_connections=len(parked),
         )
         return engine
-
-    async def serves(self) -> bool:
-        """Returns once the engine process answers requests; always true."""
-        return await self._channel.serving.wait()
-
-    def take_parked(self) -> list[int]:
-        """Connections that wait for an engine; the caller closes them."""
-        return self._channel.take_parked()
-
-    def release_parked(self) -> None:
-        """The engine process has them now, or nobody will: ours were copies for the case that it
-        does not start."""
-        close_all(self._channel.take_parked())
 
     async def look(self) -> dict[str, Any] | None:
         """What the engine process says of itself; None where there is none that answers."""
@@ -131,10 +109,10 @@ class EngineSlot:
         # vLLM's worker processes become ours when their parent goes.
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
-        self._dropped_before += self._channel.dropped
+        self._dropped_before += self.channel.dropped
         self._tokens_before += self._tokens
-        self._channel.dropped = self._tokens = 0
-        if not await memory_is_back(self._memory_before):
+        self.channel.dropped = self._tokens = 0
+        if not await memory_is_back(self._memory_before_mib):
             log.error(
                 "GPU memory of the engine that ended is still in use; starting another anyway"
             )
@@ -166,21 +144,12 @@ class EngineProcess:
             base_url="http://engine",
             timeout=ASK_DEADLINE_S,
         )
-        self._ended = process.ended
+        self.ended = process.ended
 
     @property
     def pid(self) -> int:
         """0 until there is a process."""
         return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; negative is the signal that ended it."""
-        return self._ended.result() if self._ended.done() else None
-
-    async def wait(self) -> int:
-        """Until it has ended. Cancelling this leaves it alone."""
-        return await asyncio.shield(self._ended)
 
     async def status(self) -> dict[str, Any]:
         """`GET /engine/status`. Raises `EngineDoesNotAnswer`."""
@@ -204,19 +173,19 @@ class EngineProcess:
             await self._ask("POST", "/engine/drain", ASK_DEADLINE_S, json={"within_s": within_s})
 
     async def ended_within(self, seconds: float) -> bool:
-        await asyncio.wait([self._ended], timeout=seconds)
-        return self._ended.done()
+        await asyncio.wait([self.ended], timeout=seconds)
+        return self.ended.done()
 
     async def end(self, grace_s: float) -> int:
         """TERM, `grace_s` seconds later KILL. Its exit code."""
-        if not self._ended.done():
+        if not self.ended.done():
             self._process.send(signal.SIGTERM)
         if not await self.ended_within(grace_s):
             log.warning(
                 "the engine process does not end; killing it", pid=self.pid, after_s=grace_s
             )
             self._process.send(signal.SIGKILL)
-        code = await self._ended
+        code = await self.ended
         self._process.close()
         await self._http.aclose()
         self._channel.close()

@@ -3,10 +3,7 @@ started any more."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -16,9 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
-from grpo_vllm.http.api_key import require_api_key
-from grpo_vllm.http.server import HttpServer
-from grpo_vllm.supervisor.sockets import duplicate
+from grpo_vllm.http.server import require_api_key
 
 RETRY_AFTER_S = 10
 HEALTH_PATHS = ("/healthz", "/readyz", "/status")
@@ -50,30 +45,13 @@ def _answer(status: SupervisorStatus, good: bool) -> Response:
     return JSONResponse(body, 200 if good else 503)
 
 
-class GivenUp:
-    """503 for every request on the public port, with the reason. Plain ASGI."""
+def given_up(reason: str) -> ASGIApp:
+    """503 for every request, with the reason."""
+    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+    response = JSONResponse({"detail": reason}, 503, headers=headers)
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await response(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-        response = JSONResponse({"detail": self._reason}, 503, headers=headers)
-        await response(scope, receive, send)
-
-
-@contextlib.asynccontextmanager
-async def refusing(
-    public: socket.socket, reason: str, parked: Iterable[int]
-) -> AsyncIterator[None]:
-    """Everybody is answered 503 inside the context, those on parked connections too."""
-    server = HttpServer(GivenUp(reason))
-    serving = asyncio.create_task(server.serve(sockets=[duplicate(public)]))
-    try:
-        await server.adopt(parked)
-        yield
-    finally:
-        server.should_exit = True
-        await serving
+    return answer

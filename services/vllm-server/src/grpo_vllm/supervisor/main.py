@@ -7,19 +7,19 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from grpo_core.process.children import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
-from grpo_vllm.http.server import HttpServer
+from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.control_stream import CommandStream, ControlPlane
 from grpo_vllm.supervisor.health import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
-from grpo_vllm.supervisor.sockets import Sockets, duplicate
+from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
@@ -68,21 +68,9 @@ async def _run(
         stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, store, host)
         _handle_signals(supervisor, host)
-        await stack.enter_async_context(_health(supervisor, sockets, settings))
+        app = health_app(supervisor.status, supervisor.ready, settings.api_key)
+        await stack.enter_async_context(serving(app, sockets.health))
         return await supervisor.run()
-
-
-@contextlib.asynccontextmanager
-async def _health(
-    supervisor: Supervisor, sockets: Sockets, settings: ServerSettings
-) -> AsyncIterator[None]:
-    server = HttpServer(health_app(supervisor.status, supervisor.ready, settings.api_key))
-    serving = asyncio.create_task(server.serve(sockets=[duplicate(sockets.health)]))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await serving
 
 
 def _handle_signals(supervisor: Supervisor, host: ForkServer) -> None:

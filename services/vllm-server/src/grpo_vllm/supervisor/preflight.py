@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -44,7 +43,7 @@ class SharedMemoryTooSmall(GrpoError):
     """The workers could not exchange messages."""
 
 
-def require_shared_memory(engine_arguments: Sequence[str], directory: Path = SHARED_MEMORY) -> None:
+def require_shared_memory(engine_arguments: Sequence[str]) -> None:
     """A single worker runs inside the engine and needs none.
 
     vLLM finds out for itself, after importing for half a minute, in each of its processes, and only
@@ -54,14 +53,14 @@ def require_shared_memory(engine_arguments: Sequence[str], directory: Path = SHA
         SharedMemoryTooSmall: the queues between so many workers do not fit.
     """
     workers = worker_count(engine_arguments)
-    if workers == 1 or not directory.is_dir():
+    if workers == 1 or not SHARED_MEMORY.is_dir():
         return
     needed = BROADCAST_MIB + workers * RESPONSE_MIB
-    size = os.statvfs(directory)
+    size = os.statvfs(SHARED_MEMORY)
     free = size.f_bavail * size.f_frsize // MIB
     if free < needed:
         raise SharedMemoryTooSmall(
-            f"{directory} has {free} MiB free, and {workers} workers need {needed} MiB; in "
+            f"{SHARED_MEMORY} has {free} MiB free, and {workers} workers need {needed} MiB; in "
             "containers set SHM_SIZE, or docker run --shm-size, or share the host's (--ipc host)"
         )
 
@@ -77,22 +76,11 @@ def worker_count(engine_arguments: Sequence[str]) -> int:
     return sizes["tensor"] * sizes["pipeline"]
 
 
-@dataclass(frozen=True)
-class GpuMemory:
-    """MiB in use on each visible GPU; empty where there is none."""
-
-    used_mib: tuple[int, ...] = ()
-
-    def exceeds(self, other: GpuMemory, by_mib: int = 0) -> bool:
-        pairs = zip(self.used_mib, other.used_mib, strict=False)
-        return any(ours > theirs + by_mib for ours, theirs in pairs)
-
-
-def gpu_memory() -> GpuMemory:
-    """By `nvidia-smi`; none where that is not there or does not work."""
+def gpu_memory_mib() -> list[int]:
+    """In use on each visible GPU, by `nvidia-smi`; [] where that is not there or does not work."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return GpuMemory()
+        return []
     try:
         answer = subprocess.run(
             [command, *GPU_QUERY],
@@ -101,33 +89,38 @@ def gpu_memory() -> GpuMemory:
             timeout=QUERY_TIMEOUT_S,
             check=True,
         )
-        return GpuMemory(tuple(int(line) for line in answer.stdout.split()))
+        return [int(line) for line in answer.stdout.split()]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         log.warning("nvidia-smi does not say how much memory is in use", reason=str(error))
-        return GpuMemory()
+        return []
 
 
-async def memory_is_back(before: GpuMemory, deadline_s: float = DEADLINE_S) -> bool:
-    """Wait until no more GPU memory is in use than `before` the engine started, or until it stays
-    what it is; False where it goes on falling until the deadline.
+def _exceeds(used_mib: list[int], other_mib: list[int], by_mib: int = 0) -> bool:
+    pairs = zip(used_mib, other_mib, strict=False)
+    return any(used > other + by_mib for used, other in pairs)
+
+
+async def memory_is_back(before_mib: list[int]) -> bool:
+    """Wait until no more GPU memory is in use than `before_mib` the engine started, or until it
+    stays what it is; False where it goes on falling until the deadline.
 
     On the host that follows from the engine's processes being gone, all of which the supervisor
     reaps. On a GPU the driver frees a process's memory some time after its end, and an engine that
     starts too early finds too little. What others take there meanwhile, a trainer most of all, does
     not come back: memory that no longer falls is as free as it gets.
     """
-    if not before.used_mib:
+    if not before_mib:
         return True
-    deadline, settled = Deadline(deadline_s), Deadline(SETTLED_S)
-    now = lowest = await asyncio.to_thread(gpu_memory)
-    while now.exceeds(before, by_mib=SLACK_MIB):
+    deadline, settled = Deadline(DEADLINE_S), Deadline(SETTLED_S)
+    now = lowest = await asyncio.to_thread(gpu_memory_mib)
+    while _exceeds(now, before_mib, by_mib=SLACK_MIB):
         if settled.has_passed:
-            log.info("others use GPU memory", used_mib=now.used_mib, before_mib=before.used_mib)
+            log.info("others use GPU memory", used_mib=now, before_mib=before_mib)
             return True
         if deadline.has_passed:
             return False
         await asyncio.sleep(_POLL_S)
-        now = await asyncio.to_thread(gpu_memory)
-        if lowest.exceeds(now):
+        now = await asyncio.to_thread(gpu_memory_mib)
+        if _exceeds(lowest, now):
             lowest, settled = now, Deadline(SETTLED_S)
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from grpo_core.process.closing import ClosesOnExit
-from grpo_vllm.http.server import BACKLOG, bound_socket
+from grpo_vllm.http.server import BACKLOG
 from grpo_vllm.settings import ServerSettings
 
 
@@ -47,16 +46,13 @@ class Sockets(ClosesOnExit):
         self.private_path.parent.rmdir()
 
 
-def duplicate(listening: socket.socket) -> socket.socket:
-    """The same socket for somebody who will close it."""
-    return socket.socket(fileno=os.dup(listening.fileno()))
-
-
 def _listening(host: str, port: int) -> socket.socket:
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        bound = bound_socket(host, port)
+        # From here on callers queue instead of being refused.
+        return socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
+        )
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    # From here on callers queue instead of being refused.
-    bound.listen(BACKLOG)
-    return bound

@@ -77,13 +77,9 @@ class RestartPolicy:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._failures = 0
+        self.failures = 0
         self._serving_since: float | None = None
         self._served: PolicyVersion | None = None
-
-    @property
-    def failures(self) -> int:
-        return self._failures
 
     def serving(self) -> None:
         """An engine is up."""
@@ -99,13 +95,13 @@ class RestartPolicy:
         since, self._serving_since = self._serving_since, None
         is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
         if is_stable or (self._served is not None and served > self._served):
-            self._failures = 0
+            self.failures = 0
         self._served = served
-        self._failures += 1
-        if self._failures >= self._limit:
+        self.failures += 1
+        if self.failures >= self._limit:
             return None
-        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self._failures - 1))
+        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
 
     def forget(self) -> None:
         """Somebody asked for other weights: what failed before says nothing about them."""
-        self._failures = 0
+        self.failures = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import structlog
 
@@ -21,11 +22,12 @@ from grpo_core.weights.supervisor_protocol import (
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.forkserver.client import ForkServer
+from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler
 from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
-from grpo_vllm.supervisor.health import refusing
+from grpo_vllm.supervisor.health import given_up
 from grpo_vllm.supervisor.initial_weights import found_serving
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
@@ -88,7 +90,7 @@ class Supervisor:
             crashes=self._crashes,
             dropped_requests=slot.dropped_requests,
             generation_tokens=slot.generation_tokens,
-            engine_pid=slot.pid,
+            engine_pid=slot.engine.pid if slot.engine else 0,
             time=round(time.time(), 3),
         )
 
@@ -125,16 +127,16 @@ class Supervisor:
             if first and self._state.launched is None:
                 return code if code > 0 else EXIT_FAILED
             await self._did_not_come_up(code)
-        self._slot.release_parked()
+        self._slot.channel.release_parked()
         return 0
 
     async def _comes_up(self, engine: EngineProcess) -> bool:
-        serving = asyncio.create_task(self._slot.serves())
+        serving = asyncio.create_task(self._slot.channel.serving.wait())
         await self._first_of(serving, engine, self._settings.engine_deadline_s)
         if not serving.done():
             serving.cancel()
             return False
-        self._slot.release_parked()
+        self._slot.channel.release_parked()
         return True
 
     async def _serving(self, engine: EngineProcess, beside: list[asyncio.Task[None]]) -> None:
@@ -142,7 +144,7 @@ class Supervisor:
         self._policy.serving()
         self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
         await self._save_served()
-        if engine.exit_code is not None and self._state.launched is not None:
+        if engine.ended.done() and self._state.launched is not None:
             self._state.phase = SupervisorPhase.RESTARTING
             await self._did_not_come_up(await self._slot.end())
             return
@@ -151,7 +153,7 @@ class Supervisor:
         requested = asyncio.create_task(self._state.requested.wait())
         await self._first_of(requested, engine, None, *beside)
         requested.cancel()
-        if self._stop.is_set() or engine.exit_code is not None:
+        if self._stop.is_set() or engine.ended.done():
             await self._ended_unasked(engine)
         else:
             await self._drain(engine)
@@ -171,10 +173,10 @@ class Supervisor:
         """Make room for the engine that was asked for."""
         self._state.phase = SupervisorPhase.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
+        dropped_before = self._slot.dropped_requests
         await engine.drain(drain_s)
         await engine.ended_within(drain_s + END_MARGIN_S)
         self._state.phase = SupervisorPhase.RESTARTING
-        dropped_before = self._slot.dropped_requests - self._slot.dropped_by_this_engine
         await self._slot.end()
         log.info(
             "drained",
@@ -215,7 +217,8 @@ class Supervisor:
             "for its weights to be served"
         )
         log.error("giving up", reason=now.reason)
-        async with refusing(self._sockets.public, now.reason, self._slot.take_parked()):
+        async with serving(given_up(now.reason), self._sockets.public) as server:
+            await server.adopt(self._slot.channel.take_parked())
             await self._stopped_or_requested(None)
         self._policy.forget()
         now.phase = SupervisorPhase.RESTARTING
@@ -229,14 +232,9 @@ class Supervisor:
     ) -> None:
         """Until the event, a stop, the engine's end, or the deadline. A task beside that ends has
         failed: its error is raised."""
-        ended = asyncio.create_task(engine.wait())
         stopped = asyncio.create_task(self._stop.wait())
-        await asyncio.wait(
-            [event, ended, stopped, *beside],
-            timeout=deadline_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        ended.cancel()
+        watched: list[asyncio.Future[Any]] = [event, engine.ended, stopped, *beside]
+        await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         for task in beside:
             if task.done():

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -32,14 +32,6 @@ class AdapterRefused(GrpoError):
     """The engine does not take the adapter. What was served before is served on."""
 
 
-class LoraEngine(Protocol):
-    """vLLM's engine client, as far as adapters go."""
-
-    async def add_lora(self, lora_request: Any) -> bool: ...
-
-    async def remove_lora(self, lora_id: int) -> bool: ...
-
-
 @dataclass(frozen=True)
 class LoadedAdapter:
     """`request`: vLLM's record of it, sent with every generation. `generation`: see `InFlight`."""
@@ -57,12 +49,12 @@ class LoadedAdapter:
 
 class AdapterSwitch:
     """Args:
-    engine: takes adapters
+    engine: vLLM's engine client
     served_name: of the model; resolves to the newest adapter
     in_flight: says which requests may still use an older one
     """
 
-    def __init__(self, engine: LoraEngine, served_name: str, in_flight: InFlight) -> None:
+    def __init__(self, engine: Any, served_name: str, in_flight: InFlight) -> None:
         self.served_name = served_name
         self.current: LoadedAdapter | None = None
         self._engine = engine
@@ -80,42 +72,34 @@ class AdapterSwitch:
         """
         async with self._lock:
             if self.current is not None and self.current.version == version:
-                return self._same(self.current, directory)
+                if self.current.directory != directory:
+                    raise AdapterRefused(
+                        f"policy version {tuple(version)} is served from "
+                        f"{self.current.directory}; a version names one set of weights only"
+                    )
+                return self.current
             self._numbers += 1
             name = f"{self.served_name}@{version}"
             request = LoRARequest(name, self._numbers, str(directory))
             await self._add(request)
-            former, generation = self.current, self._in_flight.generation
+            former = self.current
             self.current = LoadedAdapter(
                 version, directory, request, self._in_flight.next_generation()
             )
             log.info("adapter loaded", name=name, directory=str(directory))
-            if former is not None:
-                self._former.append(former)
-                self._unload_later(former, generation)
+            self._retire(former)
             return self.current
 
     async def unload(self) -> None:
         """Serve the model without an adapter again."""
         async with self._lock:
             former, self.current = self.current, None
-            if former is not None:
-                generation = self._in_flight.generation
-                self._in_flight.next_generation()
-                self._former.append(former)
-                self._unload_later(former, generation)
+            self._in_flight.next_generation()
+            self._retire(former)
 
     def in_use(self) -> list[LoadedAdapter]:
         """All whose files the engine may read: the current one last."""
         return [*self._former, *([self.current] if self.current else [])]
-
-    def _same(self, current: LoadedAdapter, directory: Path) -> LoadedAdapter:
-        if current.directory != directory:
-            raise AdapterRefused(
-                f"policy version {tuple(current.version)} is served from {current.directory}; a "
-                "version names one set of weights only"
-            )
-        return current
 
     async def _add(self, request: Any) -> None:
         try:
@@ -132,11 +116,13 @@ class AdapterSwitch:
             self._in_background(self._remove(request))
             raise AdapterRefused(f"{request.lora_path}: {error}") from error
 
-    def _unload_later(self, former: LoadedAdapter, generation: int) -> None:
-        self._in_background(self._unload(former, generation))
+    def _retire(self, former: LoadedAdapter | None) -> None:
+        if former is not None:
+            self._former.append(former)
+            self._in_background(self._unload(former))
 
-    async def _unload(self, former: LoadedAdapter, generation: int) -> None:
-        await self._in_flight.finished_up_to(generation)
+    async def _unload(self, former: LoadedAdapter) -> None:
+        await self._in_flight.finished_up_to(former.generation)
         await self._remove(former.request)
         self._former.remove(former)
         log.info("adapter unloaded", name=former.name)

@@ -100,7 +100,8 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         if self._catching_up is not None:
             self._catching_up.cancel()
             await asyncio.wait([self._catching_up])
-            await self._write_at_last()
+            if self._latest and not await self._write(self._latest, LAST_ATTEMPT_DEADLINE_S):
+                log.warning("the weights served last are not in Redis", redis=self._where)
         await super().close()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
@@ -140,14 +141,8 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         self._catching_up = None
         log.info("Redis knows again what is served", redis=self._where)
 
-    async def _write_at_last(self) -> None:
-        if self._latest is None or await self._write(self._latest, LAST_ATTEMPT_DEADLINE_S):
-            return
-        log.warning("the weights served last are not in Redis", redis=self._where)
-
-    async def _write(self, served: ServedWeights, deadline_s: float | None = None) -> bool:
+    async def _write(self, served: ServedWeights, within_s: float = ATTEMPT_DEADLINE_S) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}
-        within_s = deadline_s or ATTEMPT_DEADLINE_S
         try:
             await self.attempt("HSET", self._key, *words(fields), within_s=within_s)
         except FAILURES:

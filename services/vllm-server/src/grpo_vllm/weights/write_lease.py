@@ -139,12 +139,8 @@ class WeightBridge:
         return ServingState.PAUSED if self.paused else ServingState.SERVING
 
     def refusal(self) -> Refusal | None:
-        """`grpo_vllm.http.readiness.Barrier`"""
+        """Why requests may not pass now; None while they may."""
         return refusal_in(self.state, self.version)
-
-    async def wait(self, at_most_s: float) -> None:
-        """`grpo_vllm.http.readiness.Barrier`"""
-        await self.write_back.wait(at_most_s)
 
     async def open_session(self) -> str:
         """Attach a trainer.
