@@ -179,8 +179,9 @@ def _client(url: str, deadline_s: float) -> Redis:
 
 def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
     folder = resources.files("grpo_api.store") / "lua"
+    common = (folder / "common.lua").read_text()
     return {
-        file.name.removesuffix(".lua"): redis.register_script(file.read_text())
+        file.name.removesuffix(".lua"): redis.register_script(common + file.read_text())
         for file in folder.iterdir()
         if file.name.endswith(".lua")
     }

@@ -13,34 +13,12 @@
 local trainer, leases, totals, payloads, latest, large, answers = unpack(KEYS)
 local asking, through = ARGV[1], ARGV[2]
 
-local function number(key, field)
-  return tonumber(redis.call('HGET', key, field) or 0)
-end
-
-local function drop(id)
-  local name = redis.call('HGET', large, id)
-  if name then
-    redis.call('UNLINK', name)
-    return redis.call('HDEL', large, id)
-  end
-  return redis.call('HDEL', payloads, id)
-end
-
-if redis.call('HEXISTS', trainer, 'batch_size') == 0 then
-  return {'unregistered'}
-end
-if asking ~= '' then
-  if asking ~= redis.call('HGET', trainer, 'id') then
-    return {'superseded'}
-  end
-elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
-  return {'by lease'}
+local refused = refusal(trainer, asking, through)
+if refused then
+  return refused
 end
 
 local last, acknowledged = number(trainer, 'last_batch'), number(trainer, 'acknowledged')
-if asking ~= '' and tonumber(through) > last then
-  return {'unknown', last}
-end
 
 local function is_done(batch_id)
   if asking ~= '' then
@@ -64,7 +42,7 @@ local function let_go(batch_id)
       -- /latest_example still shows it; the next submission deletes it
       redis.call('HSET', latest, 'acknowledged', '1')
     else
-      drop(id)
+      drop(payloads, large, id)
     end
   end
 end

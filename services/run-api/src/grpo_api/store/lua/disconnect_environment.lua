@@ -8,15 +8,6 @@
 local environments, connected, buffers, payloads, totals, large = unpack(KEYS)
 local env_id = ARGV[1]
 
-local function drop(id)
-  local name = redis.call('HGET', large, id)
-  if name then
-    redis.call('UNLINK', name)
-    return redis.call('HDEL', large, id)
-  end
-  return redis.call('HDEL', payloads, id)
-end
-
 if redis.call('HEXISTS', environments, env_id) == 0 then
   return nil
 end
@@ -24,7 +15,7 @@ redis.call('SREM', connected, env_id)
 local dropped = 0
 local parts = redis.call('HGET', buffers, env_id) or ''
 for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
-  dropped = dropped + drop(id)
+  dropped = dropped + drop(payloads, large, id)
   redis.call('HINCRBY', totals, 'buffered_parts', -1)
   redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
 end

@@ -60,9 +60,7 @@ redis.call('HINCRBY', totals, 'queued_bytes', -bytes)
 redis.call('HINCRBY', totals, 'leased_bytes', bytes)
 
 local step = redis.call('HINCRBY', trainer, 'step', 1)
-local time = redis.call('TIME')
-local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
-local lease = table.concat({step, sequences, now_ms, oldest, table.concat(groups, ',')}, ' ')
+local lease = table.concat({step, sequences, now(), oldest, table.concat(groups, ',')}, ' ')
 redis.call('HSET', leases, batch_id, lease)
 redis.call('HSET', trainer, 'last_batch', batch_id)
 if answer ~= '' then

@@ -19,10 +19,6 @@ local trainer, leases, totals, answers = unpack(KEYS)
 local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local answer = ARGV[5]
 
-local function number(key, field)
-  return tonumber(redis.call('HGET', key, field) or 0)
-end
-
 -- Where memory is full Redis refuses what may need more as a script's first write. Batches have to
 -- be handed out there too, or none is ever let go of: deleting comes first.
 local function set(field, value)
@@ -36,22 +32,12 @@ local function set_once(field)
   end
 end
 
-local batch_size = redis.call('HGET', trainer, 'batch_size')
-if not batch_size then
-  return {'unregistered'}
+local refused = refusal(trainer, asking, after)
+if refused then
+  return refused
 end
-local current = redis.call('HGET', trainer, 'id')
-local last = number(trainer, 'last_batch')
 if asking ~= '' then
-  if asking ~= current then
-    return {'superseded'}
-  end
-  if tonumber(after) > last then
-    return {'unknown', last}
-  end
   set_once('takes_leases')
-elseif redis.call('HEXISTS', trainer, 'takes_leases') == 1 then
-  return {'by lease'}
 end
 set_once('started')
 
@@ -68,6 +54,7 @@ local function is_free(batch_id)
     and redis.call('PUBSUB', 'NUMSUB', sent_in)[2] == 0
 end
 
+local last = number(trainer, 'last_batch')
 local next_id = math.max(tonumber(after) or 0, number(trainer, 'acknowledged')) + 1
 while next_id <= last and not is_free(next_id) do
   next_id = next_id + 1
@@ -93,4 +80,5 @@ local leased_bytes = number(totals, 'leased_bytes')
 if leased_bytes >= max_bytes then
   return {'full', leased_bytes}
 end
-return {'open', current, tonumber(batch_size), next_id}
+local trainer_id, batch_size = unpack(redis.call('HMGET', trainer, 'id', 'batch_size'))
+return {'open', trainer_id, tonumber(batch_size), next_id}

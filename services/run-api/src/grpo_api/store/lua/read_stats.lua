@@ -10,8 +10,7 @@
 
 local trainer, totals, leases, connected, seen, environments, queue, kinds = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local now_ms = tonumber(now())
 
 local facts = {}
 local function add(key, ...)

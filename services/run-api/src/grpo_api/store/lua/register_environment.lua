@@ -25,17 +25,15 @@ if not redis.call('HGET', trainer, 'started') then
   return {'wait'}
 end
 
-local run = redis.call('GET', resets) or '0'
-local of_run, env_id = string.match(redis.call('GET', receipt) or '', '^(%d+) (%d+)$')
-if of_run ~= run then
+local run, env_id = find_receipt(resets, receipt)
+if not env_id then
   env_id = redis.call('HLEN', environments)
   local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
-  local time = redis.call('TIME')
   redis.call('HSET', environments, env_id, registration)
   redis.call('HSET', names, env_id, desired_name .. '_' .. ordinal)
   redis.call('HSET', group_sizes, env_id, group_size)
   redis.call('SADD', connected, env_id)
-  redis.call('HSET', seen, env_id, string.format('%d%03d', time[1], math.floor(time[2] / 1000)))
+  redis.call('HSET', seen, env_id, now())
   redis.call('SET', receipt, run .. ' ' .. env_id, 'EX', receipt_s)
 end
 return {

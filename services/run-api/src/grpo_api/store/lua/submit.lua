@@ -20,20 +20,14 @@ local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, l
 local plan = cjson.decode(ARGV[4])
 local first_id, staged, first = tonumber(ARGV[7]), ARGV[8], 9
 
-local function number(field)
-  return tonumber(redis.call('HGET', totals, field) or 0)
-end
-
 local function count(field, by)
   if by ~= 0 then
     redis.call('HINCRBY', totals, field, by)
   end
 end
 
--- a receipt counts for the run that it was written in, not for what follows a reset
-local run = redis.call('GET', resets) or '0'
-local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
-if of_run == run then
+local run, answer = find_receipt(resets, receipt)
+if answer then
   return {'repeated', answer}
 end
 if redis.call('HGET', trainer, 'id') ~= ARGV[3] then
@@ -44,8 +38,8 @@ for _, buffer in ipairs(plan.buffers) do
     return {'moved'}
   end
 end
-if number('queued_groups') >= tonumber(ARGV[5])
-    or number('queued_bytes') + number('buffered_bytes') >= tonumber(ARGV[6]) then
+if number(totals, 'queued_groups') >= tonumber(ARGV[5])
+    or number(totals, 'queued_bytes') + number(totals, 'buffered_bytes') >= tonumber(ARGV[6]) then
   return {'full'}
 end
 
@@ -57,12 +51,7 @@ end
 
 for i = first, #ARGV, 2 do
   local id = first_id + (i - first) / 2
-  if staged == '' then
-    redis.call('HSET', payloads, id, ARGV[i + 1])
-  else
-    redis.call('PERSIST', staged .. ARGV[i + 1])
-    redis.call('HSET', large, id, staged .. ARGV[i + 1])
-  end
+  store(payloads, large, id, staged, ARGV[i + 1])
 end
 
 local function count_buffered(groups, sign)
@@ -82,17 +71,7 @@ for _, buffer in ipairs(plan.buffers) do
   end
 end
 
-local function drop(id)
-  local name = redis.call('HGET', large, id)
-  if name then
-    redis.call('UNLINK', name)
-    return redis.call('HDEL', large, id)
-  end
-  return redis.call('HDEL', payloads, id)
-end
-
-local time = redis.call('TIME')
-local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+local now_ms = now()
 local last_queued
 for _, entry in ipairs(plan.bundles) do
   local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
@@ -107,12 +86,7 @@ for _, entry in ipairs(plan.bundles) do
   end
 end
 if last_queued then
-  -- the payload of the group that was the latest outlived its batch for /latest_example only
-  if redis.call('HGET', latest, 'acknowledged') then
-    drop(redis.call('HGET', latest, 'id'))
-    redis.call('HDEL', latest, 'acknowledged')
-  end
-  redis.call('HSET', latest, 'id', last_queued)
+  set_latest(latest, payloads, large, last_queued)
 end
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed'}

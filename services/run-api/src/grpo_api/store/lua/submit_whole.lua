@@ -20,10 +20,8 @@ local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_
   receipt, served_weights = unpack(KEYS)
 local staged, first = ARGV[5], 7
 
--- a receipt counts for the run that it was written in, not for what follows a reset
-local run = redis.call('GET', resets) or '0'
-local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
-if of_run == run then
+local run, answer = find_receipt(resets, receipt)
+if answer then
   return {'repeated', answer}
 end
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size') or 0)
@@ -45,15 +43,6 @@ if tonumber(held[1] or 0) >= tonumber(ARGV[3])
   return {'full'}
 end
 
-local function drop(id)
-  local name = redis.call('HGET', large, id)
-  if name then
-    redis.call('UNLINK', name)
-    return redis.call('HDEL', large, id)
-  end
-  return redis.call('HDEL', payloads, id)
-end
-
 -- ids that nobody registered are one sender, or they could make kinds without end
 local function sender(env_id)
   return redis.call('HEXISTS', group_sizes, env_id) == 1 and env_id or '-'
@@ -69,18 +58,12 @@ local function received_under()
 end
 
 local under = received_under()
-local time = redis.call('TIME')
-local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+local now_ms = now()
 local id, groups, sequences, bytes = nil, 0, 0, 0
 for i = first, #ARGV, 4 do
   local env_id, size, stored = sender(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
   id = redis.call('INCR', last_id)
-  if staged == '' then
-    redis.call('HSET', payloads, id, ARGV[i + 3])
-  else
-    redis.call('PERSIST', staged .. ARGV[i + 3])
-    redis.call('HSET', large, id, staged .. ARGV[i + 3])
-  end
+  store(payloads, large, id, staged, ARGV[i + 3])
   local kind = env_id .. ' ' .. size
   local entry = string.format('%s %016d %d:%s:%s%s %s', kind, id, id, size, stored, under, now_ms)
   redis.call('ZADD', queue, 0, entry)
@@ -91,11 +74,6 @@ end
 redis.call('HINCRBY', totals, 'queued_groups', groups)
 redis.call('HINCRBY', totals, 'queued_sequences', sequences)
 redis.call('HINCRBY', totals, 'queued_bytes', bytes)
--- the payload of the group that was the latest outlived its batch for /latest_example only
-if redis.call('HGET', latest, 'acknowledged') then
-  drop(redis.call('HGET', latest, 'id'))
-  redis.call('HDEL', latest, 'acknowledged')
-end
-redis.call('HSET', latest, 'id', id)
+set_latest(latest, payloads, large, id)
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed'}

@@ -11,8 +11,7 @@
 
 local trainer, environments, names, connected, seen, kinds, sizes, totals = unpack(KEYS)
 
-local time = redis.call('TIME')
-local now_ms = string.format('%d%03d', time[1], math.floor(time[2] / 1000))
+local now_ms = now()
 if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
   -- deleted first: where memory is full Redis refuses a script that begins with a write which may
   -- need more, and whoever is not seen counts as gone
