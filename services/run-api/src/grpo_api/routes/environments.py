@@ -98,7 +98,7 @@ async def disconnect_environment(
 async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
-    run = await services.store.environments.poll(environment.env_id)
+    run = await services.store.environments.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
             return environment_status(own, run, services.limits)

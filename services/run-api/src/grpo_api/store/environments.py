@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from grpo_api.errors import unprocessable
@@ -13,8 +12,6 @@ from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
-
-_NOBODY = ""
 
 
 class EnvironmentStore:
@@ -66,15 +63,12 @@ class EnvironmentStore:
         )
         return dropped
 
-    async def poll(self, env_id: int) -> RunView:
-        """`view`, noting that this environment is here."""
-        return await self._view(str(env_id))
+    async def view(self, polling: int | None = None) -> RunView:
+        """One consistent view, at a cost that does not grow with the queue.
 
-    async def view(self) -> RunView:
-        """One consistent view, at a cost that does not grow with the queue."""
-        return await self._view(_NOBODY)
-
-    async def _view(self, polling: str) -> RunView:
+        Args:
+            polling: the environment that asks, which is noted to be here.
+        """
         answer = await self._link.script(
             "view_run",
             keys(
@@ -82,61 +76,32 @@ class EnvironmentStore:
                 *("trainer", "environments", "environment_names", "connected", "seen"),
                 *("queued_kinds", "queued_sizes", "totals"),
             ),
-            polling,
+            "" if polling is None else polling,
         )
-        found = _Answer(*answer)
+        now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
+        step, batch_size, ends_at = trainer
+        queued_groups, queued_bytes, buffered_bytes = (int(total or 0) for total in totals)
         counters = RunCounters(
-            current_step=int(found.trainer[0] or 0),
-            batch_size=int(found.trainer[1] or 0),
-            queued={parse_kind(kind): int(n) for kind, n in _pairs(found.kinds).items()},
-            max_group_size=max(map(int, found.sizes), default=1),
-            fill=_fill(*found.totals),
-            num_steps=None if found.trainer[2] is None else int(found.trainer[2]),
+            current_step=int(step or 0),
+            batch_size=int(batch_size or 0),
+            queued={parse_kind(kind): int(n) for kind, n in _pairs(kinds).items()},
+            max_group_size=max(map(int, sizes), default=1),
+            fill=Fill(queued_groups, queued_bytes + buffered_bytes),
+            num_steps=None if ends_at is None else int(ends_at),
         )
-        return RunView(self._environments(found), counters)
-
-    def _environments(self, found: _Answer) -> list[Environment]:
-        names, seen = _pairs(found.names), _pairs(found.seen)
-        here = {
-            env_id
-            for env_id in found.connected
-            if int(found.now_ms) - int(seen[env_id]) <= self._timeout_ms
-        }
+        name_of, seen_ms = _pairs(names), _pairs(seen)
+        here = {e for e in connected if int(now_ms) - int(seen_ms[e]) <= self._timeout_ms}
         environments = [
-            Environment(
-                env_id=int(env_id),
-                name=names[env_id].decode(),
-                connected=env_id in here,
-                registration=_registration(registration),
-            )
-            for env_id, registration in _pairs(found.registrations).items()
+            Environment(int(e), name_of[e].decode(), e in here, _registration(written))
+            for e, written in _pairs(registrations).items()
         ]
-        return sorted(environments, key=lambda environment: environment.env_id)
+        return RunView(sorted(environments, key=lambda known: known.env_id), counters)
 
 
 @lru_cache(maxsize=4096)
 def _registration(written: bytes) -> EnvironmentRegistration:
     """Read with every poll, of everybody who ever registered."""
     return EnvironmentRegistration.model_validate_json(written)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What `view_run` returns, in its order; hashes are flat."""
-
-    now_ms: bytes
-    trainer: Sequence[bytes | None]
-    registrations: Sequence[bytes]
-    names: Sequence[bytes]
-    connected: Sequence[bytes]
-    seen: Sequence[bytes]
-    kinds: Sequence[bytes]
-    sizes: Sequence[bytes]
-    totals: Sequence[bytes | None]
-
-
-def _fill(groups: bytes | None, queued: bytes | None, buffered: bytes | None) -> Fill:
-    return Fill(groups=int(groups or 0), stored_bytes=int(queued or 0) + int(buffered or 0))
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
