@@ -13,11 +13,11 @@ from grpo_api.delivery.dispatch import BatchDispatcher
 from grpo_api.delivery.registration import enrol_trainer
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.submit import Intake, Patience, Submission
+from grpo_api.ingest.submit import Intake, Patience
 from grpo_api.planning.run_view import Limits
 from grpo_api.store import RunStore
 from grpo_api.store.codec import pack, unpack
-from grpo_api.store.records import Acknowledged, DueBatch, Outcomes, Poll, Receipt, SentGroups
+from grpo_api.store.records import Acknowledged, DueBatch, Outcomes, Poll, Submission
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
@@ -99,9 +99,7 @@ class Run:
         intake = self.intake_of_replica if replica else self.intake
         groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
         return [
-            await intake.submit(
-                Submission(SentGroups([pack(one)]), Receipt(key, one.model_dump_json()))
-            )
+            await intake.submit(Submission([pack(one)], key, one.model_dump_json()))
             for one in groups
         ]
 

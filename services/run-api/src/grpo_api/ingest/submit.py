@@ -21,28 +21,13 @@ from grpo_api.planning.placement import Arrival, place
 from grpo_api.planning.quotas import Share
 from grpo_api.planning.run_view import Limits, RunView
 from grpo_api.store import RunStore
-from grpo_api.store.records import NotPlaced, Outcomes, Receipt, SentGroups
+from grpo_api.store.records import NotPlaced, Outcomes, Submission
 
 _MAX_PLACEMENTS = 32
 _ASK_EVERY_S = 1.0
 _STAGED_FROM_BYTES = 1024 * 1024
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Submission:
-    """Groups that are taken together or not at all."""
-
-    sent: SentGroups
-    receipt: Receipt
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(len(group.payload) for group in self.sent.groups)
-
-    def env_ids(self) -> list[int]:
-        return sorted({group.env_id for group in self.sent.groups if group.env_id is not None})
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ class Intake:
             QueueFull: it stayed full for as long as a submission may wait.
             StoreUnavailable: Redis is away, or the run changes faster than it is read.
         """
-        if not submission.sent.groups:
+        if not submission.groups:
             return []
         outcome: Outcomes | NotPlaced = NotPlaced.FULL
         if self._line.is_empty:
@@ -103,12 +88,12 @@ class Intake:
         if fill.reaches(limits):
             return NotPlaced.FULL
         payloads = self._store.payloads
-        async with payloads.staged([group.payload for group in submission.sent.groups]) as names:
-            staged = replace(submission.sent, staged_prefix=payloads.staged_prefix, staged=names)
-            return await self._queue_or_place(replace(submission, sent=staged), limits)
+        async with payloads.staged([group.payload for group in submission.groups]) as names:
+            staged = replace(submission, staged_prefix=payloads.staged_prefix, staged=names)
+            return await self._queue_or_place(staged, limits)
 
     async def _queue_or_place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        outcome = await self._store.groups.queue_whole(submission.sent, submission.receipt, limits)
+        outcome = await self._store.groups.queue_whole(submission, limits)
         if outcome is NotPlaced.PLAN:
             outcome = await self._place(submission, limits)
         if outcome is NotPlaced.MOVED:
@@ -133,9 +118,9 @@ class Intake:
 
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """`MOVED` where the run changed between reading and committing."""
-        groups = submission.sent.groups
+        groups = submission.groups
         opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
-        under = submission.sent.received_under or opened.served
+        under = submission.received_under or opened.served
         arrivals = [
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload), under))
             for id_, group in enumerate(groups, start=opened.first_id)
@@ -146,14 +131,12 @@ class Intake:
             env_id = arrivals[error.index].env_id
             _log.warning("group refused", env_id=env_id, index=error.index, reason=str(error))
             raise
-        return await self._store.groups.commit(
-            opened, placement, submission.sent, submission.receipt, limits
-        )
+        return await self._store.groups.commit(opened, placement, submission, limits)
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
         # while it waits the server may go on to versions that cannot have sampled it
         served = await self._store.groups.served()
-        submission = replace(submission, sent=replace(submission.sent, received_under=served))
+        submission = replace(submission, received_under=served)
         # Asked before there is a place to wait in: it must not depend on who else waits.
         if _is_waited_for(submission, await self._store.environments.view()):
             return await self._let_in(submission)
@@ -188,6 +171,5 @@ def _is_waited_for(submission: Submission, run: RunView) -> bool:
     """Whether the next batch may need exactly this data."""
     shares: dict[int | None, Share] = {own.env_id: own.share for own in run.connected()}
     return any(
-        may_overfill(shares.get(group.env_id, group.sequences), run)
-        for group in submission.sent.groups
+        may_overfill(shares.get(group.env_id, group.sequences), run) for group in submission.groups
     )

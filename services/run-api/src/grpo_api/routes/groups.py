@@ -14,7 +14,6 @@ from grpo_api.errors import GroupRefused
 from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, refusals
 from grpo_api.ingest.decode import Decode, decode_group, decode_groups
-from grpo_api.ingest.submit import Submission
 from grpo_api.routes.dependencies import (
     AppServices,
     IdempotencyKey,
@@ -29,7 +28,7 @@ from grpo_api.routes.schemas import (
     NoExample,
     ServedGroup,
 )
-from grpo_api.store.records import Outcomes, Receipt, SentGroups
+from grpo_api.store.records import Outcomes, Submission
 from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()
@@ -108,6 +107,6 @@ async def _submit(
     with services.bodies.incoming(request) as incoming:
         # the body has no name here: it is let go of once it is decoded
         decoded = await decoder.decode(decode, await incoming.read(decoder.max_bytes))
-        submission = Submission(SentGroups(decoded.groups), Receipt(key, decoded.fingerprint))
+        submission = Submission(decoded.groups, key, decoded.fingerprint)
         incoming.keep(submission.stored_bytes)
         return await services.intake.submit(submission)

@@ -19,7 +19,7 @@ from grpo_api.store.keys import (
     write_groups,
     write_version,
 )
-from grpo_api.store.records import NotPlaced, OpenIntake, Outcomes, Receipt, SentGroups
+from grpo_api.store.records import NotPlaced, OpenIntake, Outcomes, Submission
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentRegistration
@@ -71,15 +71,13 @@ class GroupStore:
     def _reading_served(self) -> tuple[Any, ...]:
         return ("HMGET", self._link.served_weights, "epoch", "step")
 
-    async def queue_whole(
-        self, sent: SentGroups, receipt: Receipt, limits: Limits
-    ) -> Outcomes | NotPlaced:
+    async def queue_whole(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """Queue groups that need no planning; `PLAN` where one of them does. All or nothing.
 
         Raises:
             Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
         """
-        outcomes: Outcomes = [None] * len(sent.groups)
+        outcomes: Outcomes = [None] * len(submission.groups)
         outcome, *rest = await self._link.script(
             "submit_whole",
             [
@@ -87,19 +85,19 @@ class GroupStore:
                     self._link,
                     *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
                     *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
-                    receipt_key(receipt.key),
+                    receipt_key(submission.key),
                 ),
                 self._link.served_weights,
             ],
             RECEIPT_S,
-            _written(receipt, outcomes),
+            _written(submission, outcomes),
             limits.queued_groups,
             limits.queued_bytes,
-            sent.staged_prefix,
-            write_version(sent.received_under),
+            submission.staged_prefix,
+            write_version(submission.received_under),
             *(
                 field
-                for group, content in sent.with_content()
+                for group, content in submission.with_content()
                 for field in (
                     env_field(group.env_id),
                     group.sequences,
@@ -110,14 +108,13 @@ class GroupStore:
         )
         if outcome == b"unregistered":
             raise _no_trainer()
-        return _outcome(outcome, rest, receipt, outcomes)
+        return _outcome(outcome, rest, submission, outcomes)
 
     async def commit(
         self,
         intake: OpenIntake,
         placement: Placement,
-        sent: SentGroups,
-        receipt: Receipt,
+        submission: Submission,
         limits: Limits,
     ) -> Outcomes | NotPlaced:
         """Carry out the placement, all or nothing; `MOVED` where what it was decided on has.
@@ -139,23 +136,23 @@ class GroupStore:
             keys(
                 self._link,
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "resets", "large", receipt_key(receipt.key)),
+                *("latest", "totals", "resets", "large", receipt_key(submission.key)),
             ),
             RECEIPT_S,
-            _written(receipt, outcomes),
+            _written(submission, outcomes),
             intake.trainer_id,
             json.dumps(plan),
             limits.queued_groups,
             limits.queued_bytes,
             intake.first_id,
-            sent.staged_prefix,
+            submission.staged_prefix,
             *(
                 field
-                for group, content in sent.with_content()
+                for group, content in submission.with_content()
                 for field in (len(group.payload), content)
             ),
         )
-        return _outcome(outcome, rest, receipt, outcomes)
+        return _outcome(outcome, rest, submission, outcomes)
 
 
 def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
@@ -170,26 +167,26 @@ def _no_trainer() -> Refused:
     return Refused(409, "no trainer has registered; POST /register comes before any data")
 
 
-def _written(receipt: Receipt, outcomes: Outcomes) -> str:
-    return f"{receipt.fingerprint} {json.dumps(outcomes)}"
+def _written(submission: Submission, outcomes: Outcomes) -> str:
+    return f"{submission.fingerprint} {json.dumps(outcomes)}"
 
 
 def _outcome(
-    outcome: bytes, rest: Sequence[bytes], receipt: Receipt, outcomes: Outcomes
+    outcome: bytes, rest: Sequence[bytes], submission: Submission, outcomes: Outcomes
 ) -> Outcomes | NotPlaced:
     if outcome == b"placed":
         return outcomes
     if outcome == b"repeated":
-        return _as_before(rest[0].decode(), receipt)
+        return _as_before(rest[0].decode(), submission)
     return NotPlaced(outcome.decode())
 
 
-def _as_before(written: str, receipt: Receipt) -> Outcomes:
+def _as_before(written: str, submission: Submission) -> Outcomes:
     fingerprint, outcomes = written.split(" ", 1)
-    if fingerprint != receipt.fingerprint:
+    if fingerprint != submission.fingerprint:
         raise Refused(
             422,
-            f"Idempotency-Key {receipt.key!r} was used for other groups within the last "
+            f"Idempotency-Key {submission.key!r} was used for other groups within the last "
             f"{RECEIPT_S} s; make a new one for every submission that is not a repeat",
         )
     answered: Outcomes = json.loads(outcomes)

@@ -101,23 +101,12 @@ where it was queued as it came."""
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """Tells a submission that is repeated from a new one.
-
-    Attributes:
-        key: the sender's own name for it, or None where only run-api itself may repeat it.
-        fingerprint: of what was sent.
-    """
-
-    key: str | None
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class SentGroups:
+class Submission:
     """Groups that are taken together or not at all.
 
     Attributes:
+        key: the sender's own name for it, or None where only run-api itself may repeat it.
+        fingerprint: of what was sent: tells a repeat from other groups under the same key.
         staged_prefix, staged: where their payloads were stored beforehand; '' and nothing where
             they are stored with the groups.
         received_under: the version that was served when they came, where they had to wait since;
@@ -125,9 +114,18 @@ class SentGroups:
     """
 
     groups: Sequence[PackedGroup]
+    key: str | None
+    fingerprint: str
     staged_prefix: str = ""
     staged: Sequence[str] = ()
     received_under: PolicyVersion | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(len(group.payload) for group in self.groups)
+
+    def env_ids(self) -> list[int]:
+        return sorted({group.env_id for group in self.groups if group.env_id is not None})
 
     def with_content(self) -> Iterator[tuple[PackedGroup, bytes | str]]:
         """Each group and its payload, or the name that it was staged under."""
