@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
@@ -10,10 +9,10 @@ from pydantic_settings import SettingsConfigDict
 
 from grpo_core.redis.names import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
+from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import CommandSettings
 
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
-_TOKEN = re.compile(r"[!-~]+")
 
 
 class RunApiSettings(CommandSettings):
@@ -105,12 +104,4 @@ class RunApiSettings(CommandSettings):
         "INFO", description="least severe event to log"
     )
 
-    @field_validator("token")
-    @classmethod
-    def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not _TOKEN.fullmatch(value.get_secret_value()):
-            raise ValueError(
-                "a token is visible ASCII characters, without spaces or line ends, and not empty; "
-                "leave it unset to take requests without one"
-            )
-        return value
+    _usable_token = field_validator("token")(usable_token)

@@ -59,7 +59,10 @@ def usable_token(value: SecretStr | None) -> SecretStr | None:
     """For a settings' validator: raises ValueError for what no header can carry, such as the line
     end of a file that a token was read from."""
     if value is not None and not _VISIBLE_ASCII.fullmatch(value.get_secret_value()):
-        raise ValueError("a token is visible ASCII characters, without spaces or line ends")
+        raise ValueError(
+            "a token is visible ASCII characters, without spaces or line ends, and not empty; "
+            "leave it unset to do without one"
+        )
     return value
 
 
