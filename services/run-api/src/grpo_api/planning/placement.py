@@ -86,11 +86,6 @@ def place(arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
     return placement
 
 
-def completing_parts(parts: Sequence[StoredGroup], group_size: int) -> list[int] | None:
-    """Positions of the oldest parts that add up to exactly `group_size`, or None."""
-    return oldest_choice([Kind(None, part.sequences) for part in parts], group_size)
-
-
 def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
     size, own = state.bundle_size(arrival), arrival.group.sequences
     if own > size:
@@ -108,7 +103,7 @@ def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placeme
     assert env_id is not None  # a sender without an id has no registered size to differ from
     waiting = placement.buffers.get(env_id, state.buffers.get(env_id, ()))
     parts = (*waiting, arrival.group)
-    chosen = completing_parts(parts, group_size)
+    chosen = oldest_choice([Kind(None, part.sequences) for part in parts], group_size)
     if chosen is None:
         _check_room(index, arrival, waiting, group_size)
     else:
