@@ -29,7 +29,8 @@ Interruption = Callable[[], Awaitable[None]]
 TIMEOUT_S = 60.0
 """Silence after which an environment counts as gone."""
 
-LIMITS = Limits(queued_groups=1000, queued_bytes=2**30, leased_bytes=2**30)
+LIMITS = Limits(queued_groups=1000, queued_bytes=2**30)
+LEASED_BYTES = 2**30
 PATIENCE = Patience(placing_s=DEADLINE_S, full_s=0.3, held_bytes=2**20)
 """A queue that is full makes room at once or not at all."""
 PATIENT = replace(PATIENCE, full_s=DEADLINE_S)
@@ -67,9 +68,9 @@ class TroubledLink(RedisLink):
 class Run:
     """One run: its store, and what two replicas of run-api would have."""
 
-    def __init__(self, link: TroubledLink, limits: Limits, patience: Patience) -> None:
+    def __init__(self, link: TroubledLink, limits: Limits, patience: Patience, leased: int) -> None:
         self.link = link
-        self.store = RunStore(link, TIMEOUT_S, limits.leased_bytes)
+        self.store = RunStore(link, TIMEOUT_S, leased)
         self.lifetime = Lifetime()
         self.trainer_id = 0
         self.dispatcher, self.replica = (
@@ -174,10 +175,14 @@ class Run:
 
 @asynccontextmanager
 async def open_run(
-    redis_url: str, run_id: str, limits: Limits = LIMITS, patience: Patience = PATIENCE
+    redis_url: str,
+    run_id: str,
+    limits: Limits = LIMITS,
+    patience: Patience = PATIENCE,
+    max_leased_bytes: int = LEASED_BYTES,
 ) -> AsyncIterator[Run]:
     """A run of which nothing is known but its trainer."""
-    run = Run(TroubledLink(redis_url, run_id), limits, patience)
+    run = Run(TroubledLink(redis_url, run_id), limits, patience, max_leased_bytes)
     await run.store.reset()
     await run.register()
     yield run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from grpo_api.errors import (
     TrainerSuperseded,
 )
 from grpo_api.store.records import Acknowledged
-from tests.integration.run_store_rig import LIMITS, Interruption, Run, open_run
+from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
 """A poll that ends by itself has failed."""
@@ -96,7 +95,7 @@ async def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -
 
 
 async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url: str) -> None:
-    async with open_run(redis_url, "lease-limit", replace(LIMITS, leased_bytes=1)) as run:
+    async with open_run(redis_url, "lease-limit", max_leased_bytes=1) as run:
         await run.submit(*range(4))
         assert await run.lease(after=0) == [0, 1]
         with pytest.raises(LeasesFull):

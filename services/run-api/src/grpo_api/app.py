@@ -19,7 +19,7 @@ from grpo_api.http.middleware import (
     RequestMiddleware,
     RouteTemplates,
 )
-from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe, operation_name
+from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe
 from grpo_api.http.request_body import BodyReader
 from grpo_api.http.server import HttpServer
 from grpo_api.ingest.decode import SubmissionDecoder
@@ -28,7 +28,7 @@ from grpo_api.observability.logging import forward_library_logs
 from grpo_api.observability.metrics import Metrics
 from grpo_api.planning.run_view import Limits
 from grpo_api.routes import admin, environments, groups, trainer
-from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices, bind_services
+from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink, report_persistence
@@ -61,20 +61,27 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         docs_url=None,
         redoc_url=None,
         openapi_url=OPENAPI_PATH,
-        generate_unique_id_function=operation_name,
+        # operations are called like their handlers
+        generate_unique_id_function=lambda route: route.name,
     )
-    limits = limits_of(settings)
+    limits = Limits(settings.max_queued_groups, settings.max_queued_bytes)
+    patience = Patience(
+        placing_s=settings.redis_deadline_s,
+        full_s=settings.full_queue_wait_s,
+        held_bytes=_HELD_BODIES * settings.max_body_bytes,
+    )
+    largest_body = max(settings.max_body_bytes, MAX_RECORD_BYTES)
     services = AppServices(
         store=store,
         lifetime=lifetime,
         metrics=Metrics(),
         dispatcher=BatchDispatcher(store, lifetime),
-        bodies=_bodies(settings),
+        bodies=BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
         decoder=SubmissionDecoder(settings.max_body_bytes),
-        intake=Intake(store, limits, _patience(settings), lifetime),
+        intake=Intake(store, limits, patience, lifetime),
         limits=limits,
     )
-    bind_services(app, services)
+    app.state.services = services
     for routes in (admin, trainer, environments, groups):
         app.include_router(routes.router)
     # the one added last is the outermost
@@ -91,27 +98,6 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     answer_errors(app)
     describe(app, token_needed=settings.token is not None)
     return app
-
-
-def limits_of(settings: RunApiSettings) -> Limits:
-    return Limits(
-        queued_groups=settings.max_queued_groups,
-        queued_bytes=settings.max_queued_bytes,
-        leased_bytes=settings.max_leased_bytes,
-    )
-
-
-def _bodies(settings: RunApiSettings) -> BodyReader:
-    largest = max(settings.max_body_bytes, MAX_RECORD_BYTES)
-    return BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest)
-
-
-def _patience(settings: RunApiSettings) -> Patience:
-    return Patience(
-        placing_s=settings.redis_deadline_s,
-        full_s=settings.full_queue_wait_s,
-        held_bytes=_HELD_BODIES * settings.max_body_bytes,
-    )
 
 
 def serve(settings: RunApiSettings) -> None:

@@ -10,7 +10,7 @@ from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.run_api import EnvironmentStatus
 from tests.unit.api.builders import environment
 
-LIMITS = Limits(queued_groups=100, queued_bytes=1000, leased_bytes=1000)
+LIMITS = Limits(queued_groups=100, queued_bytes=1000)
 EMPTY = Fill(groups=0, stored_bytes=0)
 
 

@@ -14,7 +14,7 @@ from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, R
 from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)
-UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
+UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
 """The tightest bound an environment may set: it pauses as soon as it sees one batch."""

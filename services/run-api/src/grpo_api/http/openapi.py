@@ -5,13 +5,11 @@ All of it is done once, when the document is asked for first: requests pay nothi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
@@ -60,6 +58,7 @@ _REQUEST_ID = {
     "required": True,
     "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
 }
+_STAMPED = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
 
 
 class Problem(BaseModel):
@@ -116,11 +115,6 @@ def describe(app: FastAPI, token_needed: bool) -> None:
     app.openapi = document  # type: ignore[method-assign]
 
 
-def operation_name(route: APIRoute) -> str:
-    """Operations are called like their handlers."""
-    return route.name
-
-
 def _refusal(status: int) -> Json:
     answer: Json = {"model": Refusal, "description": _WHEN[status]}
     return answer | {"headers": _RETRY_AFTER} if status == 503 else answer
@@ -145,12 +139,15 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
         schemas.pop(name, None)
     document["components"]["headers"] = {"X-Request-Id": _REQUEST_ID}
     schemas |= {model.__name__: body_schema(model) for model in _BODIES}
-    _each_operation(document, _answer_as_we_do)
     if token_needed:
         document["components"]["securitySchemes"] = {
             _SECURITY: {"type": "http", "scheme": "bearer"}
         }
-        _each_operation(document, _ask_for_the_token)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _answer_as_we_do(operation)
+            if token_needed and path not in OPEN_PATHS:
+                _ask_for_the_token(operation)
     return document
 
 
@@ -171,34 +168,21 @@ def _add_what_validators_check(properties: Json) -> None:
     conversations["items"]["items"]["required"] = ["role", "content"]
 
 
-def _each_operation(document: Json, change: Callable[[str, Json], None]) -> None:
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            change(path, operation)
-
-
-def _answer_as_we_do(_path: str, operation: Json) -> None:
+def _answer_as_we_do(operation: Json) -> None:
     """FastAPI declares a 422 of its own for every parameter, also for those that take anything."""
     answers = operation["responses"]
     if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
         del answers["422"]
     answers["403"] = _refusal_of_any_body(403)
     for answer in answers.values():
-        answer.setdefault("headers", {})
-        answer["headers"] = answer["headers"] | {
-            "X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}
-        }
+        answer["headers"] = answer.get("headers", {}) | _STAMPED
 
 
-def _ask_for_the_token(path: str, operation: Json) -> None:
-    if path in OPEN_PATHS:
-        return
+def _ask_for_the_token(operation: Json) -> None:
     operation["security"] = [{_SECURITY: []}]
     operation["responses"]["401"] = _refusal_of_any_body(401) | {
-        "headers": {
-            "X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"},
-            "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}},
-        },
+        "headers": _STAMPED
+        | {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
     }
 
 

@@ -26,7 +26,7 @@ from grpo_api.store.records import NotPlaced, Outcomes, Submission
 _MAX_PLACEMENTS = 32
 _ASK_EVERY_S = 1.0
 _STAGED_FROM_BYTES = 1024 * 1024
-_UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53, leased_bytes=2**53)
+_UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 _log = structlog.get_logger()
 
 

@@ -19,12 +19,10 @@ class Limits:
     Attributes:
         queued_groups: in the queue.
         queued_bytes: as stored, of groups in the queue and of buffered parts.
-        leased_bytes: as stored, of batches that were handed out and are not acknowledged.
     """
 
     queued_groups: int
     queued_bytes: int
-    leased_bytes: int
 
 
 @dataclass(frozen=True)

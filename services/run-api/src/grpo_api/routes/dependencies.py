@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import Depends, FastAPI, Header, Request
-from pydantic import TypeAdapter, ValidationError
+from fastapi import Depends, Header, Request
+from pydantic import BaseModel, ValidationError
 
 from grpo_api.delivery.dispatch import BatchDispatcher
 from grpo_api.errors import Refused
@@ -36,10 +37,6 @@ class AppServices:
     limits: Limits
 
 
-def bind_services(app: FastAPI, services: AppServices) -> None:
-    app.state.services = services
-
-
 def services_of(request: Request) -> AppServices:
     services: AppServices = request.app.state.services
     return services
@@ -56,31 +53,29 @@ Services = Annotated[AppServices, Depends(_services)]
 MAX_RECORD_BYTES = 1024 * 1024
 """Registrations and ids, decompressed. Groups have a limit of their own."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 
 
-class JsonBody(Generic[T]):
-    """Dependency that parses the body as `model`, whatever the method and the content type."""
+def _read_as(record: type[T]) -> Callable[[Request, AppServices], Awaitable[T]]:
+    """Dependency that parses the body as `record`, whatever the method and the content type."""
 
-    def __init__(self, model: Any) -> None:
-        self._adapter: TypeAdapter[T] = TypeAdapter(model)
-
-    async def __call__(self, request: Request, services: Services) -> T:
+    async def read(request: Request, services: Services) -> T:
         with services.bodies.incoming(request) as incoming:
             body = await incoming.read(MAX_RECORD_BYTES)
         content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
         try:
-            return self._adapter.validate_json(content)
+            return record.model_validate_json(content)
         except ValidationError as error:
             raise invalid(error) from error
 
+    return read
 
-RegistrationBody = Annotated[Registration, Depends(JsonBody[Registration](Registration))]
+
+RegistrationBody = Annotated[Registration, Depends(_read_as(Registration))]
 EnvironmentRegistrationBody = Annotated[
-    EnvironmentRegistration, Depends(JsonBody[EnvironmentRegistration](EnvironmentRegistration))
+    EnvironmentRegistration, Depends(_read_as(EnvironmentRegistration))
 ]
-EnvironmentIdBody = Annotated[EnvironmentId, Depends(JsonBody[EnvironmentId](EnvironmentId))]
-
+EnvironmentIdBody = Annotated[EnvironmentId, Depends(_read_as(EnvironmentId))]
 
 _MAX_KEY_CHARS = 255
 _KEY_PATTERN = "^[!-~]+$"

@@ -22,7 +22,6 @@ from grpo_api.routes.schemas import (
     Succeeded,
     Waiting,
 )
-from grpo_api.store.records import RegisteredEnvironment
 from grpo_core.wire.run_api import (
     EnvironmentId,
     EnvironmentRegistration,
@@ -44,7 +43,13 @@ async def register_environment(
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
-    _log_registration(registered, registration)
+    _log.info(
+        "environment registered",
+        env_id=registered.env_id,
+        name=registered.name,
+        group_size=registration.group_size,
+        minimum=registration.min_batch_allocation,
+    )
     if registration.min_batch_allocation:
         _warn_of_scaled_minimums(await services.store.environments.view())
     return {
@@ -56,18 +61,6 @@ async def register_environment(
         "checkpoint_interval": registered.trainer.save_checkpoint_interval,
         "num_steps": registered.trainer.num_steps,
     }
-
-
-def _log_registration(
-    registered: RegisteredEnvironment, registration: EnvironmentRegistration
-) -> None:
-    _log.info(
-        "environment registered",
-        env_id=registered.env_id,
-        name=registered.name,
-        group_size=registration.group_size,
-        minimum=registration.min_batch_allocation,
-    )
 
 
 def _warn_of_scaled_minimums(run: RunView) -> None:
