@@ -121,7 +121,7 @@ class GenerationClient(AsyncServiceClient):
         """
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
         answer_s = self._answer_s if within_s is None else within_s
-        answer = await self._send("POST", "/generate", answer_s=answer_s, json=body)
+        answer = await self.send("POST", "/generate", answer_s=answer_s, json=body)
         return _parse_generate(answer)
 
 
@@ -152,18 +152,6 @@ class BridgeInfo(BaseModel):
         return self.state in AWAITING_STATES
 
 
-class ControlClient(ServiceClient):
-    """Sends the requests that change the server's state."""
-
-    def __init__(self, base_url: str, deadline_s: float, api_key: str | None) -> None:
-        super().__init__(f"{SERVICE} control", base_url, deadline_s, _CONTROL_TIMEOUT_S, api_key)
-
-    def post(self, path: str, body: dict[str, Any]) -> None:
-        # A pause or resume that was carried out must not be sent again: the second would be
-        # judged against what the first has changed.
-        self._send("POST", path, repeat_lost_answers=False, json=body)
-
-
 class BridgeClient(ServiceClient):
     """What a trainer asks of the inference server.
 
@@ -180,7 +168,9 @@ class BridgeClient(ServiceClient):
         api_key: str | None = None,
     ) -> None:
         super().__init__(SERVICE, base_url, deadline_s, _PROBE_TIMEOUT_S, api_key)
-        self._control = ControlClient(control_url or base_url, deadline_s, api_key)
+        self._control = ServiceClient(
+            f"{SERVICE} control", control_url or base_url, deadline_s, _CONTROL_TIMEOUT_S, api_key
+        )
 
     def give_up_if(self, has_ended: Callable[[], bool]) -> None:
         """Repeat no request once `has_ended`: the memory of a server that ended is to be released,
@@ -192,7 +182,7 @@ class BridgeClient(ServiceClient):
         super().close()
 
     def info(self, deadline_s: float | None = None) -> BridgeInfo:
-        answer = self._send("GET", "/bridge/info", deadline_s=deadline_s)
+        answer = self.send("GET", "/bridge/info", deadline_s=deadline_s)
         return BridgeInfo.model_validate_json(answer.content)
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
@@ -206,7 +196,7 @@ class BridgeClient(ServiceClient):
                 the version is not a new one.
         """
         body = {"session": session, "lease_s": lease_s, "policy_version": list(version)}
-        self._control.post("/bridge/pause", body)
+        self._change("/bridge/pause", body)
 
     def resume(self, session: str, written: bool) -> None:
         """Serve again, under the new version where everything was `written`.
@@ -214,7 +204,12 @@ class BridgeClient(ServiceClient):
         Raises:
             RequestRefused: the pause is not held by this session any more: the lease ran out.
         """
-        self._control.post("/bridge/resume", {"session": session, "written": written})
+        self._change("/bridge/resume", {"session": session, "written": written})
+
+    def _change(self, path: str, body: dict[str, Any]) -> None:
+        # A pause or resume that was carried out must not be sent again: the second would be
+        # judged against what the first has changed.
+        self._control.send("POST", path, repeat_lost_answers=False, json=body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Served log-probabilities (temperature 1) of token_ids[1:], each given those before it.
@@ -240,7 +235,7 @@ class BridgeClient(ServiceClient):
 
     def _generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        answer = self._send("POST", "/generate", deadline_s=_PROBE_DEADLINE_S, json=body)
+        answer = self.send("POST", "/generate", deadline_s=_PROBE_DEADLINE_S, json=body)
         return _parse_generate(answer)
 
 

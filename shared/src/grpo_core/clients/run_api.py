@@ -147,7 +147,7 @@ class TrainerClient(ServiceClient):
             raise named_refusal(error) from error
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(self._send(method, path, **request))
+        return json_object(self.send(method, path, **request))
 
 
 class EnvironmentClient(AsyncServiceClient):
@@ -197,4 +197,4 @@ class EnvironmentClient(AsyncServiceClient):
         await self._request("POST", "/disconnect-env", json={"env_id": env_id})
 
     async def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(await self._send(method, path, **request))
+        return json_object(await self.send(method, path, **request))

@@ -58,7 +58,7 @@ class ServiceClient(ClosesOnExit):
     def close(self) -> None:
         self._http.close()
 
-    def _send(
+    def send(
         self,
         method: str,
         path: str,
@@ -75,9 +75,9 @@ class ServiceClient(ClosesOnExit):
             AnswerLost: the connection broke behind a request that is not repeated.
             ServiceUnavailable: no good answer within the deadline, or another error status.
         """
-        deadline_s = deadline_s or self._deadline_s
+        deadline_s, rule = deadline_s or self._deadline_s, _rule(repeat_lost_answers)
         try:
-            for attempt in retrying(deadline_s, self._unless_ended(_rule(repeat_lost_answers))):
+            for attempt in retrying(deadline_s, lambda e: rule(e) and not self.has_ended()):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
@@ -90,9 +90,6 @@ class ServiceClient(ClosesOnExit):
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
         return response
-
-    def _unless_ended(self, rule: Rule) -> Rule:
-        return lambda error: rule(error) and not self.has_ended()
 
 
 class AsyncServiceClient(ClosesOnAsyncExit):
@@ -120,7 +117,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _send(
+    async def send(
         self,
         method: str,
         path: str,
@@ -129,7 +126,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         answer_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """As `ServiceClient._send`. `answer_s`: what all attempts may take together, where that is
+        """As `ServiceClient.send`. `answer_s`: what all attempts may take together, where that is
         not the client's time for each."""
         deadline_s = deadline_s or self._deadline_s
         started = time.monotonic()

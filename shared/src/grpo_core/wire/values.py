@@ -27,7 +27,6 @@ MIN_TEMPERATURE = 1e-5
 """From here on vLLM samples, below it takes the likeliest token. Gradients with respect to logits
 that are divided by far less leave float32."""
 
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 """Trainers compute in float32, where a larger number is an infinity and ends as a NaN."""
 

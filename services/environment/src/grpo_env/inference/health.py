@@ -77,7 +77,7 @@ class HealthClient(AsyncServiceClient):
     async def shares_weights(self) -> bool:
         """False also for a server that has no bridge."""
         try:
-            answer = await self._send("GET", "/bridge/info")
+            answer = await self.send("GET", "/bridge/info")
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
