@@ -41,8 +41,6 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        large = [*keys(self._link, "large"), *former_keys(self._link, "large")]
-        forgotten = [*keys(self._link, *STATE_KEYS), *former_keys(self._link)]
         await self._link.script(
-            "reset", [*keys(self._link, "resets"), *large, *forgotten], len(large)
+            "reset", [*keys(self._link, "resets", *STATE_KEYS), *former_keys(self._link)]
         )
