@@ -49,21 +49,18 @@ class WaitingLine:
             self._bytes -= size
             self._tickets.remove(ticket)
             if self._tickets:
-                self._tickets[0].call()
+                self._tickets[0].called.set()
 
 
 class Ticket:
     def __init__(self, line: deque[Ticket], lifetime: Lifetime) -> None:
         self._line = line
         self._lifetime = lifetime
-        self._called = asyncio.Event()
+        self.called = asyncio.Event()
 
     @property
     def is_first(self) -> bool:
         return self._line[0] is self
-
-    def call(self) -> None:
-        self._called.set()
 
     async def wait(self) -> None:
         """Until it is time to look again: soon for who is first, or has just become so.
@@ -74,10 +71,10 @@ class Ticket:
         was_held.set(True)
         try:
             async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
-                await self._called.wait()
+                await self.called.wait()
         except TimeoutError:
             pass
-        self._called.clear()
+        self.called.clear()
         if self._lifetime.closing.is_set():
             raise ShuttingDown
 

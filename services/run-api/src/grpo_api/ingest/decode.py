@@ -67,7 +67,12 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Decoded:
     text = _content(body, max_bytes)
     facts = scan_group(text)
     if facts is None:
-        group = pack(_validated(text))
+        # By pydantic's own parser, which refuses what Python's would let through or fail on: lone
+        # surrogates, nesting without end, integers of any length, bytes that are not UTF-8.
+        try:
+            group = pack(ScoredGroup.model_validate_json(text))
+        except ValidationError as error:
+            raise invalid(error) from error
     else:
         # Read without a limit of its own, it may be in several members: what is stored has one.
         member = body.content if body.is_gzip and max_bytes is None else compress(text)
@@ -93,15 +98,6 @@ def _content(body: RawBody, max_bytes: int | None) -> bytes:
     if max_bytes is None and len(body.content) > INLINE_BYTES:
         raise TooMuchWork
     return body.content
-
-
-def _validated(text: bytes) -> ScoredGroup:
-    """By pydantic's own parser, which refuses what Python's would let through or fail on: lone
-    surrogates, nesting without end, integers of any length, bytes that are not UTF-8."""
-    try:
-        return ScoredGroup.model_validate_json(text)
-    except ValidationError as error:
-        raise invalid(error) from error
 
 
 def _fingerprint(text: bytes) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from grpo_api.store.stats import RunStats
 
@@ -42,14 +42,6 @@ _COUNTERS = {
     "redeliveries": ("batches_redelivered", "Batches handed out again."),
     "acknowledged_batches": ("batches_acknowledged", "Batches that the trainer acknowledged."),
 }
-
-
-@dataclass(frozen=True)
-class Exposition:
-    """The answer to a scrape."""
-
-    body: bytes
-    content_type: str
 
 
 class Metrics:
@@ -85,10 +77,11 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
         self._body_bytes.labels(route).inc(body_bytes)
 
-    def exposition(self, stats: RunStats | None, accept: str) -> Exposition:
+    def exposition(self, stats: RunStats | None, accept: str) -> Response:
         """All metrics in the format that the scraper accepts; None: Redis is away."""
         encode, content_type = choose_encoder(accept)
-        return Exposition(encode(_Scrape(self._registry, stats)), content_type)
+        body = encode(_Scrape(self._registry, stats))
+        return Response(body, headers={"content-type": content_type})
 
 
 class _Scrape(Collector):

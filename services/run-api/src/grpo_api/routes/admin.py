@@ -60,8 +60,7 @@ async def metrics(
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
     """For Prometheus. Answers while Redis is away too, and says that it is."""
-    exposition = services.metrics.exposition(await _stats(services.store), accept)
-    return Response(exposition.body, headers={"content-type": exposition.content_type})
+    return services.metrics.exposition(await _stats(services.store), accept)
 
 
 async def _stats(store: RunStore) -> RunStats | None:

@@ -176,18 +176,14 @@ def _outcome(
 ) -> Outcomes | NotPlaced:
     if outcome == b"placed":
         return outcomes
-    if outcome == b"repeated":
-        return _as_before(rest[0].decode(), submission)
-    return NotPlaced(outcome.decode())
-
-
-def _as_before(written: str, submission: Submission) -> Outcomes:
-    fingerprint, outcomes = written.split(" ", 1)
+    if outcome != b"repeated":
+        return NotPlaced(outcome.decode())
+    fingerprint, written = rest[0].decode().split(" ", 1)
     if fingerprint != submission.fingerprint:
         raise Refused(
             422,
             f"Idempotency-Key {submission.key!r} was used for other groups within the last "
             f"{RECEIPT_S} s; make a new one for every submission that is not a repeat",
         )
-    answered: Outcomes = json.loads(outcomes)
+    answered: Outcomes = json.loads(written)
     return answered
