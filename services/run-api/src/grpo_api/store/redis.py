@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -89,12 +89,18 @@ class RedisLink:
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
         """All commands at one moment."""
-        async with _deadline(self._deadline_s):
+        pipeline = self._redis.pipeline(transaction=True)
+        async with _deadline(self._deadline_s), pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
             try:
-                return await self._multi(commands)
+                answers: list[Any] = await pipeline.execute()
             except OutOfMemoryError:
-                # nothing was carried out: MULTI queues no command then, not even one that reads
-                return await self._in_a_script(commands)
+                # Nothing was carried out: MULTI queues no command then, not even one that
+                # reads. Slower: what is read is copied once more while everybody waits.
+                words = [word for command in commands for word in (len(command), *command)]
+                answers = await self._scripts["transaction"](args=words)
+            return answers
 
     @asynccontextmanager
     async def listening(self, channel: str) -> AsyncIterator[None]:
@@ -107,19 +113,6 @@ class RedisLink:
                 await pubsub.subscribe(channel)
                 await pubsub.parse_response()
             yield
-
-    async def _multi(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute()
-            return answers
-
-    async def _in_a_script(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Like `_multi`. Slower: what is read is copied once more while everybody waits."""
-        words = [word for command in commands for word in (len(command), *command)]
-        answers: list[Any] = await self._scripts["transaction"](args=words)
-        return answers
 
 
 @asynccontextmanager
