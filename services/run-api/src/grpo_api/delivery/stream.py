@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from isal import isal_zlib
 from starlette.concurrency import run_in_threadpool
@@ -49,8 +49,10 @@ async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> Async
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
     """One stored group, as JSON."""
-    for piece in _cut(await _unpacked(payload)):
-        yield piece
+    is_small = unpacked_bytes(payload) <= _UNPACKED_INLINE
+    text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
+    for at in range(0, len(text), _PIECE_BYTES):
+        yield text[at : at + _PIECE_BYTES]
         # sending does not wait while the connection takes what is sent
         await asyncio.sleep(0)
 
@@ -86,15 +88,3 @@ async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield piece
 
     return all_of_it()
-
-
-async def _unpacked(payload: bytes) -> bytes:
-    if unpacked_bytes(payload) <= _UNPACKED_INLINE:
-        return unpack(payload)
-    return await run_in_threadpool(unpack, payload)
-
-
-def _cut(text: bytes) -> Sequence[bytes]:
-    if len(text) <= _PIECE_BYTES:
-        return [text]
-    return [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
