@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.delivery.registration import enrol_trainer
+from grpo_api.delivery.dispatch import BatchDispatcher, enrol_trainer
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.ingest.submit import Intake, Patience

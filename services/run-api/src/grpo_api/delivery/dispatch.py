@@ -1,4 +1,6 @@
-"""Hands batches to the trainer: plan on metadata, commit in Redis, plan again if it moved."""
+"""Registers trainers, and hands them batches. Both decide on metadata, then commit in Redis, and
+decide again if the run has changed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from collections.abc import Sequence
 import structlog
 from starlette.concurrency import run_in_threadpool
 
+from grpo_api.errors import Refused, StoreUnavailable
 from grpo_api.http.lifetime import Lifetime
 from grpo_api.planning.batch import Bundle, plan_batch
+from grpo_api.planning.quotas import batch_size_conflicts
 from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
-from grpo_api.store.records import DueBatch, OpenPoll, PlanLost, Poll
+from grpo_api.store.records import BatchSizeDiffers, DueBatch, OpenPoll, PlanLost, Poll, Registered
 from grpo_core.deadline import Deadline
+from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
 _LOOK_S = 0.05
@@ -24,6 +29,41 @@ _PLANNED_INLINE = 500
 """Entries of the queue: up to so many are read and planned within milliseconds."""
 
 _log = structlog.get_logger()
+
+
+async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:
+    """What `POST /register` does.
+
+    Raises:
+        Refused: 409, what the run holds cannot be served in batches of the new size.
+        StoreUnavailable: Redis is away, or the run changed while the new size was checked.
+    """
+    outcome = await store.trainer.register(registration)
+    if isinstance(outcome, BatchSizeDiffers):
+        await _check_batch_size(store, registration.batch_size, outcome)
+        outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
+    if isinstance(outcome, BatchSizeDiffers):
+        raise StoreUnavailable("the run changed while its batch size was; register again")
+    return outcome
+
+
+async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSizeDiffers) -> None:
+    run = await store.environments.view()
+    group_size_of = {e.env_id: e.registration.group_size for e in run.connected()}
+    reasons = batch_size_conflicts(batch_size, group_size_of, run.counters.queued)
+    if differs.unacknowledged:
+        reasons.insert(
+            0,
+            f"batches of {differs.current} sequences that are not acknowledged yet: "
+            f"{differs.unacknowledged}",
+        )
+    if reasons:
+        raise Refused(
+            409,
+            f"batch_size {batch_size} differs from this run's {differs.current}, and "
+            f"{'; '.join(reasons)}; register with batch_size {differs.current}, use another run "
+            "id, or clear the run with GET /reset_data",
+        )
 
 
 class BatchDispatcher:
@@ -48,7 +88,16 @@ class BatchDispatcher:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
             due = await self._next(poll)
             if due is not None:
-                _log_delivery(due)
+                lease = due.lease
+                _log.info(
+                    "batch handed out",
+                    batch_id=lease.batch_id,
+                    step=lease.step,
+                    groups=len(lease.group_ids),
+                    sequences=lease.sequences,
+                    age_s=round(lease.age_at_lease_s, 3),
+                    again=due.again,
+                )
                 return due
             if not await self._something_changes(arrivals, deadline):
                 return None
@@ -100,16 +149,3 @@ class BatchDispatcher:
 
 def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
     return plan_batch(parse_queue(entries), run.demand())
-
-
-def _log_delivery(due: DueBatch) -> None:
-    lease = due.lease
-    _log.info(
-        "batch handed out",
-        batch_id=lease.batch_id,
-        step=lease.step,
-        groups=len(lease.group_ids),
-        sequences=lease.sequences,
-        age_s=round(lease.age_at_lease_s, 3),
-        again=due.again,
-    )

@@ -11,7 +11,7 @@ import structlog
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
-from grpo_api.delivery.registration import enrol_trainer
+from grpo_api.delivery.dispatch import enrol_trainer
 from grpo_api.delivery.stream import batch_pieces, begun, gzipped
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.http.middleware import accepts_gzip
