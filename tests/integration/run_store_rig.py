@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,12 +52,14 @@ class TroubledLink(RedisLink):
             await interruption()
         return await super().call(*command)
 
-    async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
+    async def script(
+        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
+    ) -> Any:
         if interruption := self.before.pop(name, None):
             await interruption()
-        answer = await super().script(name, keys, *arguments)
+        answer = await super().script(name, names, *arguments, others=others)
         if self.repeats_scripts:
-            answer = await super().script(name, keys, *arguments)
+            answer = await super().script(name, names, *arguments, others=others)
         if self.loses_answer_of == name:
             self.loses_answer_of = None
             raise StoreUnavailable("answer lost")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from grpo_api.store.batches import BatchStore
 from grpo_api.store.environments import EnvironmentStore
 from grpo_api.store.groups import GroupStore
-from grpo_api.store.keys import STATE_KEYS, former_keys, keys
+from grpo_api.store.keys import STATE_KEYS, former_keys
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.stats import StatsStore
@@ -41,6 +41,4 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        await self._link.script(
-            "reset", [*keys(self._link, "resets", *STATE_KEYS), *former_keys(self._link)]
-        )
+        await self._link.script("reset", ("resets", *STATE_KEYS), others=former_keys(self._link))

@@ -15,7 +15,7 @@ from grpo_api.errors import (
     TrainerSuperseded,
 )
 from grpo_api.planning.batch import Bundle
-from grpo_api.store.keys import keys, parse_lease, write_queued
+from grpo_api.store.keys import parse_lease, write_queued
 from grpo_api.store.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 from grpo_api.store.redis import RedisLink
 
@@ -49,7 +49,7 @@ class BatchStore:
         """
         outcome, *rest = await self._link.script(
             "open_poll",
-            keys(self._link, "trainer", "leases", "totals", "answers"),
+            ("trainer", "leases", "totals", "answers"),
             *_asking(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
@@ -67,7 +67,7 @@ class BatchStore:
         """Entries of the oldest bundles, as many of each kind as a batch could hold; for
         `parse_queue`, which takes a while where they are many."""
         entries: list[bytes] = await self._link.script(
-            "batch_candidates", keys(self._link, "queue", "queued_kinds"), batch_size
+            "batch_candidates", ("queue", "queued_kinds"), batch_size
         )
         return entries
 
@@ -75,8 +75,7 @@ class BatchStore:
         """Take the bundles off the queue as one batch and count the step, all or nothing."""
         outcome, *rest = await self._link.script(
             "lease",
-            keys(
-                self._link,
+            (
                 *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
                 "answers",
             ),
@@ -99,9 +98,7 @@ class BatchStore:
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
-            keys(
-                self._link, "trainer", "leases", "totals", "payloads", "latest", "large", "answers"
-            ),
+            ("trainer", "leases", "totals", "payloads", "latest", "large", "answers"),
             *_asking(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
@@ -115,14 +112,14 @@ class BatchStore:
                 trainer's.
         """
         outcome = await self._link.script(
-            "mark_delivered", keys(self._link, "answers"), due.lease.batch_id, due.answer
+            "mark_delivered", ("answers",), due.lease.batch_id, due.answer
         )
         if outcome == b"gone":
             raise BatchGone(due.lease.batch_id)
 
     async def arrivals(self) -> int:
         """A number that grows with every submission: where it stands still, nothing came."""
-        (last_id,) = keys(self._link, "last_group_id")
+        (last_id,) = self._link.keys("last_group_id")
         return int(await self._link.call("GET", last_id) or 0)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from grpo_api.errors import unprocessable
 from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.run_view import Environment, Fill, RunCounters, RunView
-from grpo_api.store.keys import RECEIPT_S, keys, parse_kind, receipt_key
+from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
 from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
@@ -31,8 +31,7 @@ class EnvironmentStore:
         """
         outcome, *rest = await self._link.script(
             "register_environment",
-            keys(
-                self._link,
+            (
                 *("trainer", "environments", "environment_names", "name_counts", "connected"),
                 *("seen", "group_sizes", "resets", receipt_key(key and f"environment {key}")),
             ),
@@ -58,7 +57,7 @@ class EnvironmentStore:
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            keys(self._link, "environments", "connected", "buffers", "payloads", "totals", "large"),
+            ("environments", "connected", "buffers", "payloads", "totals", "large"),
             env_id,
         )
         return dropped
@@ -71,8 +70,7 @@ class EnvironmentStore:
         """
         answer = await self._link.script(
             "view_run",
-            keys(
-                self._link,
+            (
                 *("trainer", "environments", "environment_names", "connected", "seen"),
                 *("queued_kinds", "queued_sizes", "totals"),
             ),

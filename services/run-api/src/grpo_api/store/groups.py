@@ -12,7 +12,6 @@ from grpo_api.planning.run_view import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
-    keys,
     parse_groups,
     receipt_key,
     write_bundle,
@@ -39,8 +38,8 @@ class GroupStore:
         Raises:
             Refused: 409, no trainer has registered.
         """
-        trainer, last_id, environments, buffers = keys(
-            self._link, "trainer", "last_group_id", "environments", "buffers"
+        trainer, last_id, environments, buffers = self._link.keys(
+            "trainer", "last_group_id", "environments", "buffers"
         )
         commands: list[tuple[Any, ...]] = [
             ("HMGET", trainer, "id", "batch_size"),
@@ -80,15 +79,11 @@ class GroupStore:
         outcomes: Outcomes = [None] * len(submission.groups)
         outcome, *rest = await self._link.script(
             "submit_whole",
-            [
-                *keys(
-                    self._link,
-                    *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
-                    *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
-                    receipt_key(submission.key),
-                ),
-                self._link.served_weights,
-            ],
+            (
+                *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
+                *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
+                receipt_key(submission.key),
+            ),
             RECEIPT_S,
             _written(submission, outcomes),
             limits.queued_groups,
@@ -105,6 +100,7 @@ class GroupStore:
                     content,
                 )
             ),
+            others=[self._link.served_weights],
         )
         if outcome == b"unregistered":
             raise _no_trainer()
@@ -133,8 +129,7 @@ class GroupStore:
         outcomes = placement.buffered_sequences
         outcome, *rest = await self._link.script(
             "submit",
-            keys(
-                self._link,
+            (
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
                 *("latest", "totals", "resets", "large", receipt_key(submission.key)),
             ),

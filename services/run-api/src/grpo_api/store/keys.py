@@ -87,10 +87,6 @@ number; the second did not say under which version a group was received, the thi
 several plain polls was sent a batch."""
 
 
-def keys(link: RedisLink, *names: str) -> list[str]:
-    return [link.prefix + name for name in names]
-
-
 def former_keys(link: RedisLink, *names: str) -> list[str]:
     """Those of these names that former layouts had; without names, all that they had."""
     return [

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from grpo_api.errors import StoreUnavailable
-from grpo_api.store.keys import RECEIPT_S, keys
+from grpo_api.store.keys import RECEIPT_S
 from grpo_api.store.redis import RedisLink
 
 _PIECE_BYTES = 512 * 1024
@@ -31,23 +31,22 @@ class PayloadStore:
         names = [os.urandom(16).hex() for _ in payloads]
         try:
             for name, payload in zip(names, payloads, strict=True):
-                await self._stage(f"{self.staged_prefix}{name}", payload)
+                await self._stage(f"staged:{name}", payload)
             yield names
         finally:
             with suppress(StoreUnavailable):  # they have a time to live as well
-                staged = [f"{self.staged_prefix}{name}" for name in names]
-                await self._link.script("release_staged", staged)
+                await self._link.script("release_staged", [f"staged:{name}" for name in names])
 
-    async def _stage(self, key: str, payload: bytes) -> None:
+    async def _stage(self, name: str, payload: bytes) -> None:
         for at in range(0, len(payload), _PIECE_BYTES):
             piece = payload[at : at + _PIECE_BYTES]
-            (outcome,) = await self._link.script("stage_piece", [key], at, piece, RECEIPT_S)
+            (outcome,) = await self._link.script("stage_piece", (name,), at, piece, RECEIPT_S)
             if outcome != b"staged":
                 raise StoreUnavailable("Redis lost what it had of the groups; send them again")
 
     async def load(self, group_ids: Sequence[int]) -> AsyncIterator[bytes | None]:
         """Stored groups, in this order; None for one that is not there any more."""
-        payloads, large = keys(self._link, "payloads", "large")
+        payloads, large = self._link.keys("payloads", "large")
         found, staged = await self._link.transaction(
             ("HMGET", payloads, *group_ids), ("HMGET", large, *group_ids)
         )
@@ -56,7 +55,7 @@ class PayloadStore:
 
     async def latest(self) -> bytes | None:
         """The group queued last, whether or not it has been served since."""
-        (latest,) = keys(self._link, "latest")
+        (latest,) = self._link.keys("latest")
         group_id = await self._link.call("HGET", latest, "id")
         if group_id is None:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -83,7 +83,14 @@ class RedisLink:
             # redis-py leaves this method without types
             return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
-    async def script(self, name: str, keys: list[str], *arguments: Any) -> Any:
+    def keys(self, *names: str) -> list[str]:
+        return [self.prefix + name for name in names]
+
+    async def script(
+        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
+    ) -> Any:
+        """Run a script on the run's keys of these names, and behind them on `others`."""
+        keys = [*self.keys(*names), *others]
         async with _deadline(self._deadline_s):
             return await self._scripts[name](keys=keys, args=arguments)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from grpo_api.store.keys import keys
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import EnvironmentCount
 
@@ -64,8 +63,7 @@ class StatsStore:
         """At one moment, at a cost that does not grow with the queue."""
         answer = await self._link.script(
             "read_stats",
-            keys(
-                self._link,
+            (
                 *("trainer", "totals", "leases", "connected", "seen", "environments", "queue"),
                 "queued_kinds",
             ),

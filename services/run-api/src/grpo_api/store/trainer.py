@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 from grpo_api.errors import Refused
-from grpo_api.store.keys import former_keys, keys
+from grpo_api.store.keys import former_keys
 from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import Registration, RunStatus
@@ -29,16 +29,14 @@ class TrainerStore:
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register",
-            [
-                *keys(self._link, "trainer", "connected", "queued_kinds", "leases", "answers"),
-                *former_keys(self._link, "trainer"),
-            ],
+            ("trainer", "connected", "queued_kinds", "leases", "answers"),
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
             trainer_id.hex,
             approved,
             uuid.uuid4().hex,
+            others=former_keys(self._link, "trainer"),
         )
         if outcome == b"registered":
             step, run_uuid = rest
@@ -53,12 +51,12 @@ class TrainerStore:
         return BatchSizeDiffers(*rest)
 
     async def registration(self) -> Registration | None:
-        (trainer,) = keys(self._link, "trainer")
+        (trainer,) = self._link.keys("trainer")
         found = await self._link.call("HGET", trainer, "registration")
         return Registration.model_validate_json(found) if found else None
 
     async def status(self) -> RunStatus:
-        trainer, totals = keys(self._link, "trainer", "totals")
+        trainer, totals = self._link.keys("trainer", "totals")
         (step, run_uuid), groups = await self._link.transaction(
             ("HMGET", trainer, "step", "run_uuid"), ("HGET", totals, "queued_groups")
         )
