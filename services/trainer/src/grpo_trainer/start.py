@@ -28,27 +28,20 @@ from grpo_trainer.weight_sync.base import WeightSync
 
 
 @dataclass(frozen=True)
-class Learner:
-    """The policy, what updates it, and what checks it against the server.
+class Run:
+    """What every step of a run works with.
 
     `shared_memory`: None in modes that check every publication, and where no check is wanted
     """
 
+    settings: TrainerSettings
+    batches: BatchSource
     policy: CausalLM
     forward: ForwardPass
     optimizer: MasterOptimizer
     sync: WeightSync
     rollouts: RolloutCheck
     shared_memory: SharedMemoryCheck | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every step of a run works with."""
-
-    settings: TrainerSettings
-    batches: BatchSource
-    learner: Learner
     recorder: Recorder
     saver: Saver
 
@@ -102,5 +95,6 @@ def start_run(
         saver=saver,
     )
     rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
-    learner = Learner(policy, forward, optimizer, sync, rollouts, check)
-    return Run(settings, batches, learner, Recorder(settings, write_record), saver), position
+    recorder = Recorder(settings, write_record)
+    run = Run(settings, batches, policy, forward, optimizer, sync, rollouts, check, recorder, saver)
+    return run, position

@@ -98,11 +98,11 @@ def run_step(run: Run, position: Position) -> Position:
     except RolloutMismatch as error:
         run.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
         raise
-    check, published = run.learner.shared_memory, update.published
+    check, published = run.shared_memory, update.published
     outcome = StepOutcome(
         step=step,
         steps=settings.training_steps,
-        lr=run.learner.optimizer.learning_rate(step),
+        lr=run.optimizer.learning_rate(step),
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
         facts=batch.stats,
@@ -125,23 +125,23 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
     Raises:
         NonFiniteStep: twice; no weight was changed.
     """
-    learner, step = run.learner, position.step
-    optimizer, held = learner.optimizer, PolicyVersion(position.epoch, step)
+    step, optimizer = position.step, run.optimizer
+    held = PolicyVersion(position.epoch, step)
     fresh, is_repeated = None, False
     while True:
         try:
             gradients = accumulate_gradients(
-                learner.policy,
+                run.policy,
                 batch,
                 run.settings.clip_eps,
                 step,
-                learner.forward,
+                run.forward,
                 optimizer.loss_scale,
             )
             if fresh is None:  # the check remembers what it has seen
-                fresh = learner.rollouts.require_match(batch, gradients.tokens, held, step)
+                fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
             watch.computed()
-            return Update(gradients, fresh, learner.sync.apply(optimizer, step))
+            return Update(gradients, fresh, run.sync.apply(optimizer, step))
         except NonFiniteStep as error:
             optimizer.gradients.clear()
             if is_repeated:
