@@ -25,7 +25,7 @@ from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
@@ -115,7 +115,7 @@ class Bench:
             link,
             monitor,
             Publisher(link, monitor, action, deadline_s=60.0),
-            Adapter(str(self.model), LORA) if adapter else WholeModel(str(self.model)),
+            TrainedWeights(str(self.model), LORA if adapter else None),
             WeightDirectories(self.root),
             "auto",
             "cpu",

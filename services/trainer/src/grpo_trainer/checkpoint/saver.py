@@ -13,8 +13,7 @@ from grpo_trainer.checkpoint.export import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     remove_checkpoint,
-    save_adapter,
-    save_model,
+    save_policy,
 )
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
@@ -122,8 +121,7 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self._settings
         target = settings.save_path / name
-        save = save_model if settings.lora is None else save_adapter
-        save(self._policy, settings.model_name, target)
+        save_policy(self._policy, settings.model_name, target, settings.lora is not None)
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]

@@ -16,7 +16,7 @@ from grpo_trainer.config.sync import (
     served_weights_directory,
 )
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
@@ -68,7 +68,7 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
         supervisor=supervisor,
         monitor=monitor,
         publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
-        weights=trained_weights(settings),
+        weights=TrainedWeights(settings.model_name, settings.lora),
         directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
@@ -78,9 +78,3 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
             at_start=not action.restarts,
         ),
     )
-
-
-def trained_weights(settings: TrainerSettings) -> TrainedWeights:
-    if settings.lora is None:
-        return WholeModel(settings.model_name)
-    return Adapter(settings.model_name, settings.lora)
