@@ -27,7 +27,7 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -119,7 +119,8 @@ class Bench:
             WeightDirectories(self.root),
             "auto",
             "cpu",
-            Cadence(every_steps, last_step, at_start=not action.restarts),
+            every_steps,
+            last_step,
         )
         torch.manual_seed(0)
         yield sync

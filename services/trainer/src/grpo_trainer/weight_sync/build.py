@@ -18,7 +18,7 @@ from grpo_trainer.config.sync import (
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -72,9 +72,6 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
         directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
-        cadence=Cadence(
-            every_steps=chosen.publish_every_steps,
-            last_step=settings.training_steps,
-            at_start=not action.restarts,
-        ),
+        every_steps=chosen.publish_every_steps,
+        last_step=settings.training_steps,
     )

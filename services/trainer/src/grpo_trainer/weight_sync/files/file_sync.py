@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -21,7 +20,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.errors import PolicyMismatch, WeightSyncError
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.optim.optimizer import MasterOptimizer
@@ -43,21 +42,6 @@ T = TypeVar("T")
 PROBE_DEADLINE_S = 30.0
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """When weights are published: after every so many steps, and after the last one.
-
-    `at_start`: even where the server has them already, because it costs next to nothing.
-    """
-
-    every_steps: int
-    last_step: int
-    at_start: bool
-
-    def is_due(self, steps_taken: int) -> bool:
-        return steps_taken % self.every_steps == 0 or steps_taken == self.last_step
-
-
 class FileSync:
     """Args:
     bridge: asks the server
@@ -68,7 +52,7 @@ class FileSync:
     directories: directories of them
     dtype: what the server must hold; "auto": whatever it holds
     device: to train on; "auto": a GPU where there is one
-    cadence: when to publish
+    every_steps, last_step: weights are published after every so many steps, and after the last
     """
 
     def __init__(
@@ -81,7 +65,8 @@ class FileSync:
         directories: WeightDirectories,
         dtype: str,
         device: str,
-        cadence: Cadence,
+        every_steps: int,
+        last_step: int,
     ) -> None:
         self._bridge = bridge
         self._supervisor = supervisor
@@ -91,11 +76,12 @@ class FileSync:
         self._directories = directories
         self._dtype = dtype
         self._device = device
-        self._cadence = cadence
+        self._every_steps = every_steps
+        self._last_step = last_step
         self._policy: CausalLM
-        self._check: PublicationCheck | None = None
+        self._check: PublicationCheck
         self._epoch = 0
-        self._begun_as: PolicyVersion | None = None
+        self.begun_as: PolicyVersion | None = None
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
@@ -125,7 +111,7 @@ class FileSync:
         """Open an epoch beyond every one that is known of, and publish, unless the server serves
         these very weights already."""
         if bound is not None:
-            self._publication_check.bound = bound
+            self._check.bound = bound
         status = self._monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
@@ -137,17 +123,14 @@ class FileSync:
             self._supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
-        if self._cadence.at_start or not self._has(status, is_untrained):
+        # Even what the server has already, where that costs next to nothing.
+        if not self._publisher.restarts or not self._has(status, is_untrained):
             self._publish(version)
         else:
-            self._begun_as = status.version
-            self._proven(status.version, "At the start")
+            self.begun_as = status.version
+            self._check.require(status.version, "At the start")
             log.info("the server has these weights already", served_as=tuple(status.version))
         return version
-
-    @property
-    def begun_as(self) -> PolicyVersion | None:
-        return self._begun_as
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Step on the masters, write them into the policy, and publish where that is due.
@@ -162,7 +145,7 @@ class FileSync:
         optimizer.write_into_parameters()
         stepped = time.monotonic()
         version = PolicyVersion(self._epoch, step + 1)
-        is_due = self._cadence.is_due(step + 1)
+        is_due = (step + 1) % self._every_steps == 0 or step + 1 == self._last_step
         alignment = self._publish(version) if is_due else None
         return Published(
             version=version,
@@ -202,9 +185,9 @@ class FileSync:
             lambda to: self._weights.write(self._policy, to),
         )
         if not self._publisher.restarts:
-            self._publication_check.prime()
+            self._check.prime()
         in_use = self._publisher.publish(files)
-        alignment = self._proven(version, f"After step {version.step}")
+        alignment = self._check.require(version, f"After step {version.step}")
         self._directories.remove_older(in_use)
         log.info(
             "published",
@@ -213,15 +196,6 @@ class FileSync:
             difference=alignment.mean,
         )
         return alignment
-
-    def _proven(self, version: PolicyVersion, label: str) -> Alignment:
-        return self._publication_check.require(version, label)
-
-    @property
-    def _publication_check(self) -> PublicationCheck:
-        if self._check is None:
-            raise WeightSyncError("no policy: load_policy() comes first")
-        return self._check
 
     def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""
