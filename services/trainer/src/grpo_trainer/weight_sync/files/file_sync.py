@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
+import torch
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
@@ -27,10 +29,6 @@ from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.files.compatibility import (
-    dtype_to_load,
-    require_server,
-)
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -93,8 +91,8 @@ class FileSync:
         """
         device = device_to_load_on(self._device)
         info = self._bridge.info()
-        require_server(self._bridge.base_url, info, self._weights.kind)
-        dtype = dtype_to_load(self._dtype, info)
+        _require_server(self._bridge.base_url, info, self._weights.kind)
+        dtype = _dtype_to_load(self._dtype, info)
         self._agreed_status(info)
         self._policy = self._weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
@@ -124,7 +122,7 @@ class FileSync:
         )
         version = PolicyVersion(self._epoch, step)
         # Even what the server has already, where that costs next to nothing.
-        if not self._publisher.restarts or not self._has(status, is_untrained):
+        if not self._publisher.action.restarts or not self._has(status, is_untrained):
             self._publish(version)
         else:
             self.begun_as = status.version
@@ -184,7 +182,7 @@ class FileSync:
             self._weights.kind,
             lambda to: self._weights.write(self._policy, to),
         )
-        if not self._publisher.restarts:
+        if not self._publisher.action.restarts:  # a restart empties the caches anyway
             self._check.prime()
         in_use = self._publisher.publish(files)
         alignment = self._check.require(version, f"After step {version.step}")
@@ -238,3 +236,40 @@ class FileSync:
             with deadline.suspended():
                 self._monitor.await_serving()
             time.sleep(POLL_S)
+
+
+def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
+    """As far as it says. Raises `PolicyMismatch` where it cannot serve what is trained; lists every
+    reason."""
+    problems = []
+    if kind is WeightKind.ADAPTER and not info.lora_enabled:
+        problems.append(
+            "it takes no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
+        )
+    if kind is WeightKind.CHECKPOINT and info.lora_enabled:
+        problems.append("it takes adapters, not checkpoints: start it without --enable-lora")
+    if info.weights_socket is not None:
+        problems.append("it shares its weights: start it without --share-weights")
+    if problems:
+        raise PolicyMismatch(
+            f"the server at {url} is not one of this mode:\n  " + "\n  ".join(problems)
+        )
+
+
+def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
+    """Args: wanted: --dtype.
+
+    Raises:
+        PolicyMismatch: the server holds another one, or does not say which.
+    """
+    if info.dtype is None:
+        raise PolicyMismatch(
+            "the server does not say its data type at /bridge/info; it is too old for this mode"
+        )
+    if wanted not in ("auto", info.dtype):
+        raise PolicyMismatch(
+            f"--dtype {wanted}, but the server holds {info.dtype}; start both with the same, or "
+            "the trainer with --dtype auto"
+        )
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    return dtype
