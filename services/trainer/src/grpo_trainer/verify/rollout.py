@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ MAX_SIBLINGS = 7
 """More would only multiply the errors of the policy's log-probabilities."""
 
 
+@dataclass(frozen=True)
 class RolloutCheck:
     """Args:
     policy: the trainer's, for assumptions that need another forward pass
@@ -69,11 +70,10 @@ class RolloutCheck:
     tolerance: bound on the mean |difference| of fresh completions, for the served data type
     """
 
-    def __init__(self, policy: CausalLM, served_logprobs: ServedLogprobs, tolerance: float) -> None:
-        self._policy = policy
-        self._served_logprobs = served_logprobs
-        self._tolerance = tolerance
-        self._suspected: set[int | None] = set()
+    policy: CausalLM
+    served_logprobs: ServedLogprobs
+    tolerance: float
+    _suspected: set[int | None] = field(init=False, default_factory=set)
 
     def require_match(
         self, batch: Batch, table: TokenTable, version: PolicyVersion, step: int
@@ -99,7 +99,7 @@ class RolloutCheck:
 
     def _check_fresh(self, case: _EnvironmentBatch, fresh: TokenTable) -> None:
         found = Distance.of(fresh)
-        if found.lower_bound <= self._tolerance:
+        if found.lower_bound <= self.tolerance:
             return
         part = subsample(fresh)
         raise RolloutMismatch(
@@ -107,26 +107,26 @@ class RolloutCheck:
                 f"{case}: {found.tokens} trained tokens were sampled by exactly the "
                 f"weights that the trainer holds, but the log-probabilities logged with them "
                 f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
-                f"most (tolerance {self._tolerance:g}).",
+                f"most (tolerance {self.tolerance:g}).",
                 sent=part.mean_distance(),
                 tried=[
                     *shifted_logprobs(part),
                     *without_shared_prefix(part, case.sequences),
-                    *other_temperature(self._policy, part, case.sequences),
+                    *other_temperature(self.policy, part, case.sequences),
                 ],
-                tolerance=self._tolerance,
+                tolerance=self.tolerance,
                 server=self._ask_server(part, case.sequences),
             )
         )
 
     def _check_older(self, case: _EnvironmentBatch, older: TokenTable) -> None:
         found = Distance.of(older)
-        if found.lower_bound <= max(SUSPICIOUS, self._tolerance):
+        if found.lower_bound <= max(SUSPICIOUS, self.tolerance):
             self._suspected.discard(case.env_id)
             return
         part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifted_logprobs(part), *other_temperature(self._policy, part, case.sequences)]
+        tried = [*shifted_logprobs(part), *other_temperature(self.policy, part, case.sequences)]
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
         confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
         if factor >= FAR_BETTER:
@@ -141,7 +141,7 @@ class RolloutCheck:
             "sampled them, or weights that nobody names, so some difference may be right, but one "
             f"assumption makes it {factor:.0f} times smaller."
         )
-        raise RolloutMismatch(mismatch_report(summary, sent, tried, self._tolerance))
+        raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
 
     def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
         origins = case.sequences.origins
@@ -170,8 +170,8 @@ class RolloutCheck:
     def _from_server(self, tokens: Tensor) -> Tensor:
         """|server's - trainer's| now, at temperature 1: [T] → [T-1]."""
         ids: list[int] = tokens.tolist()
-        ours = logprobs_of(self._policy, ids)
-        return (ours - torch.tensor(self._served_logprobs(ids))).abs()
+        ours = logprobs_of(self.policy, ids)
+        return (ours - torch.tensor(self.served_logprobs(ids))).abs()
 
 
 @dataclass(frozen=True)
