@@ -19,7 +19,7 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
@@ -89,8 +89,7 @@ def run_step(run: Run, position: Position) -> Position:
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
     watch.fetched()
-    limits = CollationLimits(settings.seq_len, settings.batch_size)
-    batch = collate(taken.filtered.groups, limits)
+    batch = collate(taken.filtered.groups, settings.seq_len, settings.batch_size)
     try:
         update = update_policy(run, batch, position, watch)
     except NonFiniteStep as error:

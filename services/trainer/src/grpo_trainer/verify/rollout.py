@@ -34,7 +34,6 @@ from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
     UNCHANGED,
     Cause,
-    SequenceLookup,
     ServerAnswer,
     mismatch_report,
     other_temperature,
@@ -86,11 +85,10 @@ class RolloutCheck:
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
-        sequences = SequenceLookup(batch.micro_batches, batch.origins)
         fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
-            case = _EnvironmentBatch(step, env_id, sequences)
+            case = _EnvironmentBatch(step, env_id, batch)
             self._check_fresh(case, table.where(mine & fresh))
             self._check_shared_prefixes(case, table.where(mine))
             if int((mine & fresh).sum()) < PROOF_TOKENS:
@@ -111,11 +109,11 @@ class RolloutCheck:
                 sent=part.mean_distance(),
                 tried=[
                     *shifted_logprobs(part),
-                    *without_shared_prefix(part, case.sequences),
-                    *other_temperature(self.policy, part, case.sequences),
+                    *without_shared_prefix(part, case.batch),
+                    *other_temperature(self.policy, part, case.batch),
                 ],
                 tolerance=self.tolerance,
-                server=self._ask_server(part, case.sequences),
+                server=self._ask_server(part, case.batch),
             )
         )
 
@@ -126,7 +124,7 @@ class RolloutCheck:
             return
         part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifted_logprobs(part), *other_temperature(self.policy, part, case.sequences)]
+        tried = [*shifted_logprobs(part), *other_temperature(self.policy, part, case.batch)]
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
         confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
         if factor >= FAR_BETTER:
@@ -144,7 +142,7 @@ class RolloutCheck:
         raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
 
     def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
-        origins = case.sequences.origins
+        origins = case.batch.origins
         groups = {origin.group for origin in origins if origin.env_id == case.env_id}
         unlikely = groups_with_unlikely_prefix(table, origins)
         if 2 * len(unlikely) > len(groups):
@@ -156,12 +154,12 @@ class RolloutCheck:
                 f"stated.) {UNCHANGED}"
             )
 
-    def _ask_server(self, part: TokenTable, sequences: SequenceLookup) -> ServerAnswer:
+    def _ask_server(self, part: TokenTable, batch: Batch) -> ServerAnswer:
         differences = []
         try:
             for number in part.sequences()[:SERVER_SAMPLE_SEQUENCES]:
                 length = int(part.position[part.sequence == number].max()) + 1
-                differences.append(self._from_server(sequences.tokens(number, length)))
+                differences.append(self._from_server(batch.tokens(number, length)))
         except GrpoError as error:
             return ServerAnswer(None, f"not answered: {error}")
         mean = float(torch.cat(differences).mean())
@@ -180,7 +178,7 @@ class _EnvironmentBatch:
 
     step: int
     env_id: int | None
-    sequences: SequenceLookup
+    batch: Batch
 
     def __str__(self) -> str:
         return f"Step {self.step}, environment {self.env_id}"
