@@ -13,7 +13,7 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.token_table import Distance
-from grpo_trainer.checkpoint.atomic_dir import hold_save_path
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
@@ -51,7 +51,7 @@ def train(settings: TrainerSettings) -> None:
     require_packages(settings)
     with hold_save_path(settings.save_path), _run_api_client(settings) as api:
         store = StateStore(settings.save_path)
-        store.remove_unfinished()
+        remove_unfinished(store.directory)
         saved = find_state(settings, store)
         if saved is not None and saved.record.step >= settings.training_steps:
             rejoin(api, settings, saved)

@@ -221,7 +221,7 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
             (rig.root / "epoch_8_step_2").mkdir(parents=True)
         elif known_from == "a command":
             unread = {"path": "/x", "sha256": "0" * 64}
-            sync._supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
+            sync.supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
         last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
@@ -240,6 +240,6 @@ def test_a_server_of_another_mode_or_run_is_refused(
     rig = bench(mode, takes_adapters)
     rig.server.version = PolicyVersion(*version)
     with rig.trainer() as sync:
-        sync._supervisor.deadline_s = 0.0  # Redis has so long to agree
+        sync.supervisor.deadline_s = 0.0  # Redis has so long to agree
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()

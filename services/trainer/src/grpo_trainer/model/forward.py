@@ -142,7 +142,7 @@ def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
         probe.require_equal(FastForward(layout=packed))
         probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
     except FastPathRefused:
-        packing.disable(model)
+        model.set_attn_implementation(packing.DEFAULT)
         raise
 
 

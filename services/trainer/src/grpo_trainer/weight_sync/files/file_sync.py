@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
@@ -40,6 +41,7 @@ T = TypeVar("T")
 PROBE_DEADLINE_S = 30.0
 
 
+@dataclass(eq=False)
 class FileSync:
     """Args:
     bridge: asks the server
@@ -53,33 +55,20 @@ class FileSync:
     every_steps, last_step: weights are published after every so many steps, and after the last
     """
 
-    def __init__(
-        self,
-        bridge: BridgeClient,
-        supervisor: SupervisorClient,
-        monitor: ServerMonitor,
-        publisher: Publisher,
-        weights: TrainedWeights,
-        directories: WeightDirectories,
-        dtype: str,
-        device: str,
-        every_steps: int,
-        last_step: int,
-    ) -> None:
-        self._bridge = bridge
-        self._supervisor = supervisor
-        self._monitor = monitor
-        self._publisher = publisher
-        self._weights = weights
-        self._directories = directories
-        self._dtype = dtype
-        self._device = device
-        self._every_steps = every_steps
-        self._last_step = last_step
-        self._policy: CausalLM
-        self._check: PublicationCheck
-        self._epoch = 0
-        self.begun_as: PolicyVersion | None = None
+    bridge: BridgeClient
+    supervisor: SupervisorClient
+    monitor: ServerMonitor
+    publisher: Publisher
+    weights: TrainedWeights
+    directories: WeightDirectories
+    dtype: str
+    device: str
+    every_steps: int
+    last_step: int
+    begun_as: PolicyVersion | None = field(init=False, default=None)
+    _policy: CausalLM = field(init=False)
+    _check: PublicationCheck = field(init=False)
+    _epoch: int = field(init=False, default=0)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
@@ -89,12 +78,12 @@ class FileSync:
             PolicyMismatch: the server is not one of this mode, data type or run.
             NoSuchDevice: there is no such GPU to train on.
         """
-        device = device_to_load_on(self._device)
-        info = self._bridge.info()
-        _require_server(self._bridge.base_url, info, self._weights.kind)
-        dtype = _dtype_to_load(self._dtype, info)
+        device = device_to_load_on(self.device)
+        info = self.bridge.info()
+        _require_server(self.bridge.base_url, info, self.weights.kind)
+        dtype = _dtype_to_load(self.dtype, info)
         self._agreed_status(info)
-        self._policy = self._weights.load(dtype, device).eval()
+        self._policy = self.weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
         self._check = PublicationCheck(self._policy, self, lengths)
         return self._policy
@@ -110,19 +99,19 @@ class FileSync:
         these very weights already."""
         if bound is not None:
             self._check.bound = bound
-        status = self._monitor.await_serving()
+        status = self.monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
-        self._directories.prepare()
+        self.directories.prepare()
         self._epoch = 1 + max(
             last_epoch,
             status.epoch,
-            self._directories.newest_epoch(),
-            self._supervisor.newest_epoch(),
+            self.directories.newest_epoch(),
+            self.supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
         # Even what the server has already, where that costs next to nothing.
-        if not self._publisher.action.restarts or not self._has(status, is_untrained):
+        if not self.publisher.action.restarts or not self._has(status, is_untrained):
             self._publish(version)
         else:
             self.begun_as = status.version
@@ -143,7 +132,7 @@ class FileSync:
         optimizer.write_into_parameters()
         stepped = time.monotonic()
         version = PolicyVersion(self._epoch, step + 1)
-        is_due = (step + 1) % self._every_steps == 0 or step + 1 == self._last_step
+        is_due = (step + 1) % self.every_steps == 0 or step + 1 == self.last_step
         alignment = self._publish(version) if is_due else None
         return Published(
             version=version,
@@ -156,37 +145,37 @@ class FileSync:
 
     def recover_server(self) -> None:
         """Where the server is away: wait for its return. Raises `LostServer`."""
-        self._monitor.look()
+        self.monitor.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
         30 s, and as `recover_server`."""
-        return self._while_serving(lambda: self._bridge.prompt_logprobs(token_ids))
+        return self._while_serving(lambda: self.bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Raises as `served_logprobs`."""
         return self._while_serving(
-            lambda: self._bridge.sample(
+            lambda: self.bridge.sample(
                 prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
             )
         )
 
     def close(self) -> None:
-        self._supervisor.close()
-        self._bridge.close()
+        self.supervisor.close()
+        self.bridge.close()
 
     def _publish(self, version: PolicyVersion) -> Alignment:
         started = time.monotonic()
-        files = self._directories.write(
+        files = self.directories.write(
             version,
-            self._weights.kind,
-            lambda to: self._weights.write(self._policy, to),
+            self.weights.kind,
+            lambda to: self.weights.write(self._policy, to),
         )
-        if not self._publisher.action.restarts:  # a restart empties the caches anyway
+        if not self.publisher.action.restarts:  # a restart empties the caches anyway
             self._check.prime()
-        in_use = self._publisher.publish(files)
+        in_use = self.publisher.publish(files)
         alignment = self._check.require(version, f"After step {version.step}")
-        self._directories.remove_older(in_use)
+        self.directories.remove_older(in_use)
         log.info(
             "published",
             version=tuple(version),
@@ -201,28 +190,28 @@ class FileSync:
         if not served.trained:
             return is_untrained
         return (
-            served.kind is self._weights.kind
+            served.kind is self.weights.kind
             and served.path is not None
-            and self._weights.are_in(self._policy, served.path)
+            and self.weights.are_in(self._policy, served.path)
         )
 
     def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
-        deadline = Deadline(self._supervisor.deadline_s)
+        deadline = Deadline(self.supervisor.deadline_s)
         while True:
-            status = self._monitor.await_serving()
+            status = self.monitor.await_serving()
             if status.version == info.policy_version:
                 return status
             if deadline.has_passed:
                 raise PolicyMismatch(
-                    f"the server at {self._bridge.base_url} serves version "
+                    f"the server at {self.bridge.base_url} serves version "
                     f"{tuple(info.policy_version)}, and the one that reports for run "
-                    f"{self._supervisor.run_id!r} in Redis "
+                    f"{self.supervisor.run_id!r} in Redis "
                     f"{tuple(status.version)}: they are two. Give server and trainer the same "
                     "--redis-url and --run-id"
                 )
             time.sleep(POLL_S)
-            info = self._bridge.info()
+            info = self.bridge.info()
 
     def _while_serving(self, ask: Callable[[], T]) -> T:
         """Ask again until the server answers; the time for which it is away does not count."""
@@ -234,7 +223,7 @@ class FileSync:
                 if deadline.has_passed:
                     raise
             with deadline.suspended():
-                self._monitor.await_serving()
+                self.monitor.await_serving()
             time.sleep(POLL_S)
 
 
