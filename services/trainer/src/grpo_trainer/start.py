@@ -20,8 +20,8 @@ from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.telemetry.recorder import Recorder, settle_metrics_file
-from grpo_trainer.telemetry.sinks import Write
+from grpo_trainer.telemetry.recorder import Recorder
+from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.verify.rollout import RolloutCheck
 from grpo_trainer.weight_sync.base import WeightSync
@@ -64,7 +64,11 @@ def start_run(
         position = Position(step=0, batch_id=0, epoch=0)
     else:
         position = restore(saved, policy, optimizer, api, settings)
-    settle_metrics_file(settings.metrics_file, None if saved is None else saved.record.step)
+    if settings.metrics_file is not None:
+        if saved is None:
+            rotate_records(settings.metrics_file)
+        else:
+            trim_records(settings.metrics_file, saved.record.step)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
