@@ -41,7 +41,7 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.optim.build import build_optimizer
@@ -130,7 +130,7 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
         ],
     )
     usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
-    return collate([usable], CollationLimits(work.longest, work.micro_batch))
+    return collate([usable], work.longest, work.micro_batch)
 
 
 def trained_lengths(batch: Batch) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_bench.servers import make_random_model
-from grpo_trainer.model.loading import WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from tests.fixtures.inference import InferenceServer, start_inference, stop_inference
 from tests.inference.trainer_side import AttachedTrainer, attached_trainer
 
@@ -88,7 +88,7 @@ def test_attaching_costs_no_copy_of_the_weights(large_server: InferenceServer) -
 def test_a_copy_would_be_seen(large_server: InferenceServer) -> None:
     """The negative control of the measurement."""
     with measured("a model of one's own") as added:
-        own = WholeModel(str(large_server.model)).load(torch.bfloat16, torch.device("cuda", 0))
+        own = TrainedWeights(str(large_server.model)).load(torch.bfloat16, torch.device("cuda", 0))
     size = sum(p.nbytes for p in own.parameters())
     assert added["allocated"] == pytest.approx(size, rel=0.02)
 

@@ -133,7 +133,7 @@ def test_between_steps_a_lost_connection_is_noticed_and_the_weights_written_back
 
 def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> None:
     with attached_trainer(shared_server) as trainer:
-        trainer.sync._server._places = WeightPlaces(Path("/nowhere/weights.sock"))
+        trainer.sync._server.places = WeightPlaces(Path("/nowhere/weights.sock"))
         trainer.sync._server.return_deadline_s = 0.1
         cut_connection(trainer)
         with pytest.raises(LostServer, match=r"did not come back within 0\.1 s"):

@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
-from grpo_trainer.data.collate import Batch, CollationLimits, MicroBatch, collate
+from grpo_trainer.data.collate import Batch, MicroBatch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
@@ -82,7 +82,8 @@ def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True
     )
     return collate(
         [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))],
-        CollationLimits(64, micro_batch_size),
+        64,
+        micro_batch_size,
     )
 
 

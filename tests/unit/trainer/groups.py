@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
-from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 
 P = PROMPT_LOGPROB
@@ -47,4 +47,4 @@ def usable(*groups: ScoredGroup) -> list[UsableGroup]:
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:
-    return collate(usable(*groups), CollationLimits(seq_len, micro_batch_size))
+    return collate(usable(*groups), seq_len, micro_batch_size)

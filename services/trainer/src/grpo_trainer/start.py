@@ -20,35 +20,28 @@ from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.telemetry.recorder import Recorder, settle_metrics_file
-from grpo_trainer.telemetry.sinks import Write
+from grpo_trainer.telemetry.recorder import Recorder
+from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.verify.rollout import RolloutCheck
 from grpo_trainer.weight_sync.base import WeightSync
 
 
 @dataclass(frozen=True)
-class Learner:
-    """The policy, what updates it, and what checks it against the server.
+class Run:
+    """What every step of a run works with.
 
     `shared_memory`: None in modes that check every publication, and where no check is wanted
     """
 
+    settings: TrainerSettings
+    batches: BatchSource
     policy: CausalLM
     forward: ForwardPass
     optimizer: MasterOptimizer
     sync: WeightSync
     rollouts: RolloutCheck
     shared_memory: SharedMemoryCheck | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every step of a run works with."""
-
-    settings: TrainerSettings
-    batches: BatchSource
-    learner: Learner
     recorder: Recorder
     saver: Saver
 
@@ -71,7 +64,11 @@ def start_run(
         position = Position(step=0, batch_id=0, epoch=0)
     else:
         position = restore(saved, policy, optimizer, api, settings)
-    settle_metrics_file(settings.metrics_file, None if saved is None else saved.record.step)
+    if settings.metrics_file is not None:
+        if saved is None:
+            rotate_records(settings.metrics_file)
+        else:
+            trim_records(settings.metrics_file, saved.record.step)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
@@ -102,5 +99,6 @@ def start_run(
         saver=saver,
     )
     rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
-    learner = Learner(policy, forward, optimizer, sync, rollouts, check)
-    return Run(settings, batches, learner, Recorder(settings, write_record), saver), position
+    recorder = Recorder(settings, write_record)
+    run = Run(settings, batches, policy, forward, optimizer, sync, rollouts, check, recorder, saver)
+    return run, position

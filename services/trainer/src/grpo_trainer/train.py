@@ -13,13 +13,13 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.token_table import Distance
-from grpo_trainer.checkpoint.atomic_dir import hold_save_path
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.packages import require_packages
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, CollationLimits, collate
+from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
@@ -51,7 +51,7 @@ def train(settings: TrainerSettings) -> None:
     require_packages(settings)
     with hold_save_path(settings.save_path), _run_api_client(settings) as api:
         store = StateStore(settings.save_path)
-        store.remove_unfinished()
+        remove_unfinished(store.directory)
         saved = find_state(settings, store)
         if saved is not None and saved.record.step >= settings.training_steps:
             rejoin(api, settings, saved)
@@ -89,8 +89,7 @@ def run_step(run: Run, position: Position) -> Position:
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
     watch.fetched()
-    limits = CollationLimits(settings.seq_len, settings.batch_size)
-    batch = collate(taken.filtered.groups, limits)
+    batch = collate(taken.filtered.groups, settings.seq_len, settings.batch_size)
     try:
         update = update_policy(run, batch, position, watch)
     except NonFiniteStep as error:
@@ -98,11 +97,11 @@ def run_step(run: Run, position: Position) -> Position:
     except RolloutMismatch as error:
         run.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
         raise
-    check, published = run.learner.shared_memory, update.published
+    check, published = run.shared_memory, update.published
     outcome = StepOutcome(
         step=step,
         steps=settings.training_steps,
-        lr=run.learner.optimizer.learning_rate(step),
+        lr=run.optimizer.learning_rate(step),
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
         facts=batch.stats,
@@ -125,23 +124,23 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
     Raises:
         NonFiniteStep: twice; no weight was changed.
     """
-    learner, step = run.learner, position.step
-    optimizer, held = learner.optimizer, PolicyVersion(position.epoch, step)
+    step, optimizer = position.step, run.optimizer
+    held = PolicyVersion(position.epoch, step)
     fresh, is_repeated = None, False
     while True:
         try:
             gradients = accumulate_gradients(
-                learner.policy,
+                run.policy,
                 batch,
                 run.settings.clip_eps,
                 step,
-                learner.forward,
+                run.forward,
                 optimizer.loss_scale,
             )
             if fresh is None:  # the check remembers what it has seen
-                fresh = learner.rollouts.require_match(batch, gradients.tokens, held, step)
+                fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
             watch.computed()
-            return Update(gradients, fresh, learner.sync.apply(optimizer, step))
+            return Update(gradients, fresh, run.sync.apply(optimizer, step))
         except NonFiniteStep as error:
             optimizer.gradients.clear()
             if is_repeated:

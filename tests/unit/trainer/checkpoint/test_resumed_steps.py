@@ -16,9 +16,9 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.weight_sync.build import trained_weights
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
 
@@ -28,7 +28,7 @@ class Trainer:
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)
-        self.policy = trained_weights(chosen).load(dtype).eval()
+        self.policy = TrainedWeights(chosen.model_name, chosen.lora).load(dtype).eval()
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:

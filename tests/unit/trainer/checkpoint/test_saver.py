@@ -19,7 +19,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_tiny_model.model import Recipe, build_model, build_tokenizer
 from grpo_trainer.checkpoint.export import (
     FINAL_MODEL,
-    save_model,
+    save_policy,
 )
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.state import Position
@@ -171,7 +171,7 @@ def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> 
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view.view(parameter.shape)
 
-    save_model(model, str(source), saved)
+    save_policy(model, str(source), saved)
     loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name

@@ -27,7 +27,7 @@ from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.start import Learner, Run
+from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
@@ -105,8 +105,8 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        learner = Learner(self.policy, self.forward, self.optimizer, sync, rollouts, None)
-        run = Run(settings, source, learner, Recorder(settings, self.records.append), saver)
+        learner: Any = (self.policy, self.forward, self.optimizer, sync, rollouts, None)
+        run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
             position = train.run_step(run, position)

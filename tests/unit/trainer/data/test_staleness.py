@@ -14,7 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
-from grpo_trainer.data.collate import CollationLimits, collate
+from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import StaleData
@@ -68,7 +68,7 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` goes by versions: the weights of both groups were served when they came."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
     filtered = group_filter(None).filter(groups, 9, [PolicyVersion(2, 9)] * 2)
-    batch = collate(filtered.groups, CollationLimits(seq_len=100, micro_batch_size=2))
+    batch = collate(filtered.groups, seq_len=100, micro_batch_size=2)
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
     assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.weights.files import LORA_RANKS
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.checkpoint.export import save_adapter
+from grpo_trainer.checkpoint.export import save_policy
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
-from grpo_trainer.model.loading import Adapter
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.unit.trainer.groups import collated, group
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def loaded(model: str, lora: LoraOptions = LORA, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    return Adapter(model, lora).load(dtype).eval()
+    return TrainedWeights(model, lora).load(dtype).eval()
 
 
 def test_an_adapter_changes_nothing_at_first_and_trains_nothing_else(model: str) -> None:
@@ -78,14 +78,14 @@ def test_a_saved_adapter_loads_with_plain_peft(model: str, tmp_path: Path) -> No
     for step in range(2):
         move(policy, optimizer, step)
     target = tmp_path / "final_adapter"
-    save_adapter(policy, model, target)
+    save_policy(policy, model, target, is_adapter=True)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     again = PeftModel.from_pretrained(base, str(target)).eval()
     assert torch.equal(logprobs_of(again, TOKENS), logprobs_of(policy, TOKENS))
     assert AutoTokenizer.from_pretrained(target).chat_template
-    assert Adapter(model, LORA).are_in(policy, target)
+    assert TrainedWeights(model, LORA).are_in(policy, target)
     move(policy, optimizer, 2)
-    assert not Adapter(model, LORA).are_in(policy, target)
+    assert not TrainedWeights(model, LORA).are_in(policy, target)
 
 
 def test_dropout_is_on_for_the_gradient_and_off_for_everything_that_is_compared(

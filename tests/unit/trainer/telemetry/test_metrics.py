@@ -15,7 +15,7 @@ from grpo_trainer.algo.loss import NO_SUMS
 from grpo_trainer.algo.token_table import Distance, TokenTable
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.telemetry.metrics import StepOutcome, StepTimes, StepWatch, step_record
+from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
 
@@ -56,7 +56,13 @@ OUTCOME = StepOutcome(
     fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
     alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
-    times=StepTimes(fetch_s=0.5, compute_s=1.0, sync_s=0.2, step_s=2.0, time_s=9.0),
+    times={
+        "time_s": 9.0,
+        "train/step_time": 2.0,
+        "train/data_fetch_time": 0.5,
+        "train/compute_time": 1.0,
+        "train/sync_time": 0.2,
+    },
     save_s=0.25,
 )
 
@@ -104,9 +110,13 @@ def test_times_of_a_step() -> None:
     watch.fetched()
     watch.computed()
     published = Published(PolicyVersion(1, 1), 1.0, optimizer_s=0.5, publish_s=0.25)
-    assert watch.times(published, run_started=2.0) == StepTimes(
-        fetch_s=1.0, compute_s=3.5, sync_s=0.25, step_s=10.0, time_s=18.0
-    )
+    assert watch.times(published, run_started=2.0) == {
+        "time_s": 18.0,
+        "train/step_time": 10.0,
+        "train/data_fetch_time": 1.0,
+        "train/compute_time": 3.5,
+        "train/sync_time": 0.25,
+    }
 
 
 V = PolicyVersion

@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, require_alignment
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", params=["adapter", "whole model"])
 def run(request: pytest.FixtureRequest, model: str) -> Run:
     torch.manual_seed(1)
-    weights = Adapter(model, LORA) if request.param == "adapter" else WholeModel(model)
+    weights = TrainedWeights(model, LORA if request.param == "adapter" else None)
     return Run.of(weights.load(torch.float32).eval())
 
 
@@ -108,7 +108,7 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     """Of bfloat16: noise is 0.003, the tolerance 0.05, and these updates move it by 0.021 and
     0.012."""
     torch.manual_seed(1)
-    run = Run.of(WholeModel(model).load(torch.bfloat16).eval(), lr=0.0015)
+    run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
     run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
     cause = {"base": "was started with, without", "previous": "publication before"}[served]
     with pytest.raises(ServedWeightsDiffer, match=cause):
@@ -125,7 +125,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     model: str,
 ) -> None:
     torch.manual_seed(1)
-    policy = WholeModel(model).load(torch.float32).eval()
+    policy = TrainedWeights(model).load(torch.float32).eval()
     previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
     check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
@@ -155,7 +155,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
 
 
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
-    policy = WholeModel(model).load(torch.float32).eval()
+    policy = TrainedWeights(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
     with pytest.raises(ServedWeightsDiffer, match="another model than --model-name"):
         PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
@@ -166,7 +166,7 @@ def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
 
 
 def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
-    policy = WholeModel(model).load(torch.float32).eval()
+    policy = TrainedWeights(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
     check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     check.bound = Bound(floor=1e-3)
@@ -180,7 +180,7 @@ def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
 def test_small_updates_that_are_absent_add_up(model: str) -> None:
     """Each of them is within the noise of bfloat16, whose tolerance is 0.05."""
     torch.manual_seed(1)
-    policy = WholeModel(model).load(torch.bfloat16).eval()
+    policy = TrainedWeights(model).load(torch.bfloat16).eval()
     optimizer = optimizer_of(policy, lr=3e-4)
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
     check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))

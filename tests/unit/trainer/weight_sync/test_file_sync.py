@@ -25,9 +25,9 @@ from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.loading import Adapter, WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -115,11 +115,12 @@ class Bench:
             link,
             monitor,
             Publisher(link, monitor, action, deadline_s=60.0),
-            Adapter(str(self.model), LORA) if adapter else WholeModel(str(self.model)),
+            TrainedWeights(str(self.model), LORA if adapter else None),
             WeightDirectories(self.root),
             "auto",
             "cpu",
-            Cadence(every_steps, last_step, at_start=not action.restarts),
+            every_steps,
+            last_step,
         )
         torch.manual_seed(0)
         yield sync
@@ -220,7 +221,7 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
             (rig.root / "epoch_8_step_2").mkdir(parents=True)
         elif known_from == "a command":
             unread = {"path": "/x", "sha256": "0" * 64}
-            sync._supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
+            sync.supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
         last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
@@ -239,6 +240,6 @@ def test_a_server_of_another_mode_or_run_is_refused(
     rig = bench(mode, takes_adapters)
     rig.server.version = PolicyVersion(*version)
     with rig.trainer() as sync:
-        sync._supervisor.deadline_s = 0.0  # Redis has so long to agree
+        sync.supervisor.deadline_s = 0.0  # Redis has so long to agree
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()

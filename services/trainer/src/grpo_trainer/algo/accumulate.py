@@ -65,22 +65,26 @@ def _accumulated(
         on_device = micro.to(device)
         with dropout_on(dropouts):
             trained_logp = forward(policy, on_device)
-        without_dropout = _no_gradient(forward, policy, on_device) if dropouts else trained_logp
-        loss = _loss(trained_logp, on_device, clip_eps)
+        without_dropout = trained_logp
+        if dropouts:
+            with torch.no_grad():
+                without_dropout = forward(policy, on_device)
+        loss = grpo_loss(trained_logp, *_columns(on_device), clip_eps)
         # All that is looked at comes to the host at once: every look waits for the device.
         value, logp = _to_host(loss, without_dropout)
         if not math.isfinite(value):
-            raise _non_finite(value, _sums(logp, micro, clip_eps), f"step {step}, micro-batch {i}")
+            found = loss_sums(logp, *_columns(micro), clip_eps)
+            raise NonFiniteLoss(
+                f"step {step}, micro-batch {i}: loss is {value} (largest ratio "
+                f"{found.ratio_max:.3g}, largest |log ratio| {found.diff_max:.3g}); no weight was "
+                "changed by this step. Lower the learning rate, or look at the batch's logprobs"
+            )
         (scale * loss).backward()  # type: ignore[no-untyped-call]
         # A GPU is busy with that; the host adds up meanwhile.
-        total, sums = total + value, sums + _sums(logp, micro, clip_eps)
+        total += value
+        sums += loss_sums(logp, *_columns(micro), clip_eps)
         logps.append(logp)
     return GradientStats(total, sums, TokenTable.of(batch.micro_batches, logps))
-
-
-@torch.no_grad()
-def _no_gradient(forward: ForwardPass, policy: CausalLM, micro: MicroBatch) -> Tensor:
-    return forward(policy, micro)
 
 
 def _to_host(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
@@ -89,17 +93,6 @@ def _to_host(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
     return float(values[0]), values[1:].view(logp.shape)
 
 
-def _loss(logp: Tensor, micro: MicroBatch, clip_eps: float) -> Tensor:
-    return grpo_loss(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
-
-
-def _sums(logp: Tensor, micro: MicroBatch, clip_eps: float) -> LossSums:
-    return loss_sums(logp, micro.behaviour_logp, micro.advantages, micro.token_weight, clip_eps)
-
-
-def _non_finite(loss: float, sums: LossSums, where: str) -> NonFiniteLoss:
-    return NonFiniteLoss(
-        f"{where}: loss is {loss} (largest ratio {sums.ratio_max:.3g}, largest |log ratio| "
-        f"{sums.diff_max:.3g}); no weight was changed by this step. Lower the learning rate, "
-        "or look at the batch's logprobs"
-    )
+def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """What the loss compares log-probabilities with."""
+    return micro.behaviour_logp, micro.advantages, micro.token_weight

@@ -20,31 +20,24 @@ FINAL_MODEL = "final_model"
 FINAL_ADAPTER = "final_adapter"
 
 
-def save_model(policy: CausalLM, model_name: str, target: Path) -> None:
-    """Write model and tokenizer to `target`, complete and durable or not at all.
+def save_policy(policy: CausalLM, model_name: str, target: Path, is_adapter: bool = False) -> None:
+    """Write model or adapter, and tokenizer, to `target`, complete and durable or not at all.
 
     Raises:
         CheckpointNotSaved: the disk is full, or the like.
     """
+    from transformers import AutoTokenizer
+
     with whole_directory(target) as directory:
-        write_model(policy, model_name, directory)
-        _write_tokenizer(model_name, directory)
+        if is_adapter:
+            write_adapter(policy, directory)
+        else:
+            _write_model(policy, model_name, directory)
+        AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)
     log.info("saved", directory=str(target))
 
 
-def save_adapter(policy: CausalLM, model_name: str, target: Path) -> None:
-    """Write adapter and tokenizer to `target`, complete and durable or not at all.
-
-    Raises:
-        CheckpointNotSaved: the disk is full, or the like.
-    """
-    with whole_directory(target) as directory:
-        write_adapter(policy, directory)
-        _write_tokenizer(model_name, directory)
-    log.info("saved", directory=str(target))
-
-
-def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
+def _write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     """Weights, configuration and generation configuration, as transformers has them."""
     from transformers import GenerationConfig
 
@@ -70,9 +63,3 @@ def remove_checkpoint(directory: Path) -> None:
         log.warning("checkpoint.kept", directory=str(directory), reason=str(error))
     else:
         log.info("checkpoint.removed", directory=str(directory))
-
-
-def _write_tokenizer(model_name: str, directory: Path) -> None:
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -13,8 +13,7 @@ from grpo_trainer.checkpoint.export import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     remove_checkpoint,
-    save_adapter,
-    save_model,
+    save_policy,
 )
 from grpo_trainer.checkpoint.state import Position, capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
@@ -49,30 +48,20 @@ def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
     return Due(tuple(models), bool(models) or state_is_due)
 
 
+@dataclass
 class Saver:
     """Knows what of a run is durable. Batches are acknowledged as soon as a state holds them.
 
     `seconds`: what saving took since the step before, None where nothing was due.
     """
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        policy: CausalLM,
-        optimizer: MasterOptimizer,
-        api: TrainerClient,
-        store: StateStore,
-        bound: Bound,
-    ) -> None:
-        self._settings = settings
-        self._policy = policy
-        self._optimizer = optimizer
-        self._api = api
-        self._store = store
-        self._bound = bound
-        self._checkpoints: list[str] = []
-        self._position = self._saved = Position(step=0, batch_id=0, epoch=0)
-        self.seconds: float | None = None
+    settings: TrainerSettings
+    policy: CausalLM
+    optimizer: MasterOptimizer
+    api: TrainerClient
+    store: StateStore
+    bound: Bound
+    seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
         """The next step follows `position`. Where that is not saved it is now: a trainer killed
@@ -86,7 +75,7 @@ class Saver:
         """
         self._position = self._saved = position
         self._checkpoints = list(checkpoints)
-        _log_disk_need(self._settings, self._policy, self._optimizer)
+        _log_disk_need(self.settings, self.policy, self.optimizer)
         if not is_saved:
             self._save_state(position)
 
@@ -98,7 +87,7 @@ class Saver:
             ServiceUnavailable: the state is saved, and run-api could not be told.
         """
         self._position, self.seconds = position, None
-        due = due_after(position.step, self._saved.step, self._settings)
+        due = due_after(position.step, self._saved.step, self.settings)
         if not due.state:
             return
         started = time.monotonic()
@@ -120,10 +109,9 @@ class Saver:
         return True
 
     def _save_model(self, name: str) -> None:
-        settings = self._settings
+        settings = self.settings
         target = settings.save_path / name
-        save = save_model if settings.lora is None else save_adapter
-        save(self._policy, settings.model_name, target)
+        save_policy(self.policy, settings.model_name, target, settings.lora is not None)
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
@@ -132,17 +120,17 @@ class Saver:
 
     def _save_state(self, position: Position) -> None:
         started = time.monotonic()
-        run_uuid = self._api.run_uuid
+        run_uuid = self.api.run_uuid
         state = capture(
-            self._policy,
-            self._optimizer,
-            self._settings,
+            self.policy,
+            self.optimizer,
+            self.settings,
             position,
             run_uuid,
             self._checkpoints,
-            self._bound.noise,
+            self.bound.noise,
         )
-        directory = self._store.save(state)
+        directory = self.store.save(state)
         self._saved = position
         log.info(
             "state saved",
@@ -152,7 +140,7 @@ class Saver:
             seconds=round(time.monotonic() - started, 3),
         )
         if position.batch_id:
-            self._api.acknowledge(position.batch_id)
+            self.api.acknowledge(position.batch_id)
 
 
 def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: MasterOptimizer) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 from grpo_trainer.checkpoint.atomic_dir import (
     make_directory,
     remove_directory,
-    remove_unfinished,
     whole_directory,
     write_whole,
 )
@@ -64,10 +63,6 @@ class StateStore:
 
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
-
-    def remove_unfinished(self) -> None:
-        """What a trainer left behind that was killed. For the one who holds the save path."""
-        remove_unfinished(self.directory)
 
     def save(self, state: TrainerState) -> Path:
         """Make it durable, then let go of all but the newest two.
@@ -112,20 +107,16 @@ def _write_record(record: StateRecord, directory: Path) -> None:
     (directory / RECORD).write_text(record.model_dump_json())
 
 
-def _facts(path: Path) -> FileFacts:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileFacts(size_bytes=path.stat().st_size, sha256=digest)
-
-
 def _problem(path: Path, written: FileFacts) -> str | None:
     try:
-        found = _facts(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size_bytes = path.stat().st_size
     except OSError as error:
         return f"{path.name}: {error}"
-    if found.size_bytes != written.size_bytes:
-        return f"{path.name}: {found.size_bytes} bytes, {written.size_bytes} were written"
-    return None if found == written else f"{path.name}: other bytes than were written"
+    if size_bytes != written.size_bytes:
+        return f"{path.name}: {size_bytes} bytes, {written.size_bytes} were written"
+    return None if digest == written.sha256 else f"{path.name}: other bytes than were written"
 
 
 def _damaged(directory: Path, what: str) -> DamagedState:

@@ -180,7 +180,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     @field_validator("wandb_group")
     @classmethod
     def _wandb_has_a_group(cls, value: str, info: ValidationInfo) -> str:
-        return _random_group() if info.data.get("use_wandb") and not value else value
+        if value or not info.data.get("use_wandb"):
+            return value
+        return "".join(secrets.choice(string.ascii_letters) for _ in range(8))
 
 
 class TrainerSettings(RunOptions):
@@ -214,7 +216,3 @@ class TrainerSettings(RunOptions):
             starting_step=first_step,
             num_steps=self.training_steps,
         )
-
-
-def _random_group() -> str:
-    return "".join(secrets.choice(string.ascii_letters) for _ in range(8))

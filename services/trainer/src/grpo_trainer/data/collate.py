@@ -69,13 +69,12 @@ class Batch:
     origins: list[Origin]
     stats: BatchStats
 
-
-@dataclass(frozen=True)
-class CollationLimits:
-    """`seq_len` in tokens, `micro_batch_size` in sequences."""
-
-    seq_len: int
-    micro_batch_size: int
+    def tokens(self, sequence: int, length: int) -> Tensor:
+        """[length] the first tokens of a sequence, `length` of at least 2."""
+        number, row = divmod(sequence, len(self.micro_batches[0].inputs))
+        micro = self.micro_batches[number]
+        last = micro.targets[row, length - 2 : length - 1]
+        return torch.cat([micro.inputs[row, : length - 1], last])
 
 
 @dataclass(frozen=True)
@@ -90,21 +89,22 @@ class _Row:
     temperature: float
 
 
-def collate(groups: Sequence[UsableGroup], limits: CollationLimits) -> Batch:
+def collate(groups: Sequence[UsableGroup], seq_len: int, micro_batch_size: int) -> Batch:
     """Build one step's micro-batches.
 
     Sequences longer than `seq_len` tokens are cut at the end. Every sequence weighs the same and
     so does every trained token inside it: token_weight = 1 / (its trained tokens * all sequences).
+
+    Args: seq_len in tokens, micro_batch_size in sequences
     """
-    rows = [row for group in groups for row in _rows(group, limits.seq_len)]
-    size = limits.micro_batch_size
+    rows = [row for group in groups for row in _rows(group, seq_len)]
     return Batch(
         micro_batches=[
-            _micro_batch(rows[start : start + size], len(rows))
-            for start in range(0, len(rows), size)
+            _micro_batch(rows[start : start + micro_batch_size], len(rows))
+            for start in range(0, len(rows), micro_batch_size)
         ],
         origins=[origin for i, group in enumerate(groups) for origin in _origins(i, group)],
-        stats=batch_stats(groups, limits.seq_len),
+        stats=batch_stats(groups, seq_len),
     )
 
 

@@ -51,6 +51,7 @@ class _Tally:
     groups: int
 
 
+@dataclass(eq=False)
 class GroupFilter:
     """Remembers recent batches, and which warnings it logged.
 
@@ -60,15 +61,11 @@ class GroupFilter:
         max_staleness: in steps; older groups are dropped, None: none
     """
 
-    def __init__(
-        self,
-        limits: GroupLimits,
-        history: VersionHistory = NO_HISTORY,
-        max_staleness: int | None = None,
-    ) -> None:
-        self._limits = limits
-        self._history = history
-        self._max_staleness = max_staleness
+    limits: GroupLimits
+    history: VersionHistory = NO_HISTORY
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
         self._batches = RecentBatches()
         self._tallies: deque[_Tally] = deque(maxlen=WINDOW_BATCHES)
         self._logged: set[tuple[str, int | None]] = set()
@@ -96,8 +93,8 @@ class GroupFilter:
             self._next_repeat_warning = step + REPEAT_EVERY_STEPS
         young: list[tuple[ScoredGroup, GroupProvenance]] = []
         for group, version in zip(groups, received_under or [None] * len(groups), strict=True):
-            provenance = self._history.provenance(group, version)
-            if not self._history.is_stale(provenance, step, self._max_staleness):
+            provenance = self.history.provenance(group, version)
+            if not self.history.is_stale(provenance, step, self.max_staleness):
                 young.append((group, provenance))
         usable, problems = self._split(young)
         self._tallies.append(_Tally(len(problems), len(young)))
@@ -111,7 +108,7 @@ class GroupFilter:
         usable, problems = [], []
         for index, (group, provenance) in enumerate(groups):
             try:
-                checked = usable_group(index, group, self._limits)
+                checked = usable_group(index, group, self.limits)
                 usable.append(
                     replace(checked, facts=provenance.facts, version_bound=provenance.bound)
                 )

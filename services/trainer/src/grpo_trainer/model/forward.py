@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import torch
@@ -34,16 +33,10 @@ _PROBE_LENGTHS = (7, 1, 12)
 _PROBE_TEMPERATURES = (1.0, 0.7, 1.4)
 
 
-class ForwardPass(Protocol):
-    """One way of computing."""
-
-    def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
-        """[B, T] float32: of each target that is trained on the log-probability, at the temperature
-        that sampled it; of the others some finite number.
-
-        Args:
-            micro: on the policy's device
-        """
+ForwardPass = Callable[[CausalLM, MicroBatch], Tensor]
+"""One way of computing. [B, T] float32: of each target that is trained on the log-probability, at
+the temperature that sampled it; of the others some finite number. The batch is on the policy's
+device."""
 
 
 def plain_forward(policy: CausalLM, micro: MicroBatch) -> Tensor:
@@ -103,13 +96,17 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
     is_fused = is_enabled(
         "fused-head", options.fused_head, device, lambda: _probe_fused_head(policy, probe, probed)
     )
-    if options.compile:
-        compile_layers(base_model(policy))
     forward: ForwardPass = plain_forward
     if is_packed or is_fused:
         forward = FastForward(packed if is_packed else padded, arithmetic if is_fused else None)
     if options.compile:
-        _require_compiled(probe, forward)
+        compile_layers(base_model(policy))
+        # What does not compile fails now, and what was compiled wrongly is refused.
+        probe.differentiate(forward)
+        try:
+            probe.require_equal(forward)
+        except FastPathRefused as refusal:
+            raise FastPathRefused(f"--compile: {refusal}; leave it out") from refusal
     log.info("forward pass", packed=is_packed, fused_head=is_fused, compiled=options.compile)
     return forward
 
@@ -145,7 +142,7 @@ def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
         probe.require_equal(FastForward(layout=packed))
         probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
     except FastPathRefused:
-        packing.disable(model)
+        model.set_attn_implementation(packing.DEFAULT)
         raise
 
 
@@ -163,15 +160,6 @@ def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -
     model = base_model(policy)
     _require_none(model, fused_head.obstacles(model))
     probe.require_equal(FastForward(head=arithmetic))
-
-
-def _require_compiled(probe: _Probe, forward: ForwardPass) -> None:
-    """What does not compile fails now, and what was compiled wrongly is refused."""
-    probe.differentiate(forward)
-    try:
-        probe.require_equal(forward)
-    except FastPathRefused as refusal:
-        raise FastPathRefused(f"--compile: {refusal}; leave it out") from refusal
 
 
 def _require_none(model: CausalLM, obstacles: list[str]) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from grpo_core.weights.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
-from grpo_trainer.checkpoint.export import save_model, write_adapter
+from grpo_trainer.checkpoint.export import save_policy, write_adapter
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
@@ -75,10 +74,18 @@ def _current(device: torch.device) -> torch.device:
     return device
 
 
-class TrainedWeights(Protocol):
-    """`kind`: of the directories that it writes."""
+@dataclass(frozen=True)
+class TrainedWeights:
+    """`lora`: None where every parameter of the model is trained; else the model is frozen and an
+    adapter is trained."""
 
-    kind: WeightKind
+    model_name: str
+    lora: LoraOptions | None = None
+
+    @property
+    def kind(self) -> WeightKind:
+        """Of the directories that `write` makes."""
+        return WeightKind.CHECKPOINT if self.lora is None else WeightKind.ADAPTER
 
     def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
         """The policy as it is before any training, on `device`; what is not trained is in `dtype`.
@@ -86,6 +93,17 @@ class TrainedWeights(Protocol):
         Raises:
             PolicyMismatch: the options do not fit the model.
         """
+        from transformers import AutoModelForCausalLM
+
+        name = self.model_name
+        policy: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+        log.info(
+            "loaded the model",
+            model=name,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+        )
+        return policy if self.lora is None else with_adapter(policy, self.lora)
 
     def write(self, policy: CausalLM, target: Path) -> None:
         """All that a server needs, complete and durable or not at all.
@@ -93,70 +111,25 @@ class TrainedWeights(Protocol):
         Raises:
             CheckpointNotSaved: the disk is full, or the like.
         """
-
-    def are_in(self, policy: CausalLM, directory: Path) -> bool:
-        """Does `directory`, as `write` makes them, hold exactly the policy's weights? False where
-        it cannot be read."""
-
-
-class WholeModel:
-    """Every parameter of the model is trained."""
-
-    kind = WeightKind.CHECKPOINT
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-
-    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
-        return _load_model(self._model_name, dtype, device)
-
-    def write(self, policy: CausalLM, target: Path) -> None:
-        save_model(policy, self._model_name, target)
-
-    def are_in(self, policy: CausalLM, directory: Path) -> bool:
-        ours = {name: p.detach() for name, p in policy.named_parameters()}
-        return _are_the_same(ours, sorted(directory.glob(MODEL_WEIGHTS_GLOB)))
-
-
-class Adapter:
-    """The model is frozen and a LoRA adapter is trained."""
-
-    kind = WeightKind.ADAPTER
-
-    def __init__(self, model_name: str, lora: LoraOptions) -> None:
-        self._model_name = model_name
-        self._lora = lora
-
-    def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
-        return with_adapter(_load_model(self._model_name, dtype, device), self._lora)
-
-    def write(self, policy: CausalLM, target: Path) -> None:
+        if self.lora is None:
+            save_policy(policy, self.model_name, target)
+            return
         with whole_directory(target) as directory:
             write_adapter(policy, directory)
 
     def are_in(self, policy: CausalLM, directory: Path) -> bool:
-        return _are_the_same(adapter_tensors(policy), [directory / ADAPTER_WEIGHTS])
-
-
-def _load_model(model_name: str, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    from transformers import AutoModelForCausalLM
-
-    policy: CausalLM = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
-    log.info(
-        "loaded the model",
-        model=model_name,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-    )
-    return policy
-
-
-def _are_the_same(ours: dict[str, Tensor], files: list[Path]) -> bool:
-    try:
-        found = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError):
-        return False
-    return found.keys() == ours.keys() and all(
-        tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name].cpu())
-        for name, tensor in found.items()
-    )
+        """Does `directory`, as `write` makes them, hold exactly the policy's weights? False where
+        it cannot be read."""
+        if self.lora is None:
+            ours = {name: p.detach() for name, p in policy.named_parameters()}
+            files = sorted(directory.glob(MODEL_WEIGHTS_GLOB))
+        else:
+            ours, files = adapter_tensors(policy), [directory / ADAPTER_WEIGHTS]
+        try:
+            found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        except (OSError, SafetensorError):
+            return False
+        return found.keys() == ours.keys() and all(
+            tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name].cpu())
+            for name, tensor in found.items()
+        )

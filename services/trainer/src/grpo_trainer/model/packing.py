@@ -136,11 +136,6 @@ def enable(model: CausalLM) -> None:
         raise FastPathRefused("its layers have an attention of their own")
 
 
-def disable(model: CausalLM) -> None:
-    """Back to what transformers chooses by default."""
-    model.set_attn_implementation(DEFAULT)
-
-
 @dataclass(frozen=True)
 class Flash:
     """Torch's flash attention. `takes_fewer_heads`: of keys and values than of queries."""

@@ -51,8 +51,14 @@ class UpdateRule(Protocol):
     def initial_state(self, weights: Tensor) -> State:
         """Before a parameter's first step."""
 
+    def place_of_step(self, weights: Tensor) -> torch.device:  # noqa: ARG002
+        """Of the count of steps: where Python reads it, which must not wait for a GPU."""
+        return torch.device("cpu")
+
     def restored(self, saved: State, weights: Tensor) -> State:
         """A copy of a saved state, every tensor where the rule wants it."""
+        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
+        return moved | {STEP: saved[STEP].to(self.place_of_step(weights), copy=True)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         """One step, in place, without weight decay: that is added where masters are held.
@@ -64,7 +70,7 @@ class UpdateRule(Protocol):
         """
 
 
-class AdamW32:
+class AdamW32(UpdateRule):
     """AdamW (arXiv 1711.05101, algorithm 2) with both moments in fp32, whatever the masters are in.
 
     A second moment in bf16 would stop following its gradients: a step moves it by one part in a
@@ -79,14 +85,10 @@ class AdamW32:
 
     def initial_state(self, weights: Tensor) -> State:
         return {
-            STEP: torch.zeros((), device=self._place_of_step(weights)),
+            STEP: torch.zeros((), device=self.place_of_step(weights)),
             EXP_AVG: torch.zeros_like(weights, dtype=torch.float32),
             EXP_AVG_SQ: torch.zeros_like(weights, dtype=torch.float32),
         }
-
-    def restored(self, saved: State, weights: Tensor) -> State:
-        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
-        return moved | {STEP: saved[STEP].to(self._place_of_step(weights), copy=True)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         adamw(
@@ -107,9 +109,9 @@ class AdamW32:
             maximize=False,
         )
 
-    def _place_of_step(self, weights: Tensor) -> torch.device:
-        """The fused kernel reads the count itself; else Python does and must not wait for a GPU."""
-        return weights.device if self._fused else torch.device("cpu")
+    def place_of_step(self, weights: Tensor) -> torch.device:
+        """The fused kernel reads the count itself."""
+        return weights.device if self._fused else super().place_of_step(weights)
 
 
 def _scaled(gradient: Tensor, scale: float) -> Tensor:
@@ -117,7 +119,7 @@ def _scaled(gradient: Tensor, scale: float) -> Tensor:
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
-class AdamW8bit:
+class AdamW8bit(UpdateRule):
     """bitsandbytes' AdamW8bit (arXiv 2110.02861): moments quantised in blocks, along a map of 256
     values. State, limits and result are those of its class `AdamW8bit`, whose functions are called
     directly: the class would keep the weights, and wait for the GPU after every parameter.
@@ -138,10 +140,6 @@ class AdamW8bit:
     def initial_state(self, weights: Tensor) -> State:
         build = self._quantised if weights.numel() >= MIN_8BIT_ELEMENTS else _unquantised
         return {STEP: torch.zeros(()), **build(weights)}
-
-    def restored(self, saved: State, weights: Tensor) -> State:
-        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
-        return moved | {STEP: saved[STEP].to("cpu", copy=True)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         state[STEP] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 import torch
@@ -13,7 +13,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.causal_lm import CausalLM
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
 from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.optimizer import MasterOptimizer
 
@@ -43,7 +43,9 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
     """
     if settings.fused_step:
         return _fused(parameters)
-    rule = _RULES[settings.optimizer](parameters[0].device)
+    device = parameters[0].device
+    is_8bit = settings.optimizer == "adamw_8bit"
+    rule = AdamW8bit(device) if is_8bit else AdamW32(fused=device.type == "cuda")
     if settings.master_dtype == "float32":
         return Masters(rule)
     _require_dtypes(
@@ -52,11 +54,7 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
         "--master-dtype bfloat16: the weights are in {found}, of which bfloat16 masters would lose "
         "a part; pass --master-dtype float32, or serve the model in bfloat16",
     )
-    return Masters(rule, torch.bfloat16, _rounding(settings, parameters[0].device))
-
-
-def _adamw(device: torch.device) -> UpdateRule:
-    return AdamW32(fused=device.type == "cuda")
+    return Masters(rule, torch.bfloat16, _rounding(settings, device))
 
 
 def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRounding | None:
@@ -93,9 +91,3 @@ def _require_dtypes(parameters: Sequence[Tensor], usable: set[torch.dtype], mess
             for dtype, count in unusable.items()
         )
         raise UnusableOptimizer(message.format(found=found))
-
-
-_RULES: dict[str, Callable[[torch.device], UpdateRule]] = {
-    "adamw": _adamw,
-    "adamw_8bit": AdamW8bit,
-}

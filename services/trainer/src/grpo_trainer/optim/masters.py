@@ -10,6 +10,7 @@ section 3).
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ CHUNK_ELEMENTS = 1 << 24
 """Rounded at a time: what it takes beside the weights is three times 64 MiB."""
 
 
+@dataclass(eq=False)
 class Masters:
     """Takes masters of one data type through a step.
 
@@ -37,15 +39,9 @@ class Masters:
         rounding: to bfloat16; None: to the nearest
     """
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        dtype: torch.dtype = torch.float32,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        self.rule = rule
-        self.dtype = dtype
-        self.rounding = rounding
+    rule: UpdateRule
+    dtype: torch.dtype = torch.float32
+    rounding: StochasticRounding | None = None
 
     def begin_step(self, step: int) -> None:
         """The step with this index, counted from 0, comes next."""

@@ -23,9 +23,6 @@ class HealthyRange:
     high: float
     look_at: str
 
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
     def __str__(self) -> str:
         if self.low == -math.inf:
             return f"at most {self.high:g}"
@@ -83,7 +80,7 @@ class RangeWatch:
         """Args: record: one step's metrics; what is not in it is not judged."""
         for healthy in RANGES:
             value = record.get(healthy.metric)
-            if value is not None and not healthy.holds(value):
+            if value is not None and not healthy.low <= value <= healthy.high:
                 self._outside(healthy, value, int(record["step"]))
 
     def _outside(self, healthy: HealthyRange, value: float, step: int) -> None:

@@ -17,18 +17,6 @@ from grpo_trainer.weight_sync.base import Published
 Record = dict[str, float]
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step. `compute_s` includes the optimizer, `step_s` everything; `time_s`: since
-    the first step of this process began."""
-
-    fetch_s: float
-    compute_s: float
-    sync_s: float
-    step_s: float
-    time_s: float
-
-
 class StepWatch:
     """Takes the times of a step that begins now."""
 
@@ -44,16 +32,20 @@ class StepWatch:
         """All but the optimizer's part of the computation is done."""
         self._computed = self._clock()
 
-    def times(self, published: Published, run_started: float) -> StepTimes:
-        """The step ends now. Args: run_started: the clock when the first step began."""
+    def times(self, published: Published, run_started: float) -> Record:
+        """The step ends now: its seconds, as they stand in the record. Compute includes the
+        optimizer, the step everything; "time_s": since the first step of this process began.
+
+        Args: run_started: the clock when the first step began
+        """
         end = self._clock()
-        return StepTimes(
-            fetch_s=self._fetched - self._begin,
-            compute_s=self._computed - self._fetched + published.optimizer_s,
-            sync_s=published.publish_s,
-            step_s=end - self._begin,
-            time_s=end - run_started,
-        )
+        return {
+            "time_s": end - run_started,
+            "train/step_time": end - self._begin,
+            "train/data_fetch_time": self._fetched - self._begin,
+            "train/compute_time": self._computed - self._fetched + published.optimizer_s,
+            "train/sync_time": published.publish_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class StepOutcome:
     fresh: Distance
     published: Published
     alignment: Alignment | None
-    times: StepTimes
+    times: Record
     save_s: float | None
 
 
@@ -86,7 +78,7 @@ def step_record(outcome: StepOutcome) -> Record:
     defined_or_not = {
         "step": outcome.step + 1,
         "steps": outcome.steps,
-        "time_s": outcome.times.time_s,
+        "time_s": outcome.times["time_s"],
         **_data(outcome.facts, outcome.filtered),
         "data/quarantined_batches": outcome.quarantined_batches,
         **_training(outcome),
@@ -112,19 +104,16 @@ def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]
 
 
 def _training(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, times = outcome.gradients.sums, outcome.times
+    sums = outcome.gradients.sums
     return {
         "train/loss": outcome.gradients.loss,
         "train/grad_norm": outcome.published.grad_norm,
         "train/lr": outcome.lr,
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
-        "train/step_time": times.step_s,
-        "train/data_fetch_time": times.fetch_s,
-        "train/compute_time": times.compute_s,
-        "train/sync_time": times.sync_s,
+        **outcome.times,
         "train/save_time": outcome.save_s,
-        "throughput/tokens_per_s": outcome.facts.tokens / times.step_s,
+        "throughput/tokens_per_s": outcome.facts.tokens / outcome.times["train/step_time"],
     }
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import structlog
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.metrics import StepOutcome, step_record
-from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
+from grpo_trainer.telemetry.sinks import Write
 from grpo_trainer.telemetry.timing import Stopwatch, server_status
 
 log = structlog.get_logger()
@@ -45,16 +44,3 @@ class Recorder:
         summary = self._stopwatch.summary(settings.sync.mode, server_status(settings))
         summary.write(settings.save_path)
         sys.stdout.write(f"\n{summary}")
-
-
-def settle_metrics_file(path: Path | None, resumed_step: int | None) -> None:
-    """Leave in the metrics file the records of this run up to the step that it resumes from.
-
-    Args: resumed_step: None if the run begins; records of another run are then set aside.
-    """
-    if path is None:
-        return
-    if resumed_step is None:
-        rotate_records(path)
-    else:
-        trim_records(path, resumed_step)

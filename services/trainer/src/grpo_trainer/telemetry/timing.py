@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
@@ -119,7 +121,9 @@ class Stopwatch:
             compute_s_total=self._compute_s,
             publishes=self._publishes,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            peak_cuda_bytes=_peak_cuda_bytes(),
+            peak_cuda_bytes=(
+                torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+            ),
             restarts=server.restarts if server else None,
             dropped_requests=server.dropped_requests if server else None,
             generation_tokens=server.generation_tokens if server else None,
@@ -135,9 +139,3 @@ def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
         return None
     with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
         return link.status_for_report()
-
-
-def _peak_cuda_bytes() -> int | None:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

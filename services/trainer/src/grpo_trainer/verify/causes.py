@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.algo.token_table import MIN_TOKENS, TokenTable
-from grpo_trainer.data.collate import MicroBatch, Origin
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.model.causal_lm import CausalLM, device_of
 from grpo_trainer.verify.alignment import MISMATCH
 
@@ -67,21 +67,6 @@ class Hypothesis:
     mean: float
 
 
-class SequenceLookup:
-    """Finds a batch's sequences by their number; what it answers has no padding that matters."""
-
-    def __init__(self, micro_batches: Sequence[MicroBatch], origins: Sequence[Origin]) -> None:
-        self.origins = origins
-        self._size = len(micro_batches[0].inputs)
-        self._micro_batches = micro_batches
-
-    def tokens(self, number: int, length: int) -> Tensor:
-        """[length] the first tokens of a sequence, `length` of at least 2."""
-        micro, row = self._micro_batches[number // self._size], number % self._size
-        last = micro.targets[row, length - 2 : length - 1]
-        return torch.cat([micro.inputs[row, : length - 1], last])
-
-
 def subsample(table: TokenTable) -> TokenTable:
     """A part that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
     few = table.where(
@@ -105,9 +90,9 @@ def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
     ]
 
 
-def without_shared_prefix(table: TokenTable, sequences: SequenceLookup) -> list[Hypothesis]:
+def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
     """Only tokens behind the beginning that all completions of a group share."""
-    shared = torch.tensor([origin.shared_tokens for origin in sequences.origins])
+    shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
     own = table.where(table.position >= shared[table.sequence])
     if not MIN_TOKENS <= len(own) < len(table):
         return []
@@ -116,13 +101,11 @@ def without_shared_prefix(table: TokenTable, sequences: SequenceLookup) -> list[
 
 
 @torch.no_grad()
-def other_temperature(
-    policy: CausalLM, table: TokenTable, sequences: SequenceLookup
-) -> list[Hypothesis]:
+def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
     """The temperature that explains the logprobs best, where it is another than said."""
     if len(table) < MIN_TOKENS:
         return []
-    logits, targets = _logits(policy, table, sequences)  # [N, V], [N]
+    logits, targets = _logits(policy, table, batch)  # [N, V], [N]
     logged = table.behaviour_logp.to(logits.device)
 
     def distance(temperature: float) -> float:
@@ -139,15 +122,13 @@ def other_temperature(
     return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
 
 
-def _logits(
-    policy: CausalLM, table: TokenTable, sequences: SequenceLookup
-) -> tuple[Tensor, Tensor]:
+def _logits(policy: CausalLM, table: TokenTable, batch: Batch) -> tuple[Tensor, Tensor]:
     """Those that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
     device = device_of(policy)
     logits, targets = [], []
     for number in table.sequences():
         positions = table.position[table.sequence == number].to(device)
-        ids = sequences.tokens(number, int(positions.max()) + 1).to(device)
+        ids = batch.tokens(number, int(positions.max()) + 1).to(device)
         answer = policy(input_ids=ids[:-1].unsqueeze(0), use_cache=False).logits[0]  # [T, V]
         logits.append(answer[positions - 1].float())
         targets.append(ids[positions])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
     UNCHANGED,
     Cause,
-    SequenceLookup,
     ServerAnswer,
     mismatch_report,
     other_temperature,
@@ -62,6 +61,7 @@ MAX_SIBLINGS = 7
 """More would only multiply the errors of the policy's log-probabilities."""
 
 
+@dataclass(frozen=True)
 class RolloutCheck:
     """Args:
     policy: the trainer's, for assumptions that need another forward pass
@@ -69,11 +69,10 @@ class RolloutCheck:
     tolerance: bound on the mean |difference| of fresh completions, for the served data type
     """
 
-    def __init__(self, policy: CausalLM, served_logprobs: ServedLogprobs, tolerance: float) -> None:
-        self._policy = policy
-        self._served_logprobs = served_logprobs
-        self._tolerance = tolerance
-        self._suspected: set[int | None] = set()
+    policy: CausalLM
+    served_logprobs: ServedLogprobs
+    tolerance: float
+    _suspected: set[int | None] = field(init=False, default_factory=set)
 
     def require_match(
         self, batch: Batch, table: TokenTable, version: PolicyVersion, step: int
@@ -86,11 +85,10 @@ class RolloutCheck:
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
-        sequences = SequenceLookup(batch.micro_batches, batch.origins)
         fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
-            case = _EnvironmentBatch(step, env_id, sequences)
+            case = _EnvironmentBatch(step, env_id, batch)
             self._check_fresh(case, table.where(mine & fresh))
             self._check_shared_prefixes(case, table.where(mine))
             if int((mine & fresh).sum()) < PROOF_TOKENS:
@@ -99,7 +97,7 @@ class RolloutCheck:
 
     def _check_fresh(self, case: _EnvironmentBatch, fresh: TokenTable) -> None:
         found = Distance.of(fresh)
-        if found.lower_bound <= self._tolerance:
+        if found.lower_bound <= self.tolerance:
             return
         part = subsample(fresh)
         raise RolloutMismatch(
@@ -107,26 +105,26 @@ class RolloutCheck:
                 f"{case}: {found.tokens} trained tokens were sampled by exactly the "
                 f"weights that the trainer holds, but the log-probabilities logged with them "
                 f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
-                f"most (tolerance {self._tolerance:g}).",
+                f"most (tolerance {self.tolerance:g}).",
                 sent=part.mean_distance(),
                 tried=[
                     *shifted_logprobs(part),
-                    *without_shared_prefix(part, case.sequences),
-                    *other_temperature(self._policy, part, case.sequences),
+                    *without_shared_prefix(part, case.batch),
+                    *other_temperature(self.policy, part, case.batch),
                 ],
-                tolerance=self._tolerance,
-                server=self._ask_server(part, case.sequences),
+                tolerance=self.tolerance,
+                server=self._ask_server(part, case.batch),
             )
         )
 
     def _check_older(self, case: _EnvironmentBatch, older: TokenTable) -> None:
         found = Distance.of(older)
-        if found.lower_bound <= max(SUSPICIOUS, self._tolerance):
+        if found.lower_bound <= max(SUSPICIOUS, self.tolerance):
             self._suspected.discard(case.env_id)
             return
         part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifted_logprobs(part), *other_temperature(self._policy, part, case.sequences)]
+        tried = [*shifted_logprobs(part), *other_temperature(self.policy, part, case.batch)]
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
         confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
         if factor >= FAR_BETTER:
@@ -141,10 +139,10 @@ class RolloutCheck:
             "sampled them, or weights that nobody names, so some difference may be right, but one "
             f"assumption makes it {factor:.0f} times smaller."
         )
-        raise RolloutMismatch(mismatch_report(summary, sent, tried, self._tolerance))
+        raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
 
     def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
-        origins = case.sequences.origins
+        origins = case.batch.origins
         groups = {origin.group for origin in origins if origin.env_id == case.env_id}
         unlikely = groups_with_unlikely_prefix(table, origins)
         if 2 * len(unlikely) > len(groups):
@@ -156,12 +154,12 @@ class RolloutCheck:
                 f"stated.) {UNCHANGED}"
             )
 
-    def _ask_server(self, part: TokenTable, sequences: SequenceLookup) -> ServerAnswer:
+    def _ask_server(self, part: TokenTable, batch: Batch) -> ServerAnswer:
         differences = []
         try:
             for number in part.sequences()[:SERVER_SAMPLE_SEQUENCES]:
                 length = int(part.position[part.sequence == number].max()) + 1
-                differences.append(self._from_server(sequences.tokens(number, length)))
+                differences.append(self._from_server(batch.tokens(number, length)))
         except GrpoError as error:
             return ServerAnswer(None, f"not answered: {error}")
         mean = float(torch.cat(differences).mean())
@@ -170,8 +168,8 @@ class RolloutCheck:
     def _from_server(self, tokens: Tensor) -> Tensor:
         """|server's - trainer's| now, at temperature 1: [T] → [T-1]."""
         ids: list[int] = tokens.tolist()
-        ours = logprobs_of(self._policy, ids)
-        return (ours - torch.tensor(self._served_logprobs(ids))).abs()
+        ours = logprobs_of(self.policy, ids)
+        return (ours - torch.tensor(self.served_logprobs(ids))).abs()
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class _EnvironmentBatch:
 
     step: int
     env_id: int | None
-    sequences: SequenceLookup
+    batch: Batch
 
     def __str__(self) -> str:
         return f"Step {self.step}, environment {self.env_id}"

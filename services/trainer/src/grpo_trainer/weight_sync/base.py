@@ -34,6 +34,10 @@ class Published:
 class WeightSync(Protocol):
     """Owns the policy's weights and their way to the server."""
 
+    begun_as: PolicyVersion | None
+    """Where `start` found its weights served already: the name under which they are. None where it
+    published them itself."""
+
     def load_policy(self, restoring: bool = False) -> CausalLM:
         """The model to train, a transformers causal language model.
 
@@ -55,11 +59,6 @@ class WeightSync(Protocol):
             last_epoch: of the state that the run goes on from; a later one is opened.
             bound: for modes that prove their publications (default: one that learns)
         """
-
-    @property
-    def begun_as(self) -> PolicyVersion | None:
-        """Where `start` found its weights served already: the name under which they are. None where
-        it published them itself."""
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Take the optimizer step with index `step`, and serve its result where that is due."""

@@ -16,9 +16,9 @@ from grpo_trainer.config.sync import (
     served_weights_directory,
 )
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.model.loading import Adapter, TrainedWeights, WholeModel
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files.file_sync import Cadence, FileSync
+from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -68,19 +68,10 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
         supervisor=supervisor,
         monitor=monitor,
         publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
-        weights=trained_weights(settings),
+        weights=TrainedWeights(settings.model_name, settings.lora),
         directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
-        cadence=Cadence(
-            every_steps=chosen.publish_every_steps,
-            last_step=settings.training_steps,
-            at_start=not action.restarts,
-        ),
+        every_steps=chosen.publish_every_steps,
+        last_step=settings.training_steps,
     )
-
-
-def trained_weights(settings: TrainerSettings) -> TrainedWeights:
-    if settings.lora is None:
-        return WholeModel(settings.model_name)
-    return Adapter(settings.model_name, settings.lora)

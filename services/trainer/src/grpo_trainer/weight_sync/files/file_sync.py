@@ -10,28 +10,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
+import torch
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.errors import PolicyMismatch, WeightSyncError
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.files.compatibility import (
-    dtype_to_load,
-    require_server,
-)
 from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -43,21 +41,7 @@ T = TypeVar("T")
 PROBE_DEADLINE_S = 30.0
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """When weights are published: after every so many steps, and after the last one.
-
-    `at_start`: even where the server has them already, because it costs next to nothing.
-    """
-
-    every_steps: int
-    last_step: int
-    at_start: bool
-
-    def is_due(self, steps_taken: int) -> bool:
-        return steps_taken % self.every_steps == 0 or steps_taken == self.last_step
-
-
+@dataclass(eq=False)
 class FileSync:
     """Args:
     bridge: asks the server
@@ -68,34 +52,23 @@ class FileSync:
     directories: directories of them
     dtype: what the server must hold; "auto": whatever it holds
     device: to train on; "auto": a GPU where there is one
-    cadence: when to publish
+    every_steps, last_step: weights are published after every so many steps, and after the last
     """
 
-    def __init__(
-        self,
-        bridge: BridgeClient,
-        supervisor: SupervisorClient,
-        monitor: ServerMonitor,
-        publisher: Publisher,
-        weights: TrainedWeights,
-        directories: WeightDirectories,
-        dtype: str,
-        device: str,
-        cadence: Cadence,
-    ) -> None:
-        self._bridge = bridge
-        self._supervisor = supervisor
-        self._monitor = monitor
-        self._publisher = publisher
-        self._weights = weights
-        self._directories = directories
-        self._dtype = dtype
-        self._device = device
-        self._cadence = cadence
-        self._policy: CausalLM
-        self._check: PublicationCheck | None = None
-        self._epoch = 0
-        self._begun_as: PolicyVersion | None = None
+    bridge: BridgeClient
+    supervisor: SupervisorClient
+    monitor: ServerMonitor
+    publisher: Publisher
+    weights: TrainedWeights
+    directories: WeightDirectories
+    dtype: str
+    device: str
+    every_steps: int
+    last_step: int
+    begun_as: PolicyVersion | None = field(init=False, default=None)
+    _policy: CausalLM = field(init=False)
+    _check: PublicationCheck = field(init=False)
+    _epoch: int = field(init=False, default=0)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
@@ -105,12 +78,12 @@ class FileSync:
             PolicyMismatch: the server is not one of this mode, data type or run.
             NoSuchDevice: there is no such GPU to train on.
         """
-        device = device_to_load_on(self._device)
-        info = self._bridge.info()
-        require_server(self._bridge.base_url, info, self._weights.kind)
-        dtype = dtype_to_load(self._dtype, info)
+        device = device_to_load_on(self.device)
+        info = self.bridge.info()
+        _require_server(self.bridge.base_url, info, self.weights.kind)
+        dtype = _dtype_to_load(self.dtype, info)
         self._agreed_status(info)
-        self._policy = self._weights.load(dtype, device).eval()
+        self._policy = self.weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
         self._check = PublicationCheck(self._policy, self, lengths)
         return self._policy
@@ -125,29 +98,26 @@ class FileSync:
         """Open an epoch beyond every one that is known of, and publish, unless the server serves
         these very weights already."""
         if bound is not None:
-            self._publication_check.bound = bound
-        status = self._monitor.await_serving()
+            self._check.bound = bound
+        status = self.monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
-        self._directories.prepare()
+        self.directories.prepare()
         self._epoch = 1 + max(
             last_epoch,
             status.epoch,
-            self._directories.newest_epoch(),
-            self._supervisor.newest_epoch(),
+            self.directories.newest_epoch(),
+            self.supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
-        if self._cadence.at_start or not self._has(status, is_untrained):
+        # Even what the server has already, where that costs next to nothing.
+        if not self.publisher.action.restarts or not self._has(status, is_untrained):
             self._publish(version)
         else:
-            self._begun_as = status.version
-            self._proven(status.version, "At the start")
+            self.begun_as = status.version
+            self._check.require(status.version, "At the start")
             log.info("the server has these weights already", served_as=tuple(status.version))
         return version
-
-    @property
-    def begun_as(self) -> PolicyVersion | None:
-        return self._begun_as
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Step on the masters, write them into the policy, and publish where that is due.
@@ -162,7 +132,7 @@ class FileSync:
         optimizer.write_into_parameters()
         stepped = time.monotonic()
         version = PolicyVersion(self._epoch, step + 1)
-        is_due = self._cadence.is_due(step + 1)
+        is_due = (step + 1) % self.every_steps == 0 or step + 1 == self.last_step
         alignment = self._publish(version) if is_due else None
         return Published(
             version=version,
@@ -175,37 +145,37 @@ class FileSync:
 
     def recover_server(self) -> None:
         """Where the server is away: wait for its return. Raises `LostServer`."""
-        self._monitor.look()
+        self.monitor.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` where a server that says it serves does not answer for
         30 s, and as `recover_server`."""
-        return self._while_serving(lambda: self._bridge.prompt_logprobs(token_ids))
+        return self._while_serving(lambda: self.bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Raises as `served_logprobs`."""
         return self._while_serving(
-            lambda: self._bridge.sample(
+            lambda: self.bridge.sample(
                 prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
             )
         )
 
     def close(self) -> None:
-        self._supervisor.close()
-        self._bridge.close()
+        self.supervisor.close()
+        self.bridge.close()
 
     def _publish(self, version: PolicyVersion) -> Alignment:
         started = time.monotonic()
-        files = self._directories.write(
+        files = self.directories.write(
             version,
-            self._weights.kind,
-            lambda to: self._weights.write(self._policy, to),
+            self.weights.kind,
+            lambda to: self.weights.write(self._policy, to),
         )
-        if not self._publisher.restarts:
-            self._publication_check.prime()
-        in_use = self._publisher.publish(files)
-        alignment = self._proven(version, f"After step {version.step}")
-        self._directories.remove_older(in_use)
+        if not self.publisher.action.restarts:  # a restart empties the caches anyway
+            self._check.prime()
+        in_use = self.publisher.publish(files)
+        alignment = self._check.require(version, f"After step {version.step}")
+        self.directories.remove_older(in_use)
         log.info(
             "published",
             version=tuple(version),
@@ -214,43 +184,34 @@ class FileSync:
         )
         return alignment
 
-    def _proven(self, version: PolicyVersion, label: str) -> Alignment:
-        return self._publication_check.require(version, label)
-
-    @property
-    def _publication_check(self) -> PublicationCheck:
-        if self._check is None:
-            raise WeightSyncError("no policy: load_policy() comes first")
-        return self._check
-
     def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Does the server serve the policy's weights, whatever it calls them?"""
         served = status.weights
         if not served.trained:
             return is_untrained
         return (
-            served.kind is self._weights.kind
+            served.kind is self.weights.kind
             and served.path is not None
-            and self._weights.are_in(self._policy, served.path)
+            and self.weights.are_in(self._policy, served.path)
         )
 
     def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
         """Of the supervisor in Redis, once it is that of the server at our URL."""
-        deadline = Deadline(self._supervisor.deadline_s)
+        deadline = Deadline(self.supervisor.deadline_s)
         while True:
-            status = self._monitor.await_serving()
+            status = self.monitor.await_serving()
             if status.version == info.policy_version:
                 return status
             if deadline.has_passed:
                 raise PolicyMismatch(
-                    f"the server at {self._bridge.base_url} serves version "
+                    f"the server at {self.bridge.base_url} serves version "
                     f"{tuple(info.policy_version)}, and the one that reports for run "
-                    f"{self._supervisor.run_id!r} in Redis "
+                    f"{self.supervisor.run_id!r} in Redis "
                     f"{tuple(status.version)}: they are two. Give server and trainer the same "
                     "--redis-url and --run-id"
                 )
             time.sleep(POLL_S)
-            info = self._bridge.info()
+            info = self.bridge.info()
 
     def _while_serving(self, ask: Callable[[], T]) -> T:
         """Ask again until the server answers; the time for which it is away does not count."""
@@ -262,5 +223,42 @@ class FileSync:
                 if deadline.has_passed:
                     raise
             with deadline.suspended():
-                self._monitor.await_serving()
+                self.monitor.await_serving()
             time.sleep(POLL_S)
+
+
+def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
+    """As far as it says. Raises `PolicyMismatch` where it cannot serve what is trained; lists every
+    reason."""
+    problems = []
+    if kind is WeightKind.ADAPTER and not info.lora_enabled:
+        problems.append(
+            "it takes no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
+        )
+    if kind is WeightKind.CHECKPOINT and info.lora_enabled:
+        problems.append("it takes adapters, not checkpoints: start it without --enable-lora")
+    if info.weights_socket is not None:
+        problems.append("it shares its weights: start it without --share-weights")
+    if problems:
+        raise PolicyMismatch(
+            f"the server at {url} is not one of this mode:\n  " + "\n  ".join(problems)
+        )
+
+
+def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
+    """Args: wanted: --dtype.
+
+    Raises:
+        PolicyMismatch: the server holds another one, or does not say which.
+    """
+    if info.dtype is None:
+        raise PolicyMismatch(
+            "the server does not say its data type at /bridge/info; it is too old for this mode"
+        )
+    if wanted not in ("auto", info.dtype):
+        raise PolicyMismatch(
+            f"--dtype {wanted}, but the server holds {info.dtype}; start both with the same, or "
+            "the trainer with --dtype auto"
+        )
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    return dtype

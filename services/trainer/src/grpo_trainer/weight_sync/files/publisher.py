@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -32,6 +33,7 @@ LOST_AFTER_S = 15.0
 with the last second of a Redis or with a supervisor."""
 
 
+@dataclass(frozen=True)
 class Publisher:
     """Args:
     supervisor: takes the commands
@@ -40,22 +42,10 @@ class Publisher:
     deadline_s: how long it may take, with everything that goes wrong on the way
     """
 
-    def __init__(
-        self,
-        supervisor: SupervisorClient,
-        monitor: ServerMonitor,
-        action: Action,
-        deadline_s: float,
-    ) -> None:
-        self._supervisor = supervisor
-        self._monitor = monitor
-        self._action = action
-        self._deadline_s = deadline_s
-
-    @property
-    def restarts(self) -> bool:
-        """The server begins anew with every publication, its caches too."""
-        return self._action.restarts
+    supervisor: SupervisorClient
+    monitor: ServerMonitor
+    action: Action
+    deadline_s: float
 
     def publish(self, weights: WeightRef) -> frozenset[Path]:
         """Return once every request that arrives is answered by these weights.
@@ -68,12 +58,12 @@ class Publisher:
             NotPublished: it tried until the deadline.
             LostServer: nobody is there to ask.
         """
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self.deadline_s)
         retry_s = FIRST_RETRY_S
         while True:
             sender = f"trainer {os.getpid()} on {socket.gethostname()}"[:256]
-            command = Command.to_serve(weights, self._action, sender)
-            self._supervisor.send(command)
+            command = Command.to_serve(weights, self.action, sender)
+            self.supervisor.send(command)
             outcome = self._outcome_of(command, deadline)
             if outcome.state is OutcomeState.DONE:
                 return _directories(outcome)
@@ -81,7 +71,10 @@ class Publisher:
                 return frozenset()
             reason = f"{outcome.state}: {outcome.reason}"
             if outcome.state is OutcomeState.REFUSED:
-                raise _refused(weights, outcome)
+                raise WeightsRefused(
+                    f"the server refuses version {tuple(weights.version)} in {weights.path}: "
+                    f"{outcome.reason}. It goes on serving the version before"
+                )
             if deadline.left_s <= retry_s:
                 raise self._not_published(weights, reason)
             log.warning("asking the server again", version=tuple(weights.version), reason=reason)
@@ -92,7 +85,7 @@ class Publisher:
         """The final one, or BUSY where the command was lost."""
         lost = Deadline(LOST_AFTER_S)
         while True:
-            outcome = self._supervisor.outcome(command)
+            outcome = self.supervisor.outcome(command)
             if outcome is not None and outcome.state is not OutcomeState.ACCEPTED:
                 return outcome
             if self._is_lost(command, lost):
@@ -101,23 +94,23 @@ class Publisher:
                 seen = "taken up" if outcome else "not seen"
                 raise self._not_published(
                     command.weights,
-                    f"the command was {seen} and not answered; {describe(self._monitor.status())}",
+                    f"the command was {seen} and not answered; {describe(self.monitor.status())}",
                 )
             time.sleep(POLL_S)
 
     def _is_lost(self, command: Command, lost: Deadline) -> bool:
         """Raises `LostServer` where no supervisor is there for too long."""
-        status = self._monitor.status()
+        status = self.monitor.status()
         if status is None:
-            self._monitor.note_absence(status)
+            self.monitor.note_absence(status)
         else:
-            self._monitor.note_presence()
+            self.monitor.note_presence()
         if status is None or not lost.has_passed:
             return False
-        return status.state is SupervisorPhase.SERVING and not self._supervisor.has(command)
+        return status.state is SupervisorPhase.SERVING and not self.supervisor.has(command)
 
     def _is_served(self, weights: WeightRef) -> bool:
-        status = self._monitor.status()
+        status = self.monitor.status()
         return (
             status is not None
             and status.state is SupervisorPhase.SERVING
@@ -127,17 +120,10 @@ class Publisher:
 
     def _not_published(self, weights: WeightRef, reason: str) -> NotPublished:
         return NotPublished(
-            f"version {tuple(weights.version)} is not served after {self._deadline_s:g} s "
+            f"version {tuple(weights.version)} is not served after {self.deadline_s:g} s "
             f"({reason}). Read the server's log; raise --publish-deadline-s where it only needs "
             "longer. Started again, the trainer goes on from the last state that it saved"
         )
-
-
-def _refused(weights: WeightRef, outcome: Outcome) -> WeightsRefused:
-    return WeightsRefused(
-        f"the server refuses version {tuple(weights.version)} in {weights.path}: "
-        f"{outcome.reason}. It goes on serving the version before"
-    )
 
 
 def _directories(outcome: Outcome) -> frozenset[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -53,6 +53,7 @@ class Attachment:
         self.connection.close()
 
 
+@dataclass(eq=False)
 class ServerConnection:
     """At most one attachment at a time.
 
@@ -64,21 +65,15 @@ class ServerConnection:
         return_deadline_s: how long a server that went away may take to come back
     """
 
-    def __init__(
-        self,
-        bridge: BridgeClient,
-        places: WeightPlaces,
-        dtype: str,
-        device: str,
-        return_deadline_s: float,
-    ) -> None:
-        self._bridge = bridge
-        self._places = places
-        self._dtype = dtype
-        self._device = device
-        self.return_deadline_s = return_deadline_s
-        self._attachment: Attachment | None = None
-        bridge.give_up_if(self.is_lost)
+    bridge: BridgeClient
+    places: WeightPlaces
+    dtype: str
+    device: str
+    return_deadline_s: float
+    _attachment: Attachment | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.bridge.give_up_if(self.is_lost)
 
     def is_lost(self) -> bool:
         """Has the server ended whose memory is held?"""
@@ -106,18 +101,18 @@ class ServerConnection:
             UnreachableWeights: they are on a GPU that this process cannot share.
             BridgeConfigNotFound: nobody says where the socket is on this file system.
         """
-        info = self._bridge.info(deadline_s)
-        connection = connect_weights(_socket(self._bridge.base_url, info, self._places))
+        info = self.bridge.info(deadline_s)
+        connection = connect_weights(_socket(self.bridge.base_url, info, self.places))
         try:
             weights = map_weights(connection)
             # Asked again once attached: the previous trainer may have been cut off in the meantime.
-            attachment = Attachment(connection, weights, self._bridge.info(deadline_s))
+            attachment = Attachment(connection, weights, self.bridge.info(deadline_s))
         except BaseException:
             connection.close()
             raise
         self._attachment = attachment
         self._check_dtype(weights)
-        require_device(self._device, weights.device)
+        require_device(self.device, weights.device)
         return attachment
 
     def reattach(self, why: str) -> Attachment:
@@ -157,15 +152,15 @@ class ServerConnection:
 
     def did_not_return(self, what: str) -> LostServer:
         return LostServer(
-            f"the inference server at {self._bridge.base_url} went away and did not come back "
+            f"the inference server at {self.bridge.base_url} went away and did not come back "
             f"within {self.return_deadline_s:g} s ({what}); read its log, start it again, then "
             "the trainer"
         )
 
     def _check_dtype(self, weights: MappedWeights) -> None:
-        if self._dtype not in ("auto", weights.dtype_name):
+        if self.dtype not in ("auto", weights.dtype_name):
             raise PolicyMismatch(
-                f"--dtype {self._dtype}, but the server holds {weights.dtype_name}; start both "
+                f"--dtype {self.dtype}, but the server holds {weights.dtype_name}; start both "
                 "with the same, or the trainer with --dtype auto"
             )
 

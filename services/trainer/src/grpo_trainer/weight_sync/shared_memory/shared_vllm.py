@@ -55,6 +55,8 @@ class SharedVllm:
     epochs: those that were opened before
     """
 
+    begun_as: PolicyVersion | None = None  # never: what `start` serves has a name of this run
+
     def __init__(
         self,
         bridge: BridgeClient,
@@ -124,11 +126,6 @@ class SharedVllm:
             last_epoch = max(last_epoch, self._epochs.newest())
         self._version = _opened_after(self._version, last_epoch)
         return self._publish(step)
-
-    @property
-    def begun_as(self) -> PolicyVersion | None:
-        """Never: what `start` serves has a name of this run."""
-        return None
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Step on the masters while serving goes on, then write them into the served weights.
