@@ -41,8 +41,8 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters
-from grpo_trainer.optim.optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 LEASE_S = 60.0

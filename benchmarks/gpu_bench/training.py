@@ -34,8 +34,8 @@ from benchmarks.gpu_bench.settings import (
     train_flops,
 )
 from grpo_core.errors import GrpoError
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
@@ -45,7 +45,7 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""

@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from benchmarks.run_api_bench.settings import Sizes
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 
 VOCABULARY = 150_000
 GZIP_FROM_BYTES = 1024

@@ -21,7 +21,7 @@ from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
 from grpo_trainer.data.batch_source import BatchSource
 from grpo_trainer.data.group_filter import digest
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify import alignment
 from tests.faults.stages import (
     HALF_SAVED,

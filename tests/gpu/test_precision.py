@@ -21,7 +21,7 @@ from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import SequenceLengths
 from grpo_trainer.optim.build import build_update
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.tokens import align_group
+from grpo_env.rollout.training_sequences import align_group
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import wait_for
 

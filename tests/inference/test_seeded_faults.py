@@ -18,8 +18,8 @@ import torch
 from structlog.testing import capture_logs
 
 from grpo_core.errors import GrpoError
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED
 from grpo_trainer import train
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
@@ -29,7 +29,7 @@ from grpo_trainer.errors import (
     ServedWeightsDiffer,
     UnusableGroup,
 )
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from grpo_vllm.weights.layout_checks import LayoutFacts
+from grpo_vllm.weights.in_place_checks import LayoutFacts
 from tests.inference.vllm_hooks import HOOKS, Hook, module_and_path
 
 

@@ -15,7 +15,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.logprobs import probe_tokens
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, AlignmentProbe
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_memory.memory import map_weights

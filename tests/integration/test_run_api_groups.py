@@ -8,7 +8,7 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.wire.values import FLOAT32_MAX
+from grpo_core.wire.fields import FLOAT32_MAX
 from tests.integration.run_api_calls import group, send_raw, start
 
 SIZE = 2

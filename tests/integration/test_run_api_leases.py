@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from grpo_core.redis.names import served_weights_key
+from grpo_core.redis.keys import served_weights_key
 from tests.fixtures.run_api import RUN_ID
 from tests.integration.run_api_calls import (
     WAITING,

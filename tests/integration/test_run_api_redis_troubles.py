@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.shutdown import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink, report_persistence

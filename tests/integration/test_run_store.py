@@ -18,7 +18,7 @@ async def run(redis_url: str) -> AsyncIterator[Run]:
         yield run
 
 
-@pytest.mark.parametrize("script", ["acknowledge", "open_poll", "lease"])
+@pytest.mark.parametrize("script", ["acknowledge", "open_poll", "lease_batch"])
 async def test_a_batch_whose_answer_was_lost_is_not_acknowledged(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4)
     run.link.loses_answer_of = script
@@ -58,7 +58,7 @@ async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None
     async def another_replica_leases() -> None:
         assert await run.poll(replica=True) == [1, 2]
 
-    run.link.before["lease"] = another_replica_leases
+    run.link.before["lease_batch"] = another_replica_leases
     async with run.answer() as second, run.answer(replica=True) as third:
         assert await run.markers(second) == [3, 4]
         assert await run.markers(third) == [5, 6]
@@ -98,7 +98,7 @@ async def test_a_poll_of_the_previous_trainer_takes_nothing(run: Run, reset: boo
         await run.register()
         await run.submit(3, 4)
 
-    run.link.before["lease"] = a_new_trainer_registers
+    run.link.before["lease_batch"] = a_new_trainer_registers
     assert await run.poll() is None
     assert await run.poll() == ([3, 4] if reset else [1, 2])
 
@@ -110,7 +110,7 @@ async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(r
     async def another_replica_completes_the_group() -> None:
         await run.submit(2, size=1, env_id=env_id, replica=True)
 
-    run.link.before["submit"] = another_replica_completes_the_group
+    run.link.before["submit_placed"] = another_replica_completes_the_group
     await run.submit(3, size=1, env_id=env_id)
     assert await run.status() == (0, 2)
     await run.submit(4, size=1, env_id=env_id)
@@ -147,7 +147,7 @@ async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) 
     assert (await run.status(), await run.payloads()) == ((0, 0), 0)
 
 
-@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
+@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit_placed", 1)])
 async def test_groups_that_meet_a_reset_are_refused(run: Run, script: str, size: int) -> None:
     env_id = await run.start_environment(group_size=2)
     run.link.before[script] = run.store.reset

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.ingest.backpressure import MAX_WAITING, Ticket
+from grpo_api.ingest.waiting_line import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
 from tests.support.wait import wait_for_async
 
@@ -118,7 +118,7 @@ async def test_groups_that_waited_longest_come_first(
         assert [await run.poll(), await run.poll()] == [[2, 3], [10, 11]]
 
 
-@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit", 1)])
+@pytest.mark.parametrize(("script", "size"), [("submit_whole", 2), ("submit_placed", 1)])
 async def test_a_large_group_that_redis_forgot_is_not_taken(
     run: Run, script: str, size: int
 ) -> None:

@@ -12,7 +12,7 @@ from grpo_api.errors import (
     StoreUnavailable,
     TrainerSuperseded,
 )
-from grpo_api.store.records import Acknowledged
+from grpo_api.store.results import Acknowledged
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
@@ -36,7 +36,7 @@ async def test_a_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> No
     assert await run.status() == (2, 0)
 
 
-@pytest.mark.parametrize("script", ["open_poll", "lease"])
+@pytest.mark.parametrize("script", ["open_poll", "lease_batch"])
 async def test_a_lease_whose_answer_was_lost_is_asked_for_again(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4)
     run.link.loses_answer_of = script

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_api.store.records import DueBatch, Poll
+from grpo_api.store.results import DueBatch, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights

@@ -12,7 +12,7 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from grpo_core.redis.names import served_weights_key
+from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port

@@ -8,8 +8,8 @@ import json
 import random
 from collections.abc import Sequence
 
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED
 
 _MAX_TOKEN = 150_000
 _SHORT_TOKENS = 6

@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from grpo_core.clients.run_api import TrainerClient
+from grpo_core.wire.fields import UNSET
 from grpo_core.wire.run_api import Registration
-from grpo_core.wire.values import UNSET
 from tests.soak.groups import content_digest, digest
 from tests.soak.hits import Moment
 from tests.soak.journal import Delivered, Journal, Saved, TrainedBatch

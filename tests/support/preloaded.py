@@ -67,7 +67,7 @@ def _fork_on_request(path: str) -> None:
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine import main  # noqa: F401
     from grpo_vllm.engine.vllm_compat import launch
 
     obstacle = launch.preload()
@@ -110,7 +110,7 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
 
 
 def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
-    from grpo_core.process.children import killed_with_parent
+    from grpo_core.process.orphans import killed_with_parent
     from grpo_vllm.forkserver import server
 
     killed_with_parent()

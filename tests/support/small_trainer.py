@@ -12,7 +12,7 @@ from torch import nn
 from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 SETTINGS = CommandLine(model_name="m", weight_bridge_mode="shared_vllm").settings()
 

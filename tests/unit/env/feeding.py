@@ -10,7 +10,7 @@ import pytest
 
 from grpo_env import worker
 from grpo_env.config.settings import load_env_settings
-from grpo_env.rollout.prompts import Encode
+from grpo_env.rollout.chat_template import Encode
 from grpo_env.tasks import Message, Task
 from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_local.defaults import sizes_for
 from grpo_local.process.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
 from grpo_local.settings import DemoSettings
-from grpo_local.sizes import sizes_for
 
 
 def test_one_token_reaches_every_service_and_no_command_line(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.data.collate import Batch, MicroBatch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.model.adapter import trained_parameters, with_adapter

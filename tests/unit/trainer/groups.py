@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 

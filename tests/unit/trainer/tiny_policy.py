@@ -10,7 +10,7 @@ import torch
 from grpo_tiny_model.model import Recipe, build_model, build_tokenizer
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 LORA = LoraOptions(r=4, alpha=32, dropout=0.0, target_modules=("q_proj", "v_proj"), layers=None)
 VOCABULARY = 259

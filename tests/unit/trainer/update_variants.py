@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, StepOptions
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
-from grpo_trainer.optim.optimizer import MasterOptimizer
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

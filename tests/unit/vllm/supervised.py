@@ -16,8 +16,8 @@ import psutil
 from redis import Redis
 
 from grpo_core.process.managed import ManagedProcess
-from grpo_core.redis.names import served_weights_key
-from grpo_core.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
+from grpo_core.redis.keys import served_weights_key
+from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
 from grpo_core.weights.supervisor_protocol import Action, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port

@@ -17,7 +17,7 @@ from grpo_core.logs import configure_logging
 from grpo_env.config.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
-    from grpo_env.rollout.prompts import Encode
+    from grpo_env.rollout.chat_template import Encode
     from grpo_env.tasks import Task
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(settings: EnvServerSettings) -> None:
     with _torch_hidden():
-        from grpo_env.rollout.prompts import chat_encoder
+        from grpo_env.rollout.chat_template import chat_encoder
     from grpo_env.tasks.registry import TASKS
 
     with TASKS[settings.task](settings.env) as task:

@@ -13,8 +13,8 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.clients.run_api_answers import parse
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
-from grpo_core.wire.values import WireModel
 from grpo_env.config.settings import EnvServerSettings
 
 log = structlog.get_logger()

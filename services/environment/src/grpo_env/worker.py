@@ -17,13 +17,13 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.config.settings import EnvServerSettings
-from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.wait_for_servers import wait_for_servers
 from grpo_env.pacing.failure_budget import FailureBudget
 from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
 from grpo_env.registration import Membership, StallDetector, join_run, registration_of
+from grpo_env.rollout.chat_template import Encode
 from grpo_env.rollout.producer import GroupProducer
-from grpo_env.rollout.prompts import Encode
 from grpo_env.rollout.rollout import Generation, SamplingPlan
 from grpo_env.tasks import Task
 

@@ -52,7 +52,7 @@ def compare() -> None:
     settings = load_settings(CompareSettings, own)
     _refuse("grpo-compare", passed_on, SET_BY_COMPARE, "the same for all, or set here")
 
-    from grpo_local.commands.compare import compare_modes
+    from grpo_local.commands.compare_modes import compare_modes
     from grpo_local.screen import Screen
 
     raise SystemExit(compare_modes(settings, passed_on, Screen()))

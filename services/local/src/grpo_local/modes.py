@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from grpo_core.settings import CommandSettings
-from grpo_core.weights.files import LORA_RANKS
+from grpo_core.weights.directory_checks import LORA_RANKS
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 

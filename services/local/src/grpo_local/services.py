@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights import bridge_config
+from grpo_local.defaults import Sizes
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
@@ -17,7 +18,6 @@ from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redi
 from grpo_local.process.stack import Service
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import DemoSettings, TaskName
-from grpo_local.sizes import Sizes
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64

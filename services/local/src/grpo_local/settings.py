@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import CommandSettings

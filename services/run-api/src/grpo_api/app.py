@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from grpo_api.delivery.dispatch import BatchDispatcher
 from grpo_api.http.error_responses import answer_errors
-from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.middleware import (
     CompressionMiddleware,
     RequestMiddleware,
@@ -22,6 +21,7 @@ from grpo_api.http.middleware import (
 from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe
 from grpo_api.http.request_body import BodyReader
 from grpo_api.http.server import HttpServer
+from grpo_api.http.shutdown import Lifetime
 from grpo_api.ingest.decode import SubmissionDecoder
 from grpo_api.ingest.submit import Intake, Patience
 from grpo_api.observability.logging import forward_library_logs

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import CommandSettings

@@ -15,15 +15,15 @@ from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import VersionHistory
-from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.logprobs import tolerance_of
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
-from grpo_trainer.verify.rollout import RolloutCheck
+from grpo_trainer.verify.rollout_check import RolloutCheck
 from grpo_trainer.weight_sync.base import WeightSync
 
 

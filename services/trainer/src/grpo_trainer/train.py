@@ -12,7 +12,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.algo.token_table import Distance
+from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
 from grpo_trainer.checkpoint.state import Position

@@ -12,12 +12,12 @@ from typing import Self
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import CliUnknownArgs, SettingsConfigDict
 
-from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.weights.bridge_config import FILE_NAME
-from grpo_core.weights.files import LORA_RANKS
+from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107

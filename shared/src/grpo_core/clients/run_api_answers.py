@@ -15,10 +15,10 @@ from grpo_core.errors import (
     TrainerSuperseded,
     UnknownBatch,
 )
+from grpo_core.wire.fields import WireModel
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import WireModel
 
 SERVICE = "Atropos API"
 """Name in messages: users search for "Atropos API not reachable"."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
-from grpo_core.process.children import end_with_parent
+from grpo_core.process.orphans import end_with_parent
 
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from pydantic import SecretStr
 
-from grpo_core.security.asgi import App, Receive, Scope, Send, refuse
+from grpo_core.security.refusal import App, Receive, Scope, Send, refuse
 
 _VISIBLE_ASCII = re.compile(r"[!-~]+")
 

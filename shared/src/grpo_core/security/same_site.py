@@ -19,7 +19,7 @@ import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from grpo_core.security.asgi import App, Receive, Scope, Send, refuse
+from grpo_core.security.refusal import App, Receive, Scope, Send, refuse
 
 PROBE_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/ping"})
 """Open under every name of the server."""

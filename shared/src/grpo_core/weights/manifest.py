@@ -2,7 +2,7 @@
 
 Written by the server while it loads the checkpoint, read by the trainer, which builds its model
 from views into the same memory. Names are the checkpoint's own (Hugging Face) names. How the memory
-itself gets from one process to the other is `grpo_core.weights.transport`'s matter.
+itself gets from one process to the other is `grpo_core.weights.memory_grant`'s matter.
 """
 
 from __future__ import annotations

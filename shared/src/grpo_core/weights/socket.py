@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnExit
-from grpo_core.weights.transport import MemfdMemory, WeightGrant, WeightRefusal
+from grpo_core.weights.memory_grant import MemfdMemory, WeightGrant, WeightRefusal
 
 _ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
 _LENGTH = struct.Struct(">I")

@@ -20,10 +20,10 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.redis.names import run_prefix
+from grpo_core.redis.keys import run_prefix
 from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.wire.fields import Step
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.values import Step
 
 COMMANDS_KEPT = 1000
 """Entries of the stream; older ones are trimmed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Self
 
-from grpo_core.wire.values import Step
+from grpo_core.wire.fields import Step
 
 
 class PolicyVersion(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from grpo_core.wire.values import (
+from grpo_core.wire.fields import (
     MAX_TOKEN_ID,
     BatchSize,
     Count,

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.values import (
+from grpo_core.wire.fields import (
     FLOAT32_MAX,
     MAX_TOKEN_ID,
     MIN_TEMPERATURE,
@@ -29,6 +28,7 @@ from grpo_core.wire.values import (
     TokenId,
     WireModel,
 )
+from grpo_core.wire.policy_version import PolicyVersion
 
 _MAX_PROBLEMS = 20
 

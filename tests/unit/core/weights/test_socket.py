@@ -15,11 +15,11 @@ import pytest
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
 from grpo_core.weights.manifest import WeightManifest
-from grpo_core.weights.socket import connect_weights
-from grpo_core.weights.transport import (
+from grpo_core.weights.memory_grant import (
     MemfdMemory,
     WeightGrant,
 )
+from grpo_core.weights.socket import connect_weights
 
 
 @contextmanager

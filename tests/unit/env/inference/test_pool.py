@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from grpo_core.clients.service import CONNECT_S
-from grpo_env.inference.health import (
+from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.wait_for_servers import (
     NotAnInferenceServer,
     SharedWeightsHaveOneServer,
     wait_for_servers,
 )
-from grpo_env.inference.pool import InferencePool
 from tests.support.wait import wait_for_async
 from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server

@@ -12,7 +12,7 @@ from grpo_core.clients.inference import Completion, GenerationClient
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure, SamplingPlan, roll_out
-from grpo_env.rollout.tokens import MisalignedCompletion, align_group
+from grpo_env.rollout.training_sequences import MisalignedCompletion, align_group
 from grpo_env.tasks import Answer, Item, Message
 from grpo_env.tasks.arithmetic import Sum
 from tests.support.wait import DEADLINE_S

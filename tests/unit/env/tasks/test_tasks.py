@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.rollout.prompts import TokenizerUnusable, chat_encoder
+from grpo_env.rollout.chat_template import TokenizerUnusable, chat_encoder
 from grpo_env.tasks import Answer, KeptItems
 from grpo_env.tasks.arithmetic import Sum
 from grpo_env.tasks.gsm8k import Shuffled

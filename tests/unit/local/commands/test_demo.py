@@ -17,6 +17,7 @@ import pytest
 from grpo_core.process.managed import ProcessFailed
 from grpo_core.settings import load_settings
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
+from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
 from grpo_local.process.signals import StopRequest
 from grpo_local.process.stack import Service, Stack
@@ -24,7 +25,6 @@ from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
-from grpo_local.sizes import BY_TASK
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
 from tests.unit.local.records import metrics_line

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
 from grpo_local.report.metrics_file import MetricsFile
+from grpo_local.report.step_table import header_lines, step_line
 from grpo_local.report.summary import summarise
-from grpo_local.report.table import header_lines, step_line
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
 

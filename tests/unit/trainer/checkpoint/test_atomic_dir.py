@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.checkpoint import atomic_dir as save_path
+from grpo_trainer.checkpoint import atomic_dir
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_directory, whole_directory
 from grpo_trainer.errors import UnusableSavePath
 from tests.support.directories import names
@@ -97,7 +97,7 @@ def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path) -> None:
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_path, "LOCK_DEADLINE_S", 0.0)
+    monkeypatch.setattr(atomic_dir, "LOCK_DEADLINE_S", 0.0)
     with (
         hold_save_path(tmp_path),
         pytest.raises(UnusableSavePath, match="another trainer saves there"),

@@ -26,7 +26,7 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server

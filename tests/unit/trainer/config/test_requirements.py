@@ -11,7 +11,7 @@ from grpo_trainer import train
 from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.packages import BITSANDBYTES_PIN, LIGER_PIN
 from grpo_trainer.errors import MissingPackage
-from grpo_trainer.model.source import ModelNotFound, provide
+from grpo_trainer.model.download import ModelNotFound, provide
 from tests.support.directories import names
 
 TRAINER = ["--model-name", "m", "--weight-bridge-mode", "shared_vllm"]

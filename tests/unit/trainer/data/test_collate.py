@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED
-from grpo_trainer.algo.token_table import TokenTable
+from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED
 from grpo_trainer.data.group_checks import (
     LOGPROB_SLACK,
     NEUTRAL_SAMPLING,

@@ -17,7 +17,7 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer import train
-from grpo_trainer.algo.token_table import Distance
+from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
@@ -26,7 +26,7 @@ from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.weight_sync.base import Published

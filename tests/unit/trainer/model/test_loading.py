@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_core.weights.transport import CudaMemory, CudaPlace
+from grpo_core.weights.memory_grant import CudaMemory, CudaPlace
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights
 from grpo_trainer.model.loading import device_to_load_on, require_device
 from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
-from grpo_trainer.optim.optimizer import MasterOptimizer
 from tests.unit.trainer.update_variants import (
     CPU,
     RATE,

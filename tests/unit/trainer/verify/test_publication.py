@@ -15,7 +15,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, require_alignment
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen

@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.clients.supervisor import SupervisorClient
-from grpo_core.weights.files import check_weights
+from grpo_core.weights.directory_checks import check_weights
 from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files.file_sync import FileSync
-from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel

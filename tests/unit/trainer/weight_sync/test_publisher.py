@@ -26,9 +26,9 @@ from grpo_core.weights.supervisor_protocol import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync.files import publisher
-from grpo_trainer.weight_sync.files.publisher import Publisher
+from grpo_trainer.weight_sync.files import supervisor_commands
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
 FILES = WeightRef(
@@ -42,7 +42,7 @@ FAILED = says(OutcomeState.FAILED, "no memory")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(supervisor_commands, "FIRST_RETRY_S", 0.05)
 
 
 @dataclass
@@ -96,7 +96,7 @@ def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
     rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher, "FIRST_RETRY_S", 60.0)
+    monkeypatch.setattr(supervisor_commands, "FIRST_RETRY_S", 60.0)
     with rig.supervisor(reply) as server, pytest.raises(error, match=told):
         rig.serve()
     assert len(server.seen) == 1
@@ -111,7 +111,7 @@ def test_served_weights_count_although_the_answer_was_lost(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repeat is refused, because the version is not a new one any more."""
-    monkeypatch.setattr(publisher, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor_commands, "LOST_AFTER_S", 0.0)
 
     def carry_out_and_forget(server: StandIn, command: Command) -> None:
         server.serve(command)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.weights.files import directory_digest
+from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
@@ -23,7 +23,7 @@ from grpo_core.weights.supervisor_protocol import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.forkserver.protocol import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.control_stream import ControlPlane
+from grpo_vllm.supervisor.redis_commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.weights.files import (
+from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     UnusableWeights,

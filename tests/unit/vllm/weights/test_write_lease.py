@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.control import EngineControl, EngineTimeout
-from grpo_vllm.http.readiness import ServingState
+from grpo_vllm.engine.engine_client import EngineControl, EngineTimeout
+from grpo_vllm.http.readiness_gate import ServingState
 from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 

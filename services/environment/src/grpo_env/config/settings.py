@@ -23,7 +23,7 @@ from pydantic_settings import CliExplicitFlag, CliPositionalArg, SettingsConfigD
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
-from grpo_core.wire.values import Weight
+from grpo_core.wire.fields import Weight
 from grpo_env.config.file import ConfigFileUnusable, config_argument, read_config_file
 
 PROG = "env-server"

@@ -8,8 +8,8 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
+from grpo_env.rollout.chat_template import Encode
 from grpo_env.rollout.progress import Progress, RewardSample
-from grpo_env.rollout.prompts import Encode
 from grpo_env.rollout.rollout import (
     FailureReason,
     Generation,

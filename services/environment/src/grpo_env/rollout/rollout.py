@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.tokens import align_group
+from grpo_env.rollout.training_sequences import align_group
 from grpo_env.tasks import Answer, Item
 
 _STOPPED = "stop"

@@ -10,13 +10,15 @@ from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
+from grpo_local.defaults import Sizes, sizes_for
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.memory import MemoryPeaks
+from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
+from grpo_local.report.step_table import HEADER_EVERY_STEPS, header_lines, step_line
 from grpo_local.report.summary import (
     Benchmark,
     RunFacts,
@@ -24,12 +26,10 @@ from grpo_local.report.summary import (
     summarise,
     summary_lines,
 )
-from grpo_local.report.table import HEADER_EVERY_STEPS, header_lines, step_line
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
 from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
 from grpo_local.settings import DemoSettings
-from grpo_local.sizes import Sizes, sizes_for
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0

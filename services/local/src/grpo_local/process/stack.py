@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from grpo_core.deadline import Deadline
-from grpo_core.process.children import adopt_orphans, end_orphans, stop_adopting
 from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
+from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
 from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
 

@@ -14,7 +14,7 @@ from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_local.modes import Mode, ModeName
 from grpo_local.report.metrics_file import StepRecord
-from grpo_local.report.table import seconds
+from grpo_local.report.step_table import seconds
 from grpo_local.run_directory import RunDirectory
 
 Model = TypeVar("Model", bound=BaseModel)

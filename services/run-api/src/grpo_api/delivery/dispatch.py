@@ -11,13 +11,13 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from grpo_api.errors import Refused, StoreUnavailable
-from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.shutdown import Lifetime
 from grpo_api.planning.batch import Bundle, plan_batch
 from grpo_api.planning.quotas import batch_size_conflicts
 from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
 from grpo_api.store.keys import parse_queue
-from grpo_api.store.records import BatchSizeDiffers, DueBatch, OpenPoll, PlanLost, Poll, Registered
+from grpo_api.store.results import BatchSizeDiffers, DueBatch, OpenPoll, PlanLost, Poll, Registered
 from grpo_core.deadline import Deadline
 from grpo_core.wire.run_api import Registration
 

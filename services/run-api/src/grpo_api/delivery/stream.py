@@ -10,9 +10,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from grpo_api.errors import BatchGone
-from grpo_api.store.codec import unpack, unpacked_bytes
+from grpo_api.store.group_codec import unpack, unpacked_bytes
 from grpo_api.store.payloads import PayloadStore
-from grpo_api.store.records import DueBatch
+from grpo_api.store.results import DueBatch
 
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024

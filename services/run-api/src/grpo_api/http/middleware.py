@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_api.errors import ShuttingDown
 from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, not_now
-from grpo_api.http.lifetime import Lifetime, was_held
+from grpo_api.http.shutdown import Lifetime, was_held
 from grpo_api.observability.metrics import Metrics
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from grpo_api.http.lifetime import Lifetime
+from grpo_api.http.shutdown import Lifetime
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048

@@ -19,8 +19,8 @@ import numpy as np
 import simdjson
 from pydantic import ValidationError
 
+from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MAX_TOKEN_ID
 from grpo_core.wire.scored_group import FreeFormFields, ScoredGroup
-from grpo_core.wire.values import FLOAT32_MAX, MASKED, MAX_TOKEN_ID
 
 FIELDS = frozenset(ScoredGroup.model_fields)
 _REQUIRED = frozenset({"tokens", "masks", "scores"})

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import structlog
 
 from grpo_api.errors import GroupRefused, QueueFull, StoreUnavailable
-from grpo_api.http.lifetime import Lifetime
-from grpo_api.ingest.backpressure import WaitingLine, in_turn
+from grpo_api.http.shutdown import Lifetime
+from grpo_api.ingest.waiting_line import WaitingLine, in_turn
 from grpo_api.planning.batch import StoredGroup
 from grpo_api.planning.env_status import may_overfill
-from grpo_api.planning.placement import Arrival, place
 from grpo_api.planning.quotas import Share
 from grpo_api.planning.run_view import Limits, RunView
+from grpo_api.planning.submission import Arrival, place
 from grpo_api.store import RunStore
-from grpo_api.store.records import NotPlaced, Outcomes, Submission
+from grpo_api.store.results import NotPlaced, Outcomes, Submission
 
 _MAX_PLACEMENTS = 32
 _ASK_EVERY_S = 1.0

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from grpo_api.planning.quotas import Share
 from grpo_api.planning.run_view import Environment, Limits, RunCounters, RunView
 from grpo_api.planning.subset_sum import Kind
+from grpo_core.wire.fields import IGNORED_WEIGHT
 from grpo_core.wire.run_api import EnvironmentStatus
-from grpo_core.wire.values import IGNORED_WEIGHT
 
 MIN_ENV_WEIGHT = 0.01
 """No environment is starved completely."""

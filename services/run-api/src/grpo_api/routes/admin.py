@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from grpo_api.errors import ShuttingDown, StoreUnavailable
 from grpo_api.http.openapi import refusals
 from grpo_api.routes.dependencies import Services
-from grpo_api.routes.schemas import Greeting, Healthy
+from grpo_api.routes.responses import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.stats import RunStats
 from grpo_core.wire.run_api import RunStatus

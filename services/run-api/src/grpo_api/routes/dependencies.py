@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from grpo_api.delivery.dispatch import BatchDispatcher
 from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
-from grpo_api.http.lifetime import Lifetime
 from grpo_api.http.request_body import BodyReader, inflate
+from grpo_api.http.shutdown import Lifetime
 from grpo_api.ingest.decode import SubmissionDecoder
 from grpo_api.ingest.submit import Intake
 from grpo_api.observability.metrics import Metrics

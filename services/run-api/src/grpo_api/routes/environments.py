@@ -15,7 +15,7 @@ from grpo_api.routes.dependencies import (
     IdempotencyKey,
     Services,
 )
-from grpo_api.routes.schemas import (
+from grpo_api.routes.responses import (
     EnvironmentEnrolled,
     Failed,
     KnownEnvironment,

@@ -21,14 +21,14 @@ from grpo_api.routes.dependencies import (
     checked_key,
     services_of,
 )
-from grpo_api.routes.schemas import (
+from grpo_api.routes.responses import (
     GroupBuffered,
     GroupReceived,
     GroupsReceived,
     NoExample,
     ServedGroup,
 )
-from grpo_api.store.records import Outcomes, Submission
+from grpo_api.store.results import Outcomes, Submission
 from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()

@@ -17,7 +17,7 @@ from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.http.middleware import accepts_gzip
 from grpo_api.http.openapi import json_body, linked, refusals
 from grpo_api.routes.dependencies import RegistrationBody, Services
-from grpo_api.routes.schemas import (
+from grpo_api.routes.responses import (
     BatchesAcknowledged,
     LeasedBatch,
     NoBatch,
@@ -27,7 +27,7 @@ from grpo_api.routes.schemas import (
     TrainerNames,
 )
 from grpo_api.store import RunStore
-from grpo_api.store.records import DueBatch, Lease, Poll
+from grpo_api.store.results import DueBatch, Lease, Poll
 from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1

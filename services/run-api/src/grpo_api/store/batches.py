@@ -16,8 +16,8 @@ from grpo_api.errors import (
 )
 from grpo_api.planning.batch import Bundle
 from grpo_api.store.keys import parse_lease, write_queued
-from grpo_api.store.records import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.results import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 
 _PLAIN = ""
 """In place of a trainer id: the poll of a trainer that cannot acknowledge."""
@@ -74,7 +74,7 @@ class BatchStore:
     async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> DueBatch | PlanLost:
         """Take the bundles off the queue as one batch and count the step, all or nothing."""
         outcome, *rest = await self._link.script(
-            "lease",
+            "lease_batch",
             (
                 *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
                 "answers",

@@ -9,8 +9,8 @@ from grpo_api.errors import unprocessable
 from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.run_view import Environment, Fill, RunCounters, RunView
 from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
-from grpo_api.store.records import RegisteredEnvironment
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.results import RegisteredEnvironment
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_api.errors import Refused
-from grpo_api.planning.placement import IntakeState, Placement
 from grpo_api.planning.run_view import Limits
+from grpo_api.planning.submission import IntakeState, Placement
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
@@ -18,8 +18,8 @@ from grpo_api.store.keys import (
     write_groups,
     write_version,
 )
-from grpo_api.store.records import NotPlaced, OpenIntake, Outcomes, Submission
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.results import NotPlaced, OpenIntake, Outcomes, Submission
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentRegistration
 
@@ -128,7 +128,7 @@ class GroupStore:
         }
         outcomes = placement.buffered_sequences
         outcome, *rest = await self._link.script(
-            "submit",
+            "submit_placed",
             (
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
                 *("latest", "totals", "resets", "large", receipt_key(submission.key)),

@@ -37,7 +37,7 @@
 An env_id is "-" where the data came without one. The sort order of the queue gives the oldest
 bundles of each kind by range, which is all that planning reads.
 
-The served weights of `grpo_core.redis.names` are vllm-server's, and only read.
+The served weights of `grpo_core.redis.keys` are vllm-server's, and only read.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from collections.abc import Sequence
 
 from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
-from grpo_api.store.records import Lease
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.results import Lease
 from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"

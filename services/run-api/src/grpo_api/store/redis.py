@@ -22,8 +22,8 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.lifetime import Lifetime
-from grpo_core.redis.names import run_prefix, served_weights_key
+from grpo_api.http.shutdown import Lifetime
+from grpo_core.redis.keys import run_prefix, served_weights_key
 
 _log = structlog.get_logger()
 
@@ -106,7 +106,7 @@ class RedisLink:
                 # Nothing was carried out: MULTI queues no command then, not even one that
                 # reads. Slower: what is read is copied once more while everybody waits.
                 words = [word for command in commands for word in (len(command), *command)]
-                answers = await self._scripts["transaction"](args=words)
+                answers = await self._scripts["multi_exec"](args=words)
             return answers
 
     @asynccontextmanager

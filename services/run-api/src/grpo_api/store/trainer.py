@@ -6,8 +6,8 @@ import uuid
 
 from grpo_api.errors import Refused
 from grpo_api.store.keys import former_keys
-from grpo_api.store.records import BatchSizeDiffers, Registered
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.results import BatchSizeDiffers, Registered
 from grpo_core.wire.run_api import Registration, RunStatus
 
 
@@ -28,7 +28,7 @@ class TrainerStore:
         """
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
-            "register",
+            "register_trainer",
             ("trainer", "connected", "queued_kinds", "leases", "answers"),
             registration.model_dump_json(),
             registration.batch_size,

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.algo.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
-from grpo_trainer.algo.token_table import TokenTable
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
-from grpo_trainer.model.causal_lm import CausalLM, device_of
 from grpo_trainer.model.forward import ForwardPass, plain_forward
-from grpo_trainer.optim.gradients import LossScale
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.optim.master_gradients import LossScale
 
 
 @dataclass(frozen=True)

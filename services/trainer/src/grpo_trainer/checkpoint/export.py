@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ from grpo_trainer.checkpoint.state import Position, load_state, require_fit
 from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.model.causal_lm import CausalLM
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
 

@@ -21,8 +21,8 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.causal_lm import CausalLM
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 
 log = structlog.get_logger()

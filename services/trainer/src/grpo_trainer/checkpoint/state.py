@@ -26,9 +26,9 @@ from grpo_trainer.config.sync import LoraOptions, SharedVllmSettings
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.causal_lm import CausalLM
-from grpo_trainer.optim.gradients import ScaleRecord
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_gradients import ScaleRecord
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from grpo_core.redis.names import DEFAULT_RUN_ID
+from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.wire.run_api import Registration

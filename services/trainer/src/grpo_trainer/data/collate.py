@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.algo.advantage import group_advantages
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.data.stats import BatchStats, batch_stats

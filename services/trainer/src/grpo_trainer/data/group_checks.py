@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_core.wire.values import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.values import MASKED
 from grpo_trainer.data.group_checks import UsableGroup
 
 

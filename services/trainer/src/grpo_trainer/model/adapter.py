@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from grpo_core.weights.files import LORA_RANKS
+from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 
 _DROPOUT = ".lora_dropout."
 

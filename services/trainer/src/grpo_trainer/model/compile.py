@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from grpo_trainer.errors import FastPathRefused, MissingPackage
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """By the type of the device: the variable that names one, and what is looked for without it. On a

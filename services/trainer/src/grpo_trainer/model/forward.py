@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_core.wire.values import PROMPT_LOGPROB
+from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packing
-from grpo_trainer.model.causal_lm import CausalLM, base_model, device_of
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
 from grpo_trainer.model.packing import Layout, packed, padded
+from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grpo_core.weights.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
+from grpo_core.weights.directory_checks import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
 from grpo_trainer.checkpoint.export import save_policy, write_adapter
@@ -18,7 +18,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 
 log = structlog.get_logger()
 

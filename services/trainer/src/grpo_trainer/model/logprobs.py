@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from grpo_trainer.model.causal_lm import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
 
 PROBE_LENGTH = 32
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.05}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 
 NAME = "packed_sequences"
 DEFAULT = "sdpa"

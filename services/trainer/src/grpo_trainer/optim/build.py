@@ -12,10 +12,10 @@ from torch import Tensor
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.causal_lm import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
-from grpo_trainer.optim.optimizer import MasterOptimizer
 
 log = structlog.get_logger()
 

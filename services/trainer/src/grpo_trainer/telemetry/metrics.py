@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_trainer.algo.accumulate import GradientStats
+from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.algo.loss import LossSums
-from grpo_trainer.algo.token_table import Distance
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.verify.alignment import Alignment

@@ -9,9 +9,9 @@ import structlog
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.telemetry.alerts import RangeWatch
+from grpo_trainer.telemetry.benchmark import Stopwatch, server_status
 from grpo_trainer.telemetry.metrics import StepOutcome, step_record
 from grpo_trainer.telemetry.sinks import Write
-from grpo_trainer.telemetry.timing import Stopwatch, server_status
 
 log = structlog.get_logger()
 

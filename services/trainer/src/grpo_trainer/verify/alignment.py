@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens, tolerance_of
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
 

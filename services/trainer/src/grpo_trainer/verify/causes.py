@@ -14,9 +14,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from grpo_trainer.algo.token_table import MIN_TOKENS, TokenTable
+from grpo_trainer.algo.logprob_comparison import MIN_TOKENS, TokenTable
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.model.causal_lm import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.verify.alignment import MISMATCH
 
 SAMPLE_TOKENS = 256

@@ -20,7 +20,6 @@ from torch import Tensor
 from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.logprobs import (
     PROBE_LENGTH,
     logprobs_of,
@@ -28,6 +27,7 @@ from grpo_trainer.model.logprobs import (
     sampled_tokens,
     tolerance_of,
 )
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.verify.alignment import (
     FAR_BETTER,
     MISMATCH,

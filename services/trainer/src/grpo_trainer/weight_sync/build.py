@@ -19,8 +19,8 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.files.file_sync import FileSync
-from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm

@@ -18,9 +18,9 @@ from grpo_vllm.engine.vllm_compat.launch import (
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.routes.bridge_control import bridge_control_router
 from grpo_vllm.routes.bridge_info import bridge_info_router
-from grpo_vllm.routes.engine import engine_router
 from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
+from grpo_vllm.routes.private import engine_router
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge

@@ -8,8 +8,8 @@ import structlog
 
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.ref import WeightRef
-from grpo_vllm.engine.admission import PROCESSOR
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.engine.sampling_params_check import PROCESSOR
 from grpo_vllm.engine.vllm_compat.launch import (
     check_requests_with,
     parse_engine_arguments,

@@ -26,7 +26,7 @@ def preload(options: list[str]) -> str | None:
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
-    from grpo_vllm.engine import server  # noqa: F401
+    from grpo_vllm.engine import main  # noqa: F401
     from grpo_vllm.engine.vllm_compat import launch
 
     return launch.preload()
@@ -37,10 +37,10 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     settings = load_server_settings(options)
     tie_children_to_this_process(plan.descriptors())
 
-    from grpo_vllm.engine import server
+    from grpo_vllm.engine import main
 
     try:
-        server.run(settings, plan)
+        main.run(settings, plan)
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None

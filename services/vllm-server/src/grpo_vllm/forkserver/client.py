@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from grpo_core.process.children import killed_with_parent
+from grpo_core.process.orphans import killed_with_parent
 from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
 
 log = structlog.get_logger()

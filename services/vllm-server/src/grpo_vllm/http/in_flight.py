@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness import refuse, samples_nothing
+from grpo_vllm.http.readiness_gate import refuse, samples_nothing
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from grpo_core.weights.files import inside, require_complete, require_rank
+from grpo_core.weights.directory_checks import inside, require_complete, require_rank
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from grpo_core.weights.files import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.directory_checks import UnusableWeights, check_weights, require_rank
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
@@ -18,8 +18,8 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorPhase,
 )
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
+from grpo_vllm.supervisor.redis_commands import ControlPlane
 from grpo_vllm.supervisor.state import Restart, SupervisorState
 
 log = structlog.get_logger()

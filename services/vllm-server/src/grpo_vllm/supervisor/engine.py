@@ -12,7 +12,7 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.children import end_orphans
+from grpo_core.process.orphans import end_orphans
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.forkserver.client import ForkedEngine, ForkServer
 from grpo_vllm.forkserver.protocol import EnginePlan, SupervisorEnd

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.weights.files import UnusableWeights, check_weights, directory_digest
+from grpo_core.weights.directory_checks import UnusableWeights, check_weights, directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import ServerSettings

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import structlog
 
-from grpo_core.process.children import adopt_orphans, children
+from grpo_core.process.orphans import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
 from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.control_stream import CommandStream, ControlPlane
-from grpo_vllm.supervisor.health import health_app
+from grpo_vllm.supervisor.health_app import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
+from grpo_vllm.supervisor.redis_commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore

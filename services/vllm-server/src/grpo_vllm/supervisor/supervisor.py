@@ -25,10 +25,10 @@ from grpo_vllm.forkserver.client import ForkServer
 from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler
-from grpo_vllm.supervisor.control_stream import ControlPlane
 from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
-from grpo_vllm.supervisor.health import given_up
+from grpo_vllm.supervisor.health_app import given_up
 from grpo_vllm.supervisor.initial_weights import found_serving
+from grpo_vllm.supervisor.redis_commands import ControlPlane
 from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
-from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.cuda_ipc_host import pid_namespace, shm_filesystem, torch_build
+from grpo_core.weights.memory_grant import CudaMemory, CudaPlace, CudaSegment
 from grpo_vllm.weights.memory import Segment, WeightMemory
 
 NATIVE = "native"

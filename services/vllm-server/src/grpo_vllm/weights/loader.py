@@ -29,7 +29,7 @@ from grpo_vllm.engine.vllm_compat.layers import (
 )
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
 from grpo_vllm.weights.cuda_ipc import why_not_exportable
-from grpo_vllm.weights.layout_checks import why_not_shareable
+from grpo_vllm.weights.in_place_checks import why_not_shareable
 from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
 
 _ATTRIBUTE = "grpo_shared_parameters"

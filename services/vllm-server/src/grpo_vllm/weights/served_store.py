@@ -17,7 +17,7 @@ import structlog
 from grpo_core.clients.retry import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
-from grpo_core.redis.names import served_weights_key
+from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 

@@ -24,14 +24,14 @@ from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.files.publisher import Publisher
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
+from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()

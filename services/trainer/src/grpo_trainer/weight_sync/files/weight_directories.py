@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from grpo_core.weights.files import directory_digest
+from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.atomic_dir import make_directory, remove_directory, remove_unfinished

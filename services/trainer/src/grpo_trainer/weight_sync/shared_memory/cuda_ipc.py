@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_core.weights.host_place import pid_namespace, shm_filesystem, torch_build
+from grpo_core.weights.cuda_ipc_host import pid_namespace, shm_filesystem, torch_build
 from grpo_core.weights.manifest import TensorRegion
-from grpo_core.weights.transport import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.memory_grant import CudaMemory, CudaPlace, CudaSegment
 from grpo_trainer.errors import UnreachableWeights
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_core.weights.memory_grant import CudaMemory
 from grpo_core.weights.socket import WeightConnection
-from grpo_core.weights.transport import CudaMemory
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
 

@@ -20,8 +20,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError
-from grpo_trainer.model.causal_lm import CausalLM
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_memory.attachment import (

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from grpo_vllm.weights.layout_checks import LayoutFacts
+from grpo_vllm.weights.in_place_checks import LayoutFacts
 
 __all__ = [
     "DefaultModelLoader",

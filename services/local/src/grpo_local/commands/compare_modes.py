@@ -14,14 +14,14 @@ from grpo_core.process.managed import describe_exit
 from grpo_local.modes import ModeName
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
-from grpo_local.report.comparison import (
+from grpo_local.report.metrics_file import MetricsFile
+from grpo_local.report.mode_comparison import (
     Comparison,
     ModeResult,
     document,
     table_lines,
     tell_new_steps,
 )
-from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.plots import draw_comparison
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused

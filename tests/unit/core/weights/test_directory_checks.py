@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.weights.files import (
+from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     MODEL_CONFIG,

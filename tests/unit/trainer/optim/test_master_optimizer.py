@@ -20,8 +20,8 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.optim.build import build_optimizer, build_update
-from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
-from grpo_trainer.optim.optimizer import MasterOptimizer
+from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_vllm.weights.layout_checks import LayoutFacts, why_not_shareable
+from grpo_vllm.weights.in_place_checks import LayoutFacts, why_not_shareable
 
 ONE_WORKER = {"tensor_parallel_size": 1, "data_parallel_size": 1}
 OBSTACLES: dict[str, tuple[Any, str]] = {

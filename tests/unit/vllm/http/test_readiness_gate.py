@@ -9,7 +9,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness import ReadinessGate, Refusal
+from grpo_vllm.http.readiness_gate import ReadinessGate, Refusal
 
 WAITING = Refusal("weights are missing", hold=True)
 GIVEN_UP = Refusal("nobody came", hold=False)

@@ -14,7 +14,7 @@ import structlog
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
-from grpo_core.redis.names import run_prefix
+from grpo_core.redis.keys import run_prefix
 from grpo_core.weights.supervisor_protocol import (
     OUTCOME_KEPT_S,
     Command,

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_core.settings import load_settings
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
-from grpo_local.commands.compare import compare_modes
-from grpo_local.process.memory import MIB
+from grpo_local.commands.compare_modes import compare_modes
+from grpo_local.process.peak_memory import MIB
 from grpo_local.report.summary import Benchmark, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import metrics_line, record

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.token_table import Distance, TokenTable
+from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.model.causal_lm import CausalLM
 from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
     UNCHANGED,

@@ -13,7 +13,7 @@ import torch
 from grpo_vllm.engine.vllm_compat.layers import current_platform
 from grpo_vllm.engine.vllm_compat.requests import LogitsProcessor
 
-PROCESSOR = "grpo_vllm.engine.admission:Admission"
+PROCESSOR = "grpo_vllm.engine.sampling_params_check:Admission"
 
 
 def refusal_of(sampling: Any) -> str | None:
@@ -36,7 +36,7 @@ def refusal_of(sampling: Any) -> str | None:
 
 
 class Admission(LogitsProcessor):  # type: ignore[misc]
-    """`--logits-processors grpo_vllm.engine.admission:Admission`"""
+    """`--logits-processors grpo_vllm.engine.sampling_params_check:Admission`"""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:

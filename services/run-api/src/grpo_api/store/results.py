@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from grpo_api.planning.placement import IntakeState
-from grpo_api.store.codec import PackedGroup
+from grpo_api.planning.submission import IntakeState
+from grpo_api.store.group_codec import PackedGroup
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import Registration
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from grpo_api.errors import QueueFull, ShuttingDown, StoreUnavailable
-from grpo_api.http.lifetime import Lifetime, was_held
+from grpo_api.http.shutdown import Lifetime, was_held
 
 _FIRST_LOOKS_S = 0.05
 _OTHERS_LOOK_S = 0.5

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.algo.token_table import TokenTable
+from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import token_logprobs
 from grpo_trainer.verify.causes import Cause
-from grpo_trainer.verify.rollout import RolloutCheck, groups_with_unlikely_prefix
+from grpo_trainer.verify.rollout_check import RolloutCheck, groups_with_unlikely_prefix
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import collated
 

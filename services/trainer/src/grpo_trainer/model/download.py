@@ -1,4 +1,4 @@
-"""`python -m grpo_trainer.model.source MODEL`: the model is there before anything loads it.
+"""`python -m grpo_trainer.model.download MODEL`: the model is there before anything loads it.
 
 Services that share a volume would otherwise all fetch it, or all fail on it, each in its own words.
 """
@@ -32,7 +32,7 @@ class ModelNotFound(GrpoError):
 class ModelSourceSettings(CommandSettings):
     """Make sure that a model is at hand: find a directory, or fetch it."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.source")
+    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.download")
 
     model: CliPositionalArg[str | None] = Field(
         None, description="Hub id, or absolute directory; unset: the save path is looked at alone"

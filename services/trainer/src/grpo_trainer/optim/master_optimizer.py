@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
-from grpo_trainer.optim.gradients import GatheredGradients, LossScale
+from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale
 from grpo_trainer.optim.masters import Masters
 
 MASTER = "master"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.placement import (
+from grpo_api.planning.quotas import batch_size_conflicts, why_unservable
+from grpo_api.planning.submission import (
     MAX_BUFFERED_GROUPS,
     Arrival,
     Buffer,
@@ -17,7 +18,6 @@ from grpo_api.planning.placement import (
     Placement,
     place,
 )
-from grpo_api.planning.quotas import batch_size_conflicts, why_unservable
 from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import stored
 

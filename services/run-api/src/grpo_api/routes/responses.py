@@ -9,9 +9,9 @@ from typing import Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from grpo_core.wire.fields import Step
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_core.wire.values import Step
 
 # pydantic takes the one of `typing` from Python 3.12 on
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
-from grpo_core.wire.values import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 
 LOGPROB_SLACK = 1e-6
 """A probability of 1 may come back as a log-probability this far above 0: rounding."""

@@ -25,11 +25,11 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
-from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.engine.engine_client import EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.http.readiness import ReadinessGate
+from grpo_vllm.http.readiness_gate import ReadinessGate
 from grpo_vllm.http.server import HttpServer, require_api_key, serve_until
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterSwitch
