@@ -42,8 +42,8 @@ MOVED = 100 * NOISE
 """What a publication moves the log-probabilities at least: older weights are told from new ones."""
 ENGINE, SUPERVISOR = "engine", "supervisor"
 """Parts of the server that can be killed alone."""
-CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env)"}
-"""Paths at run-api."""
+CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env|info)"}
+"""Paths at run-api. It may be any of an environment's: each is repeated until it is answered."""
 
 
 class Rig:
