@@ -12,6 +12,7 @@ import uvloop
 from fastapi import FastAPI
 
 from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.http.allocator import keep_freed_memory
 from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.middleware import (
     CompressionMiddleware,
@@ -107,6 +108,7 @@ def serve(settings: RunApiSettings) -> None:
     structlog.get_logger().info(
         "starting", run_id=settings.run_id, token_needed=settings.token is not None
     )
+    keep_freed_memory()
     # What was made until here stays: the collector need not go through it again and again.
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
