@@ -188,7 +188,9 @@ class _DecodeProcess:
     def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Decoded | Refused:
         """Raises `EOFError` or `OSError` where the process has ended."""
         try:
-            self._pipe.send((decode, body, max_bytes))
+            # apart from the rest, whose copy would hold the interpreter for up to 30 ms
+            self._pipe.send((decode, body.is_gzip, max_bytes))
+            self._pipe.send_bytes(body.content)
             outcome: Decoded | Refused = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
@@ -204,7 +206,8 @@ def _decode_for_server(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError):
         while True:
-            decode, body, max_bytes = pipe.recv()
+            decode, is_gzip, max_bytes = pipe.recv()
+            body = RawBody(pipe.recv_bytes(), is_gzip)
             try:
                 outcome = decode(body, max_bytes)
             except Refused as error:
