@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from docs.generate.markdown import table
+from docs.generate.source import NoDocstring
 
 Json = dict[str, Any]
 
@@ -59,6 +60,10 @@ def _schemas() -> Json:
 
 
 def _route(method: str, path: str, operation: Json) -> str:
+    if "description" not in operation:
+        raise NoDocstring(
+            f"{operation['operationId']}: write a docstring; the documentation shows it"
+        )
     parts = [f"### `{method.upper()} {path}`", operation["description"]]
     if parameters := operation.get("parameters"):
         rows = [[f"`{one['name']}`", one["in"], *_parameter(one)] for one in parameters]
