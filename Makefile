@@ -115,12 +115,12 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries, documentation
 	@$(BIN)/mypy $(SOURCES) benchmarks docs/generate containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
-	@$(MKDOCS) build --strict --quiet
+	@$(MKDOCS) build --strict
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build it into site/; SERVE=1 serves it
 	@$(BIN)/python -m docs.generate
-	@$(MKDOCS) $(if $(SERVE),serve,build --strict --quiet)
+	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
 
 .PHONY: unit integration faults e2e
 unit integration faults e2e: $(VENV)/.installed-dev
