@@ -100,7 +100,7 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (tests/README.md)
+test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (docs/contributing/tests.md)
 	@SOAK_SECONDS=15 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
