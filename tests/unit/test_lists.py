@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 from grpo_trainer.errors import UnusableReason
@@ -33,7 +34,7 @@ def test_every_make_target_that_a_page_names_exists() -> None:
     named = {(target, page.name) for page in PAGES for target in make_targets(page.read_text())}
     assert {("demo", "README.md"), ("test", "README.md")} <= named
     for target, page in named:
-        assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), page
+        assert re.search(rf"(?m)^[a-z0-9 -]*(?<!-)\b{target}\b(?!-)[a-z0-9 -]*:", makefile), page
 
 
 def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist() -> None:
@@ -55,6 +56,16 @@ def test_every_test_that_a_page_names_exists() -> None:
         for file in re.findall(r"\b((?:\w+/)*test_\w+\.py)\b", page.read_text())
     }
     assert {(file, page) for file, page in named if file not in present} == set()
+
+
+def test_every_command_has_a_page() -> None:
+    commands = {
+        name
+        for project in ROOT.glob("services/*/pyproject.toml")
+        for name in tomllib.loads(project.read_text()).get("project", {}).get("scripts", {})
+    }
+    pages = {page.stem for page in (ROOT / "docs/reference/commands").glob("*.md")}
+    assert pages == commands | {"index"}
 
 
 def test_the_page_of_metrics_names_every_metric_of_the_trainer() -> None:
