@@ -100,7 +100,7 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (tests/README.md)
+test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (docs/contributing/tests.md)
 	@SOAK_SECONDS=15 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
@@ -115,12 +115,12 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries, documentation
 	@$(BIN)/mypy $(SOURCES) benchmarks docs/generate containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
-	@$(MKDOCS) build --strict --quiet
+	@$(MKDOCS) build --strict
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build it into site/; SERVE=1 serves it
 	@$(BIN)/python -m docs.generate
-	@$(MKDOCS) $(if $(SERVE),serve,build --strict --quiet)
+	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
 
 .PHONY: unit integration faults e2e
 unit integration faults e2e: $(VENV)/.installed-dev
