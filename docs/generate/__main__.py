@@ -24,7 +24,7 @@ PART = re.compile(
 PARTS: Mapping[str, Callable[..., str]] = {
     "code-map": code_map.tree,
     "errors": errors.table,
-    "options": options.tables,
+    "options": options.command,
     "routes": http_api.routes,
     "fields": http_api.fields,
     "run-api-metrics": metrics.of_run_api,

@@ -11,4 +11,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """On one line, with angle brackets that are no HTML."""
+    quoted = " ".join(text.split()).replace("|", "\\|").split("`")
+    quoted[::2] = [part.replace("<", "&lt;") for part in quoted[::2]]
+    return "`".join(quoted)

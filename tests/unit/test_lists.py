@@ -1,54 +1,39 @@
-"""Lists kept by hand are complete: in the README, in docs/trainer.md, in tests/gpu/run.sh."""
+"""Lists that are kept by hand are complete: in the documentation, and in tests/gpu/run.sh."""
 
 from __future__ import annotations
 
-import inspect
+import ast
 import re
 from pathlib import Path
 
-from grpo_core.errors import GrpoError
-from grpo_trainer import errors
-from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.errors import UnusableReason
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def tree() -> set[str]:
-    """Paths in the fenced block under "Where things are"."""
-    block = README.split("## Where things are")[1].split("```")[1]
-    found, folder = set(), ""
-    for line in block.strip().splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-        else:
-            found.add(folder + name)
-    return found
+def first_column(page: str) -> set[str]:
+    """What stands in backticks in the first column of a page's tables."""
+    text = (ROOT / "docs" / page).read_text()
+    return {name for cell in re.findall(r"(?m)^\| (`.*?) \|", text) for name in backticks(cell)}
 
 
-def test_the_tree_names_every_room_and_no_other() -> None:
-    packages = [
-        *ROOT.glob("shared/src/grpo_*"),
-        *ROOT.glob("services/*/src/grpo_*"),
-        *ROOT.glob("tiny-model/src/grpo_*"),
-    ]
-    present = {
-        str(path.relative_to(ROOT)) + ("/" if path.is_dir() else "")
-        for package in packages
-        if (package / "__init__.py").exists()
-        for path in package.iterdir()
-        if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
-    }
-    assert tree() == present
+def backticks(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
 
 
-def test_every_make_target_that_the_readme_names_exists() -> None:
+def make_targets(page: str) -> list[str]:
+    """In backticks, and at the beginning of a line in a block of code."""
+    blocks = "".join(re.findall(r"(?s)^```.*?^```", page, re.MULTILINE))
+    return re.findall(r"`make ([a-z-]+)", page) + re.findall(r"(?m)^make ([a-z-]+)", blocks)
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text() + (ROOT / "containers/containers.mk").read_text()
-    named = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", README))
-    assert {"demo", "test", "help"} <= named
-    for target in named:
-        assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), target
+    named = {(target, page.name) for page in PAGES for target in make_targets(page.read_text())}
+    assert {("demo", "README.md"), ("test", "README.md")} <= named
+    for target, page in named:
+        assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), page
 
 
 def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist() -> None:
@@ -62,29 +47,29 @@ def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist(
     assert present <= {file for file, _ in named}
 
 
-def section(title: str) -> str:
-    page = (ROOT / "docs/trainer.md").read_text()
-    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def test_the_trainers_page_names_every_option() -> None:
-    named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
-    fields = {name.replace("_", "-") for name in CommandLine.model_fields}
-    assert named == fields | {"model", "vllm-gpu-memory-utilization"}
-
-
-def test_the_trainers_page_names_every_error() -> None:
-    named = set(re.findall(r"`([A-Z]\w+)`", section("Errors and exit status")))
-    ours = {
-        name
-        for name, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, GrpoError) and not kind.__subclasses__()
+def test_every_test_that_a_page_names_exists() -> None:
+    present = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = {
+        (Path(file).name, page.name)
+        for page in PAGES
+        for file in re.findall(r"\b((?:\w+/)*test_\w+\.py)\b", page.read_text())
     }
-    of_services = {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
-    of_run_api = {"TrainerSuperseded", "LeasesFull", "UnknownBatch"}
-    assert named == ours | of_services | of_run_api
+    assert {(file, page) for file, page in named if file not in present} == set()
 
 
-def test_the_trainers_page_names_every_reason() -> None:
-    named = re.findall(r"(?m)^\| `(\w+)` \|", section("Groups that cannot be trained on"))
-    assert sorted(named) == sorted(errors.UnusableReason)
+def test_the_page_of_metrics_names_every_metric_of_the_trainer() -> None:
+    source = ROOT / "services/trainer/src/grpo_trainer/telemetry/metrics.py"
+    texts = (
+        node.value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    recorded = {text for text in texts if re.fullmatch(r"[a-z]+/\w+", text)}
+    of_trainer = {
+        name for name in first_column("reference/metrics.md") if not name.startswith("run_api_")
+    }
+    assert of_trainer == recorded | {"step", "steps", "time_s"}
+
+
+def test_the_page_of_checks_names_every_reason() -> None:
+    assert {str(reason) for reason in UnusableReason} <= first_column("explanation/checks.md")
