@@ -29,25 +29,26 @@ _log = structlog.get_logger()
 
 @router.get("/")
 async def root() -> Greeting:
+    """The greeting of the archived server: its clients take it for a sign of life."""
     return {"message": "AtroposLib API"}
 
 
 @router.get("/health", responses=refusals(503))
 async def health(services: Services) -> Healthy:
-    """200 only where Redis answers, else 503."""
+    """200 if Redis answers, else 503."""
     await services.store.ping()
     return {"status": "ok"}
 
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """200 while this process serves, whatever Redis does: restarting it would not help Redis."""
+    """200 while this process serves, even without Redis: for a liveness probe."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
-    """200 where a request sent here now would be served: Redis answers, and this process stays."""
+    """200 if Redis answers and this process is not stopping, else 503: for a readiness probe."""
     if services.lifetime.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
@@ -59,7 +60,7 @@ async def metrics(
     services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """For Prometheus. Answers while Redis is away too, and says that it is."""
+    """Metrics for Prometheus. Without Redis, `run_api_redis_up` is 0 and the run's are absent."""
     return services.metrics.exposition(await _stats(services.store), accept)
 
 
@@ -73,12 +74,13 @@ async def _stats(store: RunStore) -> RunStats | None:
 
 @router.get("/status", responses=refusals(503))
 async def status(services: Services) -> RunStatus:
+    """How far the run is. `queue_size` counts groups; `run_uuid` is null while there is no run."""
     return await services.store.trainer.status()
 
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
 async def reset_data(services: Services) -> PlainTextResponse:
-    """Forget the run: registration, step, environments, buffers, queue, the batch handed out."""
+    """Delete the run: registration, step, environments, queue, and every lease."""
     await services.store.reset()
     _log.info("reset")
     return PlainTextResponse("Reset successful")

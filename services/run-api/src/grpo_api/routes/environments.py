@@ -40,6 +40,8 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
+    """Register an environment, which gets its `env_id`. Until a trainer has registered and asked
+    for a batch, the answer is to wait."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
@@ -78,6 +80,8 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
 async def disconnect_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> Succeeded | Failed:
+    """Remove an environment, and the parts of groups that it has waiting. The status is 200 for
+    an unknown `env_id` too."""
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
@@ -91,6 +95,8 @@ async def disconnect_environment(
 async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
+    """Tell an environment how far the run is and how full the queue is, so that it can pace itself.
+    Sizes are in groups of its own size. The body belongs to a GET, as in Atropos."""
     run = await services.store.environments.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
@@ -100,9 +106,9 @@ async def status_of_environment(
 
 @router.get("/environments", responses=refusals(503))
 async def list_environments(services: Services) -> list[KnownEnvironment]:
-    """For operators and runners: everyone who has registered, connected or not.
+    """List every environment that has registered, connected or not.
 
-    `min_sequences` is what every batch holds of an environment at least, after scaling down.
+    `min_sequences`: the least that every batch holds of this environment, in sequences.
     """
     run = await services.store.environments.view()
     least = run.demand().least

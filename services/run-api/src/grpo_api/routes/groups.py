@@ -48,7 +48,7 @@ class DirectRoute(APIRoute):
 
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
-    """Take one group; 409 before a trainer has registered."""
+    """Submit one group, or a part of one. 409 until a trainer has registered."""
     key = checked_key(request.headers.get("idempotency-key", idempotency_key))
     try:
         (buffered,) = await _submit(request, services_of(request), decode_group, key)
@@ -76,7 +76,7 @@ router.add_api_route(
 async def scored_data_list(
     request: Request, services: Services, idempotency_key: IdempotencyKey = None
 ) -> GroupsReceived:
-    """Take all groups of the list, or none of them."""
+    """Submit a list of up to 1024 groups: all are taken, or none."""
     try:
         outcomes = await _submit(request, services, decode_groups, idempotency_key)
     except GroupRefused as error:
@@ -93,7 +93,7 @@ async def scored_data_list(
 async def latest_example(
     services: Services, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
 ) -> Any:
-    """The last queued group, also after it was served."""
+    """The group that was queued last, even if a batch holds it by now."""
     payload = await services.store.payloads.latest()
     if payload is None:
         return {name: [] for name in NoExample.model_fields}

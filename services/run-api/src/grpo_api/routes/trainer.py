@@ -92,7 +92,8 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     openapi_extra=json_body(Registration),
 )
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
-    """Register a trainer; batches that are not acknowledged are handed out again."""
+    """Register a trainer. The first one begins the run; a later one is handed the batches that are
+    not acknowledged again."""
     registered = await enrol_trainer(services.store, registration)
     _log.info(
         "registered",
@@ -113,11 +114,11 @@ async def batch(
     batches_left: BatchesLeft = None,
     accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
-    """Hand out the next batch, or `{"batch": null}`.
+    """Take the next batch: `batch_size` sequences, oldest groups first.
 
-    With `trainer` it is leased: the batch that follows `after`, the same one however often this is
-    asked, until it is acknowledged by POST /batch/{id}/ack. Without, asking acknowledges what was
-    sent before, and calls side by side get different batches.
+    With `trainer` the batch is leased. It is the one that follows `after`, and repeating the call
+    gives the same bytes, until POST /batch/{id}/ack acknowledges it. Without `trainer` a call also
+    acknowledges the batch that was sent before, and calls side by side get different batches.
     """
     try:
         if trainer is None:
@@ -163,7 +164,8 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Every batch up to this one is durable with the trainer and never handed out again."""
+    """Acknowledge every batch up to this one: the trainer has saved them, and run-api deletes them.
+    Repeating it does nothing."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -183,6 +185,7 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
+    """The registered trainer's batch and longest sequence; both -1 until one has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -191,6 +194,7 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
+    """The registered trainer's group and project at Weights & Biases; null until then."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}
