@@ -1,6 +1,6 @@
 """Each process of a run, killed (SIGKILL) at each stage of the trainer's step, in each mode.
 
-`docs/faults.md` holds the table that these tests show.
+`docs/contributing/faults-and-tests.md` lists them beside what is promised.
 """
 
 from __future__ import annotations
