@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 from grpo_trainer.errors import UnusableReason
 
@@ -66,6 +69,18 @@ def test_every_command_has_a_page() -> None:
     }
     pages = {page.stem for page in (ROOT / "docs/reference/commands").glob("*.md")}
     assert pages == commands | {"index"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
+    """mkdocs checks those between the pages below docs/."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_citation_names_the_version_of_the_packages() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version('grpo-core')}\n" in citation
 
 
 def test_the_page_of_metrics_names_every_metric_of_the_trainer() -> None:
