@@ -13,11 +13,11 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.logprob_comparison import Distance
-from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.config.packages import require_packages
+from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
@@ -48,7 +48,6 @@ def train(settings: TrainerSettings) -> None:
         GrpoError: any of the named errors; the server is left serving in every case.
     """
     torch.manual_seed(settings.seed)
-    require_packages(settings)
     with hold_save_path(settings.save_path), _run_api_client(settings) as api:
         store = StateStore(settings.save_path)
         remove_unfinished(store.directory)
@@ -64,6 +63,7 @@ def train(settings: TrainerSettings) -> None:
             )
             return
         settings = continued_settings(settings, saved)
+        write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
             open_sinks(settings) as write_record,
             inference_server(settings),
