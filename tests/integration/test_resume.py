@@ -180,7 +180,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             )
             assert source.next_batch(0, batches_left=9).id == 1
             # nothing was trained that could be saved
-            with pytest.raises(LeasesFull, match="save the trainer's state"):
+            with pytest.raises(LeasesFull, match="write a checkpoint and POST"):
                 source.next_batch(1, batches_left=8)
             saver.step_taken(Position(step=1, batch_id=1, epoch=1))
             assert source.next_batch(1, batches_left=8).id == 2
