@@ -1,1 +1,1 @@
-"""The engine process: its start, control and application. Only `vllm_compat` imports vLLM."""
+"""The engine: how it starts, what controls it and which routes it serves, on top of vLLM."""
