@@ -24,7 +24,7 @@ class WeightExport:
         return described
 
     def export_weights(self) -> dict[str, str]:
-        """Export the GPU memory to one more trainer: `memory` as JSON, or `refused` with a reason."""
+        """Export the GPU memory to one more trainer: `memory` as JSON, or `refused`: the reason."""
         shared = self._shared_parameters().memory
         try:
             memory = exported(shared)
