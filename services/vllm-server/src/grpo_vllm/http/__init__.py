@@ -1,1 +1,1 @@
-"""HTTP below the routes: servers, connections, readiness, requests in flight. No routes."""
+"""HTTP below the routes: servers, connections, readiness and requests in flight."""

@@ -1,4 +1,4 @@
-"""Status codes and bodies of our own errors."""
+"""Answers errors of our own routes with a status code and a JSON body."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RETRY_AFTER_S = 1
 
 
 class BodyTooLarge(GrpoError):
-    """More bytes than any sensible request has."""
+    """The request's body is larger than the limit."""
 
 
 class NotOffered(GrpoError):
-    """This engine, on this platform, cannot do it."""
+    """The server cannot do this with its options or on this platform."""
 
 
 STATUS: dict[type[GrpoError], int] = {
@@ -42,7 +42,7 @@ STATUS: dict[type[GrpoError], int] = {
 
 
 class ErrorHandlingRoute(APIRoute):
-    """Answers our own errors itself: what vLLM's handlers make of them differs by version."""
+    """Answers our own errors. vLLM's error handlers would answer differently in each version."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
