@@ -19,6 +19,7 @@ from grpo_vllm.weights.lora import AdapterRefused
 from grpo_vllm.weights.write_lease import BridgeConflict
 
 RETRY_AFTER_S = 1
+_KINDS = {"missing": "missing", "extra_forbidden": "unknown field"}
 
 
 class BodyTooLarge(GrpoError):
@@ -68,7 +69,11 @@ def _answer(status: int, detail: str) -> JSONResponse:
 
 
 def _listed(error: RequestValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
-        for problem in error.errors()
-    )
+    return "; ".join(_mistake(**problem) for problem in error.errors())
+
+
+def _mistake(type: str, loc: tuple[str | int, ...], input: Any, **_: Any) -> str:
+    if type == "json_invalid":
+        return "body: not valid JSON"
+    field = ".".join(str(part) for part in loc[1:]) or "body"
+    return f"{field}: {_KINDS.get(type) or f'invalid value {input!r:.80}'}"
