@@ -1,1 +1,1 @@
-"""The engine: how it starts, what controls it and which routes it serves, on top of vLLM."""
+"""The engine: starts vLLM, controls it and adds our routes to its application."""

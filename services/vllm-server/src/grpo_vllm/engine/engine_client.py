@@ -1,4 +1,4 @@
-"""Pauses, resumes and puts the engine to sleep; every call has a deadline."""
+"""Makes the engine pause, resume, sleep and wake up; every call has a deadline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class EngineControl:
         """Let the engine stamp tokens that it samples from now on, if it can (vLLM 0.32)."""
         if stamps_versions(self._engine):
             label = str(version)
-            await self._or_broken("name its weights", self._engine.update_weight_version(label))
+            await self._or_broken(
+                "set its policy version", self._engine.update_weight_version(label)
+            )
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the KV cache of finished requests. False if requests in flight still use it."""

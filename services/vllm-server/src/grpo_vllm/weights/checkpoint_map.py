@@ -133,7 +133,7 @@ class ServedParameters:
                 _Holder(
                     name, offset, parameter.nbytes, parameter.shape[0] if parameter.dim() else 1
                 )
-                for name, parameter in model.named_parameters()  # tied parameters come once
+                for name, parameter in model.named_parameters()  # tied parameters appear once
                 if (offset := memory.offset_of(parameter)) is not None
             ),
             key=lambda holder: holder.offset,

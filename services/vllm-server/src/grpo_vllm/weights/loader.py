@@ -142,7 +142,7 @@ def move_into_arena(model: nn.Module) -> WeightMemory:
     """Give every parameter uninitialised storage in one new arena."""
     regions: list[tuple[nn.Parameter, TensorRegion]] = []
     offset = 0
-    for _, parameter in model.named_parameters():  # tied parameters come once
+    for _, parameter in model.named_parameters():  # tied parameters appear once
         regions.append((parameter, region_at(offset, parameter)))
         offset += aligned(parameter.nbytes)
     arena = WeightMemory.arena(offset)

@@ -1,6 +1,6 @@
-"""Records in Redis which weights a run served last, so that a restarted server can detect them.
+"""Records in Redis which weights a run served last; a restarted server reads the record.
 
-A restarted server compares the record with its own checkpoint, which may be older than the run.
+So the restarted server detects that its own checkpoint is older than the run.
 """
 
 from __future__ import annotations
