@@ -101,7 +101,7 @@ class StallDetector:
         self._since = clock()
 
     def observe(self, step: int, idle: bool) -> None:
-        """Note the run's current step.
+        """Record the run's current step.
 
         Raises:
             NoTrainer: the environment was idle and the step did not change for `deadline_s`.

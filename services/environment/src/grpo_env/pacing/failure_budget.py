@@ -37,7 +37,7 @@ class FailureBudget:
         self._failing_since = None
 
     def failed(self, error: ServiceUnavailable) -> None:
-        """Note a failure.
+        """Record a failure.
 
         Raises:
             ServiceUnavailable: the service has failed for `deadline_s` seconds without a success.
@@ -73,7 +73,7 @@ class RefusalLimit:
         self._in_a_row = 0
 
     def refused(self, detail: str) -> None:
-        """Note a refusal.
+        """Record a refusal.
 
         Raises:
             EveryGroupRefused: this was the sixteenth refusal in a row.

@@ -23,7 +23,7 @@ from grpo_core.weights.ref import WeightRef
 _PLAN_BYTES = 1024 * 1024
 _FACT = struct.Struct("i")
 _DESCRIPTORS_PER_PACKET = 200
-"""Below the kernel's limit of 253."""
+"""File descriptors that one packet may carry; the kernel's limit is 253."""
 SERVING, PARKED, DROPPED = b"s", b"p", b"d"
 
 

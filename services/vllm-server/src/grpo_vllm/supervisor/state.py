@@ -51,13 +51,13 @@ class SupervisorState:
         self.requested.set()
 
     def launch_requested(self) -> None:
-        """Note that the next engine is started for the pending command, if there is one."""
+        """Record that the next engine is started for the pending command, if there is one."""
         self.launched = self.restart
         if self.restart is not None:
             self.weights = self.restart.weights
 
     def has_served(self, weights: WeightRef) -> None:
-        """Note that an engine serves these weights. A later rollback returns to them."""
+        """Record that an engine serves these weights. A later rollback returns to them."""
         self.previous = self.weights = weights
 
     def take_launched(self) -> Command | None:
@@ -81,7 +81,7 @@ class RestartPolicy:
         self._served: PolicyVersion | None = None
 
     def serving(self) -> None:
-        """Note that an engine serves."""
+        """Record that an engine serves."""
         self._serving_since = self._clock()
 
     def delay_after_failure(self, served: PolicyVersion) -> float | None:

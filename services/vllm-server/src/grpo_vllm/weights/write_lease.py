@@ -40,7 +40,7 @@ class WriteBack:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: PolicyVersion, deadline_s: float) -> None:
-        """Note that the weights of `version` are missing. A trainer has `deadline_s` seconds to
+        """Record that the weights of `version` are missing. A trainer has `deadline_s` seconds to
         write them back."""
         self.missing = True
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
@@ -52,7 +52,7 @@ class WriteBack:
         )
 
     def done(self) -> None:
-        """Note that a trainer has written all weights."""
+        """Record that a trainer has written all weights."""
         if not self.missing:
             return
         log.info("write_back.completed", after_deadline=self.overdue)
