@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
         log = server.process.log_path.read_text()
         assert "UnshareableWeights" in log
         for name in ("0.self_attn.qkv_proj", "3.mlp.gate_up_proj"):
-            assert f"model.layers.{name}.weight: moved elsewhere while" in log
+            assert f"model.layers.{name}.weight: moved out of shared memory" in log
     finally:
         stop_inference(server)
 
