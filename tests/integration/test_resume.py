@@ -151,7 +151,7 @@ def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
     save(config)
     with capture_logs() as logs:
         train.train(config)
-    assert [entry["event"] for entry in logs] == ["all steps were taken before"]
+    assert [entry["event"] for entry in logs] == ["run.already_complete"]
     assert first_batch_without_a_state(config) == 3
 
 
