@@ -17,8 +17,8 @@ from grpo_trainer.data.collate import MicroBatch
 MIN_TOKENS = 8
 """A mean over fewer tokens proves nothing."""
 STANDARD_ERRORS = 3.0
-"""So many standard errors are subtracted from a mean, because a few outliers among few tokens prove
-nothing."""
+"""This many standard errors are subtracted from a mean, because a few outliers among few tokens
+prove nothing."""
 
 
 @dataclass(frozen=True)

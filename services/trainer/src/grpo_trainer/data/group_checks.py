@@ -32,8 +32,8 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to so many
-    tokens."""
+    """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this
+    length."""
 
     vocab_size: int
     seq_len: int
@@ -166,7 +166,7 @@ def _trained_positions(masks: list[int]) -> list[int]:
 
 
 def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> float:
-    """From the sequence's overrides, else the generation parameters, else the group's overrides."""
+    """The sequence's override, else the generation parameters' value, else the group's override."""
     found = next(_given_temperatures(group, override), 1.0)
     if (
         isinstance(found, bool)

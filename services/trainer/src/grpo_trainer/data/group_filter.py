@@ -23,9 +23,9 @@ from grpo_trainer.errors import DuplicatedBatch, UnusableGroup
 log = structlog.get_logger()
 
 WINDOW_BATCHES = 5
-"""At most half of the groups of so many recent batches may be unusable."""
+"""Number of recent batches of which at most half of the groups may be unusable."""
 MAX_UNUSABLE_BATCHES = 3
-"""So many batches in a row without a usable group end the run."""
+"""The run ends after this many batches in a row without a usable group."""
 REPEAT_EVERY_STEPS = 50
 """Minimum number of steps between two warnings about repeated groups; the metric counts
 them all."""

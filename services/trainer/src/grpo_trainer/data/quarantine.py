@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 QUARANTINE = "quarantine"
 MAX_IN_A_ROW = 3
-"""After so many failed batches in a row, the policy may be the cause."""
+"""The run ends after this many failed batches in a row, because the policy may be the cause."""
 
 
 class Quarantine:

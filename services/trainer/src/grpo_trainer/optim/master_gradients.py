@@ -20,7 +20,7 @@ from torch import Tensor, nn
 log = structlog.get_logger()
 
 GROWTH_STEPS = 100
-"""The scale is doubled after so many steps without overflow."""
+"""The loss scale is doubled after this many steps without overflow."""
 T = TypeVar("T")
 
 

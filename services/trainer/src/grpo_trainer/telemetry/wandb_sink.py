@@ -103,10 +103,10 @@ class WandbSink:
         answer = self._from_child.readline()
         if not answer:
             raise WandbUnavailable(f"W&B ended while it started; {_ADVICE}")
-        said: dict[str, str] = json.loads(answer)
-        if "error" in said:
-            raise WandbUnavailable(f"W&B did not start: {said['error']}; {_ADVICE}")
-        return said["run"]
+        reply: dict[str, str] = json.loads(answer)
+        if "error" in reply:
+            raise WandbUnavailable(f"W&B did not start: {reply['error']}; {_ADVICE}")
+        return reply["run"]
 
     def write(self, record: Record) -> None:
         """Pass one record on. Never raises and never waits: W&B must not stop training."""

@@ -54,8 +54,8 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class ProbeLengths:
-    """Lengths in tokens. `prompt` is one more than a block of the KV cache, if the server's maximum
-    length allows, so that a whole block can come from the cache."""
+    """Lengths in tokens. `prompt` is one more than a block of the KV cache, so that a whole block
+    can come from the cache. It is shorter if the server's maximum length requires it."""
 
     fixed: int
     prompt: int

@@ -49,7 +49,7 @@ two batches in a row."""
 DECISIVE = 16.0
 """The factor at which one batch is enough."""
 PROOF_TOKENS = 16
-"""So many correct fresh tokens clear the environment's other completions in the same batch."""
+"""This many correct fresh tokens clear the environment's other completions in the same batch."""
 SERVER_SAMPLE_SEQUENCES = 4
 CHANCE_NATS = 30.0
 """The limit of improbability: exp(-30) is 1e-13."""
