@@ -43,7 +43,7 @@ from grpo_core.errors import GrpoError
 NO_INFERENCE_LOGPROBS = """\
 GRPO requires inference_logprobs for importance sampling!
 
-Group {index} of the batch (env_id {env_id}) carries none. To fix:
+Group {index} of the batch (env_id {env_id}) has none. To fix:
   1. run the environment with --openai.server_type vllm (not "openai")
   2. check that the inference server returns logprobs on /generate
   3. check that the environment copies them into inference_logprobs"""

@@ -80,7 +80,7 @@ def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(forward, "require_compiler", lambda _: None)
     monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
-    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; omit it"):
+    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; omit --compile"):
         build_forward_pass(qwen(), ForwardOptions(packing="off", fused_head="off", compile=True))
 
 

@@ -29,7 +29,7 @@ class TokenTable:
     logp: Tensor  # [N] float32, the trainer's
     behaviour_logp: Tensor  # [N] float32, the server's, as logged
     temperature: Tensor  # [N] float32
-    sequence: Tensor  # [N] int64, counted through the batch
+    sequence: Tensor  # [N] int64, index of the sequence in the batch
     position: Tensor  # [N] int64, index of the token in its sequence
 
     @classmethod
@@ -61,7 +61,7 @@ class TokenTable:
 
     @property
     def diff(self) -> Tensor:
-        """[N] trainer's minus server's."""
+        """[N] the trainer's logprob minus the server's."""
         return self.logp - self.behaviour_logp
 
     def mean_distance(self) -> float:
@@ -84,9 +84,8 @@ class TokenTable:
 class Distance:
     """How far the behaviour logprobs are from the trainer's logprobs.
 
-    `lower_bound`: the mean minus three standard errors; 0 for fewer than 8 tokens. Below
-    temperature 1 the logprobs' noise is that of the logits divided by the temperature, so the bound
-    multiplies it back.
+    `lower_bound`: the mean minus three standard errors; 0 for fewer than 8 tokens. Logprobs at a
+    temperature T below 1 are noisier by the factor 1/T, so their differences are multiplied by T.
     """
 
     tokens: int

@@ -18,8 +18,8 @@ MAX_LOG_RATIO = 20.0
 @dataclass(frozen=True)
 class LossSums:
     """Sums over the trained tokens of a micro-batch. They are in double precision, so that the sums
-    of a step do not depend on its division into micro-batches. A name that ends in `max` is a
-    maximum."""
+    of a step do not depend on its division into micro-batches. A field whose name ends in `max`
+    holds a maximum instead."""
 
     tokens: float
     ratio: float
@@ -36,10 +36,10 @@ class LossSums:
     diff_max: float
     """Maximum of the absolute difference."""
     kl_k3: float
-    """ratio - 1 - log ratio."""
+    """Sum of ratio - 1 - log ratio, an estimate of the KL divergence."""
     positive_tokens: float
     positive_logp: float
-    """Over the tokens of sequences with an advantage above 0."""
+    """Sum over the tokens of sequences with an advantage above 0."""
     negative_tokens: float
     negative_logp: float
 
@@ -125,7 +125,7 @@ def loss_sums(
     log_ratio = _log_ratio(logp, behaviour_logp)
     ratio = log_ratio.exp()
     is_clipped = ratio != _clipped(ratio, clip_eps)
-    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], as all that follow
+    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], like all tensors below
     logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
     log_ratio = log_ratio[trained].double()
     diff, ratio = logp - behaviour_logp, log_ratio.exp()

@@ -105,7 +105,7 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
         try:
             probe.require_equal(forward)
         except FastPathRefused as refusal:
-            raise FastPathRefused(f"--compile: {refusal}; omit it") from refusal
+            raise FastPathRefused(f"--compile: {refusal}; omit --compile") from refusal
     log.info("forward.chosen", packed=is_packed, fused_head=is_fused, compiled=options.compile)
     return forward
 
@@ -149,7 +149,7 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
     if options.head_kernel == LIGER:
         if device.type != "cuda":
             raise FastPathRefused(
-                f"--head-kernel liger needs a GPU, but the weights are on {device}; omit it"
+                f"--head-kernel liger needs a GPU, and the weights are on {device}; omit it"
             )
         return liger_arithmetic()
     return Arithmetic.compiled() if options.compile else EAGER

@@ -47,7 +47,9 @@ def device_to_load_on(wanted: str) -> torch.device:
             )
         )
     if index >= count:
-        raise NoSuchDevice(f"--device {wanted}: this process sees {count} GPUs, counted from 0")
+        raise NoSuchDevice(
+            f"--device {wanted}: this process sees {count} GPUs, numbered from 0; choose one"
+        )
     return _current(torch.device("cuda", index))
 
 

@@ -1,7 +1,7 @@
 """Lays out a micro-batch for the model: as padded rows, or as packed sequences without padding.
 
 Packed sequences must not attend to each other. So a causal attention for them is registered with
-transformers under its own name. On a GPU in a 16-bit type it is torch's flash attention for
+transformers under its own name. On a GPU in a 16-bit type this is torch's flash attention for
 sequences of different lengths. Otherwise each sequence goes through transformers' default
 attention. Calls without sequence boundaries use that default for whole rows, so padded and packed
 calls can alternate.

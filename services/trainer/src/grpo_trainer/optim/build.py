@@ -74,12 +74,12 @@ def _fused(parameters: Sequence[Tensor]) -> Masters:
     device = parameters[0].device
     if device.type != "cuda":
         raise UnusableOptimizer(
-            f"--fused-step needs a GPU, but the weights are on {device}; omit it"
+            f"--fused-step needs a GPU, but the weights are on {device}; omit --fused-step"
         )
     _require_dtypes(
         parameters,
         {torch.bfloat16, torch.float32},
-        "--fused-step rounds to bfloat16, but the weights are in {found}; omit it",
+        "--fused-step rounds to bfloat16, but the weights are in {found}; omit --fused-step",
     )
     from grpo_trainer.optim.fused_adamw import FusedAdamW
 

@@ -43,7 +43,7 @@ RANGES = (
         "grpo/clipped_fraction",
         0.0,
         0.3,
-        "clipped tokens teach nothing: lower --lr, or shorten the queue",
+        "clipped tokens do not change the policy: lower --lr, or shorten the queue",
     ),
     HealthyRange(
         "alignment/diff_abs_mean",

@@ -28,21 +28,21 @@ class Summary:
     reward, or no supervisor status in Redis."""
 
     mode: str
-    steps: int  # taken by this process
+    steps: int  # number of steps that this process took
     total_s: float  # from the start of the first step to the end of the last one
     step_s_mean: float  # from requesting a batch to writing its record
-    sync_s_total: float  # of publishing
+    sync_s_total: float  # of all publications
     sync_s_mean: float | None  # of one publication
-    fetch_s_total: float  # of waiting for batches
-    compute_s_total: float  # of the rest of a step before its publication
+    fetch_s_total: float  # of all waits for batches
+    compute_s_total: float  # of all steps, without waits and publications
     publishes: int  # after steps; the one at the start does not count
-    peak_rss_bytes: int  # of the trainer
+    peak_rss_bytes: int  # of the trainer process
     peak_cuda_bytes: int | None
-    restarts: int | None  # engine starts after the first, by the server's count
-    dropped_requests: int | None  # aborted by drains
-    generation_tokens: int | None  # sampled
-    reward_first: float | None  # mean of the first step, and of the last one
-    reward_last: float | None
+    restarts: int | None  # engine starts after the first
+    dropped_requests: int | None  # requests that drains aborted
+    generation_tokens: int | None  # tokens that the server sampled
+    reward_first: float | None  # mean reward of the first step
+    reward_last: float | None  # mean reward of the last step
 
     def write(self, save_path: Path) -> None:
         (save_path / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")

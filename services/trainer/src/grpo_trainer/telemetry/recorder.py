@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class Recorder:
-    """Create it when the first step of this process begins.
+    """Create the recorder when the first step of this process begins.
 
     Args: write: writes a record to every sink
 

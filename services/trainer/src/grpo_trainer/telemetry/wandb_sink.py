@@ -109,7 +109,7 @@ class WandbSink:
         return reply["run"]
 
     def write(self, record: Record) -> None:
-        """Pass one record on. Never raises and never waits: W&B must not stop training."""
+        """Send one record to W&B. Never raises and never waits: W&B must not stop training."""
         if self._given_up:
             return
         try:

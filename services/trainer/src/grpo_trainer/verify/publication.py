@@ -92,8 +92,8 @@ class PublicationCheck:
         self._base = self._previous = logprobs_of(policy, self._tokens)  # [T-1]
 
     def prime(self) -> None:
-        """Cache the prompt under the old weights, just before a publication. If the cache outlives
-        the weights, the check then finds it."""
+        """Make the server cache the prompt under the old weights, just before a publication. If the
+        cache outlives those weights, the check finds it."""
         self._server.sample(self._prompt, max_tokens=1)
 
     def require(self, version: PolicyVersion, label: str) -> Alignment:

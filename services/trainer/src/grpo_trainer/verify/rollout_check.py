@@ -173,7 +173,7 @@ class RolloutCheck:
 
 @dataclass(frozen=True)
 class _EnvironmentBatch:
-    """One environment's part of one batch."""
+    """The part of a batch that one environment sent."""
 
     step: int
     env_id: int | None

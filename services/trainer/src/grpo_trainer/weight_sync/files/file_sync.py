@@ -174,7 +174,7 @@ class FileSync:
             self.weights.kind,
             lambda to: self.weights.write(self._policy, to),
         )
-        if not self.publisher.action.restarts:  # a restart empties the caches anyway
+        if not self.publisher.action.restarts:  # a restart empties the caches
             self._check.prime()
         in_use = self.publisher.publish(files)
         alignment = self._check.require(version, f"After step {version.step}")
@@ -216,7 +216,8 @@ class FileSync:
             info = self.bridge.info()
 
     def _while_serving(self, ask: Callable[[], T]) -> T:
-        """Retry until the server answers. The time during which it is down does not count."""
+        """Retry until the server answers. The time during which the server is down does not
+        count."""
         deadline = Deadline(PROBE_DEADLINE_S)
         while True:
             try:

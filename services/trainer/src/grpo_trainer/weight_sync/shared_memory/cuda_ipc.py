@@ -92,7 +92,7 @@ class OpenedCuda:
         index = own.devices[memory.place.device_uuid]
         try:
             storages = [_opened(segment, index) for segment in memory.segments]
-        except RuntimeError as error:  # of torch and CUDA
+        except RuntimeError as error:  # raised by torch and CUDA
             raise unreachable([f"CUDA cannot open the server's memory: {error}"]) from error
         starts = [segment.start for segment in memory.segments]
         return cls(torch.device("cuda", index), starts, storages)

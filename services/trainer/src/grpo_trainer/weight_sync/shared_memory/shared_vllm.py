@@ -231,7 +231,8 @@ class SharedVllm:
             )
 
     def _check_is_about_the_session(self, error: Exception, version: PolicyVersion) -> None:
-        """Attaching again repairs only a conflict or a broken connection; raise any other error."""
+        """Raise errors that attaching again cannot repair: all but conflicts and broken
+        connections."""
         if isinstance(error, RequestRefused) and error.status != _CONFLICT:
             raise WeightSyncError(
                 f"cannot publish version {tuple(version)}: {error}. Does --vllm-control-url name "
@@ -240,7 +241,7 @@ class SharedVllm:
 
 
 def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
-    """Our version, or the same step in a new epoch if the server already used that version.
+    """The trainer's version; in a new epoch if the server already used it.
 
     A restarted server accepts exactly the version that it lost; every other version can be used
     only once.
@@ -251,7 +252,8 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
 
 
 def _opened_after(ours: PolicyVersion, last_epoch: int) -> PolicyVersion:
-    """Our version in an epoch later than `last_epoch`: a new server counts epochs from 0 again."""
+    """The trainer's version in an epoch later than `last_epoch`. A new server counts epochs from 0
+    again."""
     return PolicyVersion(max(ours.epoch, last_epoch + 1), ours.step)
 
 
