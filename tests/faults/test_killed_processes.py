@@ -36,7 +36,7 @@ from tests.faults.stages import (
 )
 
 ENDS_WITHIN_S = 120.0
-NOTICED = {SERVER: (TRAINER, "lost the inference server"), REDIS: (RUN_API, "request.failed")}
+NOTICED = {SERVER: (TRAINER, "server.lost"), REDIS: (RUN_API, "request.failed")}
 """Which log tells of an outage, and how."""
 
 ALWAYS = [

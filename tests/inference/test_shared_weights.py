@@ -261,4 +261,4 @@ def test_another_model_than_the_served_one_is_refused_with_every_difference(
 
 def test_another_dtype_than_the_served_one_is_refused(shared_server: InferenceServer) -> None:
     message = refusal_to_attach(shared_server, shared_server.model, "bfloat16")
-    assert "--dtype bfloat16, but the server holds float32" in message
+    assert "--dtype bfloat16, but the server's weights are in float32" in message

@@ -201,7 +201,7 @@ def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
 
 
 def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(UnusableOptimizer, match="needs a GPU, and the weights are on cpu"):
+    with pytest.raises(UnusableOptimizer, match="needs a GPU, but the weights are on cpu"):
         build_update(settings("--fused-step"), WEIGHTS)
 
 

@@ -77,9 +77,9 @@ def run(request: pytest.FixtureRequest, model: str) -> Run:
     ("serve", "told"),
     [
         (lambda r: r.server.swap(r.base, VERSION), "the model that it was started with"),
-        (lambda r: r.server.swap(r.previous, VERSION), "the weights of the publication before"),
+        (lambda r: r.server.swap(r.previous, VERSION), "the weights of the previous publication"),
         (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"server's answer names \(2, 0\)"),
-        (Run.keep_cache, r"afresh agrees .* are still in its KV cache"),
+        (Run.keep_cache, r"fixed tokens agree .* are still in its KV cache"),
     ],
     ids=["base", "previous", "another version", "kept keys and values"],
 )
@@ -110,7 +110,7 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     torch.manual_seed(1)
     run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
     run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
-    cause = {"base": "was started with, without", "previous": "publication before"}[served]
+    cause = {"base": "was started with, without", "previous": "previous publication"}[served]
     with pytest.raises(ServedWeightsDiffer, match=cause):
         run.check.require(VERSION, "After step 3")
     run.server.swap(run.policy, VERSION)
