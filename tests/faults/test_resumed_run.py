@@ -46,7 +46,7 @@ class Line:
     directory: Path
 
     def launch(self, *flags: str) -> None:
-        own = ("--training-steps", str(STEPS), "--save-path", str(self.directory))
+        own = ("--steps", str(STEPS), "--save-path", str(self.directory))
         metrics = ("--metrics-file", str(self.directory / "metrics.jsonl"))
         self.rig.launch(TRAINER, *own, *metrics, *flags)
 

@@ -55,7 +55,7 @@ class StateRecord(BaseModel):
     """The content of `trainer_state.json`.
 
     `parameters` maps the name of each trained parameter to its shape. `files` describes all other
-    files of the directory. `mode` is --weight-bridge-mode. `lora` is None if the whole model is
+    files of the directory. `mode` is --mode. `lora` is None if the whole model is
     trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api that
     counts `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None

@@ -182,7 +182,7 @@ _ADVICE = (
 def _flat(settings: TrainerSettings) -> dict[str, Any]:
     """The options, named as on the command line."""
     options = settings.model_dump(mode="json")
-    return {"weight_bridge_mode": settings.sync.mode, **options, **options.pop("sync")}
+    return {**options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:

@@ -158,7 +158,7 @@ class PublicationCheck:
         if FAR_BETTER * previous < mean:
             return "it still serves the weights of the previous publication"
         return (
-            "it serves weights of another run, or was started with another model than --model-name "
+            "it serves weights of another run, or was started with another model than --model "
             f"(mean difference to the model it should have been started with: {base:.2g}, to the "
             f"previous publication: {previous:.2g})"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-OTHER_MODES = "use --weight-bridge-mode lora_only or none"
+OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
 
 

@@ -112,7 +112,9 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
             BadServedRecord: the key holds another kind of value.
         """
         try:
-            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, FAILURES)):
+            async for attempt in async_retrying(
+                deadline_s, lambda e: isinstance(e, FAILURES), self.note_absence
+            ):
                 with attempt:
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:

@@ -70,7 +70,7 @@ class FileSync:
     _epoch: int = field(init=False, default=0)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
-        """Load the model of --model-name, in the LoRA modes with an adapter that changes nothing
+        """Load the model of --model, in the LoRA modes with an adapter that changes nothing
         yet.
 
         Raises:
