@@ -35,15 +35,15 @@ class Reachability:
     """Logs once that a service cannot be reached, and once that it can be again.
 
     Args:
-        option: the command-line option that holds the URL; None to log nothing
+        hint: the fix to log; None to log nothing
     """
 
-    def __init__(self, service: str, url: str, option: str | None) -> None:
-        self._service, self._url, self._option = service, url, option
+    def __init__(self, service: str, url: str, hint: str | None) -> None:
+        self._service, self._url, self._hint = service, url, hint
         self._is_away = False
 
     def failed(self, error: BaseException) -> None:
-        if self._option is None or self._is_away or not isinstance(error, httpx.ConnectError):
+        if self._hint is None or self._is_away or not isinstance(error, httpx.ConnectError):
             return
         self._is_away = True
         log.warning(
@@ -51,7 +51,7 @@ class Reachability:
             name=self._service,
             url=self._url,
             reason=str(error),
-            hint=f"start {self._service}, or check {self._option}",
+            hint=self._hint,
         )
 
     def answered(self) -> None:
@@ -67,7 +67,7 @@ class ServiceClient(ClosesOnExit):
     deadline_s: how long one call may keep trying
     timeout_s: how long one attempt may take
     token: sent with every request; None where the service asks for none
-    option: the command-line option of the URL, for a log line if nothing listens there
+    hint: for the log line if nothing listens at the URL; None to log nothing
 
     `has_ended`: True once the service is known to have ended, so that no repeat can help.
     """
@@ -79,12 +79,12 @@ class ServiceClient(ClosesOnExit):
         deadline_s: float,
         timeout_s: float,
         token: str | None = None,
-        option: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
-        self._reachability = Reachability(service, self.base_url, option)
+        self._reachability = Reachability(service, self.base_url, hint)
         self.has_ended: Callable[[], bool] = lambda: False
         self._http = httpx.Client(
             base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
@@ -141,12 +141,12 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         timeout_s: float,
         max_connections: int = 100,
         token: str | None = None,
-        option: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
-        self._reachability = Reachability(service, self.base_url, option)
+        self._reachability = Reachability(service, self.base_url, hint)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=authorization(token),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
+_CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
 
 
@@ -35,6 +37,17 @@ def not_writable(path: Path) -> str | None:
         return f"{place} is not a directory; choose another path"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"user {os.getuid()} cannot write to {place}; choose another path, or chown it"
+    return None
+
+
+def does_not_answer(url: str) -> str | None:
+    """Why nothing can be connected to at an HTTP URL now."""
+    parts = urlsplit(url)
+    address = (parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80))
+    try:
+        socket.create_connection(address, _CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
