@@ -90,7 +90,7 @@ def test_the_trainers_file_gives_its_settings(tmp_path: Path) -> None:
         file = tmp_path / "config.yaml"
         file.write_text(config_yaml(first))
         again = load_settings(CommandLine, ["--config", str(file)], {}).settings()
-        assert again == first
+        assert config_yaml(again) == file.read_text()
         assert again.sync.publish_every_steps == first.sync.publish_every_steps
 
 
@@ -103,9 +103,7 @@ def test_secrets_do_not_enter_the_file(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_options_win_over_variables_and_those_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(
-        "model: m\nweight_bridge_mode: shared_vllm\nseed: 1\nlr: 1e-3\ntraining-steps: 4\n"
-    )
+    file.write_text("model: m\nweight_bridge_mode: shared_vllm\nseed: 1\nlr: 1e-3\nsteps: 4\n")
     given = ["--config", str(file), "--seed", "3"]
     chosen = load_settings(CommandLine, given, {"GRPO_SEED": "2", "GRPO_LR": "1e-4"})
     assert (chosen.seed, chosen.lr, chosen.steps, chosen.mode) == (3, 1e-4, 4, "shared_vllm")
@@ -113,8 +111,8 @@ def test_options_win_over_variables_and_those_over_the_file(tmp_path: Path) -> N
 
 ARCHIVED = [
     (
-        "--model-name m --weight-bridge-mode lora_only --vllm-port 9002 --atropos-url http://h:8002 "
-        "--training-steps 30 --redis-url redis://h",
+        "--model-name m --weight-bridge-mode lora_only --vllm-port 9002 "
+        "--atropos-url http://h:8002 --training-steps 30 --redis-url redis://h",
         ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002"),
     ),
     (
