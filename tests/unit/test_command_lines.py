@@ -12,14 +12,16 @@ from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
 from grpo_env.config.settings import EnvServerSettings
+from grpo_local.process.ports import free_port
 from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine, config_yaml
 from grpo_vllm.settings import ServerSettings
 
+PORTS = f"--port {free_port()} --health-port {free_port()}"
 REDIS = "--redis-url redis://127.0.0.1:6379"
 COMMANDS: dict[type[CommandSettings], list[str]] = {
-    RunApiSettings: ["--port 39087"],
-    ServerSettings: ["--model m --port 39088 --dtype float32 --max-model-len=128"],
+    RunApiSettings: [f"--port {free_port()}"],
+    ServerSettings: [f"--model m {PORTS} --dtype float32 --max-model-len=128"],
     EnvServerSettings: ["arithmetic serve --model m", "gsm8k serve --model m --weight -1"],
     CommandLine: [
         "--model m --mode shared_vllm",

@@ -52,7 +52,7 @@ MISTAKES = {
         grpo, "--model {tmp}/gone --mode shared_vllm", "--model: no such directory: {tmp}/gone"
     ),
     "directory without a model": Mistake(
-        vllm_api_server, "--model {tmp}", "--model: no config.json in {tmp}"
+        grpo, "--model {tmp} --mode shared_vllm", "--model: no config.json in {tmp}"
     ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
     "option of another mode": Mistake(

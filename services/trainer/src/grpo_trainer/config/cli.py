@@ -124,6 +124,7 @@ COMMAND = Command(
     refused={
         "learning-rate": "no such option; write --lr",
         "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
+        "single-copy": "no such option; write --mode shared_vllm",
         "debug-loading": "no such option; write --log-level DEBUG",
         "log-dir": "no such option; grpo logs to stderr, --save-path receives the files",
         "trainer-rank": SINGLE_PROCESS,
@@ -143,7 +144,10 @@ class CommandLine(
     RunOptions,
 ):
     """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
-    new weights to the inference server."""
+    new weights to the inference server.
+
+    Options of the archived trainer are accepted under their names there, for example --model-name
+    and --training-steps."""
 
     command: ClassVar[Command] = COMMAND
 
