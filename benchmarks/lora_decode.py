@@ -14,17 +14,17 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import structlog
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.lora_bench.decoding import decode
 from benchmarks.lora_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.logs import configure_logging
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
 
 SECTION = "decoding with an adapter"
@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 class LoraBenchSettings(CommandSettings):
     """Decode with a LoRA adapter on our server and on stock vLLM, in turns."""
 
-    model_config = SettingsConfigDict(cli_prog_name="bench-lora", env_prefix="BENCH_LORA_")
+    command: ClassVar[Command] = Command(prog="bench-lora", env_prefix="BENCH_LORA_")
 
     rounds: int = Field(9, ge=1, description="Times that each server is measured")
     concurrency: int = Field(32, ge=1, description="Requests under way at once")

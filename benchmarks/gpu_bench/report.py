@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal, Self, TextIO
+from typing import Annotated, ClassVar, Literal, Self, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from benchmarks.gpu_bench.settings import PARTS, PartName, ShapeName
 from benchmarks.run_api_bench.results_file import replace_section
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import Command, CommandSettings, load_settings
 
 
 class _Record(BaseModel):
@@ -283,9 +282,11 @@ def _trimmed(lines: Sequence[str]) -> list[str]:
 class RenderSettings(CommandSettings):
     """Write the sections of the runs that files of figures hold."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m benchmarks.gpu_bench.report")
+    command: ClassVar[Command] = Command(
+        prog="python -m benchmarks.gpu_bench.report", positional=("figures",)
+    )
 
-    figures: CliPositionalArg[list[Path]] = Field(description="Files that runs appended to")
+    figures: list[Path] = Field(description="Files that runs appended to")
     results: Path = Field(
         Path("benchmarks/RESULTS.md"), description="Markdown file whose sections are replaced"
     )

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import Command, CommandSettings
 
 ShapeName = Literal["tiny", "0.5b", "1.5b", "7b"]
 
@@ -142,7 +141,7 @@ class GpuBenchSettings(CommandSettings):
     """Measure decoding, publication, adapter swaps, training, memory and sharing of one GPU, with a
     model of random weights, and write a section of benchmarks/RESULTS.md."""
 
-    model_config = SettingsConfigDict(cli_prog_name="bench-gpu", env_prefix="BENCH_GPU_")
+    command: ClassVar[Command] = Command(prog="bench-gpu", env_prefix="BENCH_GPU_")
 
     size: ShapeName = Field(description="Shape of the model; tiny runs on a CPU too")
     parts: list[PartName] = Field(list(PARTS), min_length=1, description="What to measure")

@@ -172,8 +172,8 @@ def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:
 def settings_with(options: Options) -> TrainerSettings:
     """Raises `pydantic.ValidationError` where the trainer has no such options."""
     fields = {
-        "model_name": "random",
-        "weight_bridge_mode": "shared_vllm",
+        "model": "random",
+        "mode": "shared_vllm",
         "lr": LR,
         **options,
     }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import Command, CommandSettings
 
 ScenarioName = Literal["submissions", "status-env", "first-batch", "memory", "stalls", "minimums"]
 SystemName = Literal["atroposlib", "run-api"]
@@ -21,7 +20,7 @@ class BenchSettings(CommandSettings):
     """Measure run-api and the API server of atroposlib 0.4.0 under the same load, one after the
     other, and write the run-api section of benchmarks/RESULTS.md."""
 
-    model_config = SettingsConfigDict(cli_prog_name="bench-run-api")
+    command: ClassVar[Command] = Command(prog="bench-run-api")
 
     runs: int = Field(3, ge=1, description="how often everything is measured")
     quick: bool = Field(

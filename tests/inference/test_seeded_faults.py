@@ -51,11 +51,11 @@ class Outcome:
 
 def settings(server: InferenceServer, api_url: str, directory: Path, **changes: Any) -> Any:
     values: dict[str, Any] = {
-        "model_name": str(server.model),
-        "weight_bridge_mode": "shared_vllm",
-        "atropos_url": api_url,
-        "vllm_url": server.url,
-        "training_steps": STEPS,
+        "model": str(server.model),
+        "mode": "shared_vllm",
+        "run_api_url": api_url,
+        "inference_url": server.url,
+        "steps": STEPS,
         "batch_size": GROUP_SIZE * GROUPS_PER_BATCH // 2,
         "gradient_accumulation_steps": 2,
         "seq_len": 128,

@@ -32,8 +32,8 @@ STATE = Position(step=2, batch_id=2, epoch=1)
 
 def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSettings:
     fixed = {
-        **{"model_name": "m", "weight_bridge_mode": "shared_vllm", "save_path": save_path},
-        **{"atropos_url": str(http.base_url), "service_deadline_s": DEADLINE_S},
+        **{"model": "m", "mode": "shared_vllm", "save_path": save_path},
+        **{"run_api_url": str(http.base_url), "service_deadline_s": DEADLINE_S},
         **{"batch_size": 4, "gradient_accumulation_steps": 1},
     }
     return CommandLine(**{**fixed, **changes}).settings()
@@ -42,7 +42,7 @@ def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSett
 def save(config: TrainerSettings, position: Position = STATE) -> Path:
     """Of the run that run-api has; of no run that there ever was, where it has none."""
     side = Side()
-    with TrainerClient(config.atropos_url) as client:
+    with TrainerClient(config.run_api_url) as client:
         run_uuid = client.status().run_uuid or "lost"
     state = capture(side.model, side.optimizer, config, position, run_uuid)
     return StateStore(config.save_path).save(state)
@@ -71,7 +71,7 @@ def train_three_batches(http: httpx.Client, config: TrainerSettings) -> None:
 
 def first_batch_without_a_state(config: TrainerSettings) -> int:
     """The first that is not acknowledged."""
-    with TrainerClient(config.atropos_url) as another:
+    with TrainerClient(config.run_api_url) as another:
         another.register(config.registration(first_step=0))
         return another.next_batch(DEADLINE_S).id
 
@@ -140,13 +140,13 @@ def test_the_state_that_the_resume_option_names_is_found(
     assert find_state(settings(http, tmp_path, resume="never"), store) is None
     assert found(settings(http, tmp_path / "x", resume=str(older))).directory == older
     with pytest.raises(StateMismatch, match="is a state of m, not of other"):
-        found(settings(http, tmp_path, model_name="other"))
+        found(settings(http, tmp_path, model="other"))
 
 
 def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
     http: httpx.Client, tmp_path: Path
 ) -> None:
-    config = settings(http, tmp_path, training_steps=2, vllm_url="http://127.0.0.1:1")
+    config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
     train_three_batches(http, config)
     save(config)
     with capture_logs() as logs:

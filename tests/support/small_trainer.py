@@ -14,7 +14,7 @@ from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
-SETTINGS = CommandLine(model_name="m", weight_bridge_mode="shared_vllm").settings()
+SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 
 
 class Side:

@@ -45,7 +45,7 @@ def test_mistakes_import_nothing_heavy_and_no_environment_imports_torch(
 ) -> None:
     """The last one has loaded the tokenizer, read the data (with datasets, which asks for torch by
     itself) and asked the server once run-api is looked for."""
-    serve = ["arithmetic", "serve", "--openai.model-name", "/none"]
+    serve = ["arithmetic", "serve", "--openai.model-name", "none/model"]
     with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
         ends, errors = run_each(
             [*serve, "--env.group_size", "x"],

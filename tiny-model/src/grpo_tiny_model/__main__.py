@@ -5,25 +5,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import structlog
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from grpo_core.logs import configure_logging
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import Command, CommandSettings, Shown, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
 
 log = structlog.get_logger()
 
 
 class _Arguments(CommandSettings):
-    """Make the tiny model, or find it in the cache."""
+    """Makes the tiny model, or finds it in the cache."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_tiny_model")
+    command: ClassVar[Command] = Command(prog="python -m grpo_tiny_model")
 
-    directory: Path | None = Field(None, description="Where to put it (default: a cache entry)")
-    path_file: Path | None = Field(None, description="File that receives the model's directory")
+    directory: Annotated[Path | None, Shown(default="an entry of the cache")] = Field(
+        None, description="Directory for the model"
+    )
+    path_file: Path | None = Field(
+        None, description="File that receives the path of the model's directory"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -28,7 +28,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load_env_settings(sys.argv[1:] if argv is None else argv)
-    configure_logging("environment")
+    configure_logging("environment", settings.log_level)
     # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
     # signal without a handler would be ignored while the imports below take their seconds.
     for number in _STOP_SIGNALS:
@@ -45,7 +45,7 @@ def _run(settings: EnvServerSettings) -> None:
         from grpo_env.rollout.chat_template import chat_encoder
     from grpo_env.tasks.registry import TASKS
 
-    with TASKS[settings.task](settings.env) as task:
+    with TASKS[settings.task](settings) as task:
         encode = chat_encoder(settings.tokenizer_name)
         asyncio.run(_serve_until_signal(settings, task, encode))
 

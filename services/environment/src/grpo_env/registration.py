@@ -54,13 +54,12 @@ class Membership(WireModel):
 
 def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
     """What this environment announces."""
-    env = settings.env
     return EnvironmentRegistration(
-        max_token_length=env.max_token_length,
-        desired_name=settings.wandb_name,
-        weight=env.weight,
-        group_size=env.group_size,
-        min_batch_allocation=env.min_batch_allocation,
+        max_token_length=settings.seq_len,
+        desired_name=settings.display_name,
+        weight=settings.weight,
+        group_size=settings.group_size,
+        min_batch_allocation=settings.min_batch_allocation,
     )
 
 
@@ -86,7 +85,7 @@ async def join_run(
         if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
-                "start one with the same run-api, or raise --env.trainer-deadline-s"
+                "start one with the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
 

@@ -52,16 +52,18 @@ async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None
     Raises:
         GrpoError: what ended the work, by name.
     """
-    env, openai = settings.env, settings.openai
     api_key = plain(settings.vllm_api_key)
-    await wait_for_servers(openai.base_url, openai.start_deadline_s, api_key)
-    with _ready_file(env.ready_file):
+    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
+    with _ready_file(settings.ready_file):
         async with (
             EnvironmentClient(
-                env.rollout_server_url, env.run_api_deadline_s, plain(settings.run_api_token)
+                settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api,
             InferencePool(
-                openai.base_url, openai.request_deadline_s, env.max_concurrent_groups, api_key
+                settings.inference_url,
+                settings.request_deadline_s,
+                settings.max_concurrent_groups,
+                api_key,
             ) as generation,
         ):
             await Worker(settings, task, encode, api, generation).run()
@@ -77,7 +79,7 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         path.touch()
     except OSError as error:
         raise ReadyFileNotWritten(
-            f"--env.ready-file {path}: {error}; name a file that this user can write"
+            f"--ready-file {path}: {error}; name a file that this user can write"
         ) from error
     try:
         yield
@@ -96,21 +98,21 @@ class Worker:
         api: EnvironmentClient,
         generation: Generation,
     ) -> None:
-        self._env = settings.env
+        self._settings = settings
         self._registration = registration_of(settings)
         self._api = api
-        self._inference = FailureBudget("vllm-server", settings.openai.request_deadline_s)
-        self._run_api = FailureBudget("run-api", settings.env.run_api_deadline_s)
+        self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
+        self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
         # of its own: a status that is answered says nothing of groups that are not taken
-        self._submissions = FailureBudget("run-api", settings.env.run_api_deadline_s)
+        self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._producer = GroupProducer(
             task, encode, generation, api, self._inference, self._submissions
         )
-        self._completion_tokens = settings.env.max_completion_tokens or task.max_completion_tokens
+        self._completion_tokens = settings.max_completion_tokens or task.max_completion_tokens
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
-        self._stall = StallDetector(settings.env.trainer_deadline_s)
+        self._stall = StallDetector(settings.trainer_deadline_s)
         self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
 
@@ -127,7 +129,7 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            total_steps = membership.total_steps(self._env.total_steps, status.num_steps)
+            total_steps = membership.total_steps(self._settings.steps, status.num_steps)
             if run_is_complete(status, total_steps):
                 if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
@@ -147,7 +149,7 @@ class Worker:
         if self._producer.progress.groups_sent:
             return False
         if self._next_run is None:
-            self._next_run = Deadline(self._env.next_run_deadline_s)
+            self._next_run = Deadline(self._settings.next_run_deadline_s)
             if not self._next_run.has_passed:
                 log.info("run complete, waiting for a trainer", deadline_s=self._next_run.seconds)
         return not self._next_run.has_passed
@@ -156,7 +158,7 @@ class Worker:
         # Before registering, by our own limit: run-api counts on environments that it knows.
         await self._skip_long_prompts()
         membership = await self._retry(
-            lambda: join_run(self._api, self._registration, self._env.trainer_deadline_s)
+            lambda: join_run(self._api, self._registration, self._settings.trainer_deadline_s)
         )
         self._membership = membership
         self._producer.env_id = membership.env_id
@@ -167,17 +169,17 @@ class Worker:
             env_id=membership.env_id,
             name=membership.wandb_name,
             step=membership.starting_step,
-            total_steps=membership.total_steps(self._env.total_steps),
+            total_steps=membership.total_steps(self._settings.steps),
             batch_size=self._trainer.batch_size,
         )
         return membership
 
     async def _ask_trainer_info(self) -> None:
         self._trainer = await self._api.info()
-        if 0 < self._trainer.batch_size < self._env.group_size:
+        if 0 < self._trainer.batch_size < self._settings.group_size:
             raise GroupLargerThanBatch(
-                f"group size {self._env.group_size} is larger than the trainer's batch of "
-                f"{self._trainer.batch_size} sequences; pass a smaller --env.group-size or a "
+                f"group size {self._settings.group_size} is larger than the trainer's batch of "
+                f"{self._trainer.batch_size} sequences; pass a smaller --group-size or a "
                 "larger batch size to the trainer"
             )
 
@@ -224,7 +226,7 @@ class Worker:
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
             )
-            groups = groups_to_start(status, self._trainer, self._env, total_steps, load)
+            groups = groups_to_start(status, self._trainer, self._settings, total_steps, load)
             self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
             self._start(groups)
             left_s = poll_at - time.monotonic()
@@ -269,14 +271,14 @@ class Worker:
                 await self._api.disconnect(self._membership.env_id)
 
     def _sampling(self) -> SamplingPlan:
-        env = self._env
+        settings = self._settings
         trainer_limit = self._trainer.max_token_len
         return SamplingPlan(
-            group_size=env.group_size,
-            temperature=env.temperature,
-            max_token_length=min(env.max_token_length, trainer_limit)
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            max_token_length=min(settings.seq_len, trainer_limit)
             if trainer_limit > 0
-            else env.max_token_length,
+            else settings.seq_len,
             max_completion_tokens=self._completion_tokens,
-            drop_equal_scores=env.drop_equal_scores,
+            drop_equal_scores=settings.drop_equal_scores,
         )

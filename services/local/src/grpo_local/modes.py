@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import NoDecode
 
 from grpo_core.settings import CommandSettings
 from grpo_core.weights.directory_checks import LORA_RANKS
@@ -71,7 +70,7 @@ def _every(steps: int) -> str:
 
 
 def comma_separated(value: Any) -> Any:
-    """`a,b` → `["a", "b"]`, on the command line and, beside `NoDecode`, in a variable."""
+    """`a,b` → `["a", "b"]`, on the command line and in a variable."""
     if value is None:
         return None
     words = [value] if isinstance(value, str) else value
@@ -102,12 +101,10 @@ class ModeOptions(CommandSettings):
     lora_dropout: float = Field(
         0.05, ge=0, lt=1, description="dropout before the adapter while training"
     )
-    lora_target_modules: Annotated[list[str] | None, NoDecode, BeforeValidator(comma_separated)] = (
-        Field(
-            None,
-            min_length=1,
-            description="layers that get an adapter, separated by commas",
-        )
+    lora_target_modules: Annotated[list[str] | None, BeforeValidator(comma_separated)] = Field(
+        None,
+        min_length=1,
+        description="layers that get an adapter, separated by commas",
     )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import NoDecode, SettingsConfigDict
 
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import Command, CommandSettings
 from grpo_local.modes import ModeName, ModeOptions, comma_separated
 
 TaskName = Literal["arithmetic", "gsm8k"]
@@ -46,7 +45,7 @@ class DemoSettings(ModeOptions):
     """Train a model with GRPO on this machine and show the progress: Redis, run-api, vLLM server,
     environments and trainer as local processes, no GPU, container or model hub needed."""
 
-    model_config = SettingsConfigDict(cli_prog_name="grpo-demo", env_prefix="GRPO_DEMO_")
+    command: ClassVar[Command] = Command(prog="grpo-demo", env_prefix="GRPO_DEMO_")
 
     model: str | None = Field(
         None, description="checkpoint directory or hub id; a tiny model is made when not given"
@@ -57,7 +56,7 @@ class DemoSettings(ModeOptions):
         "runs/<UTC time>-<seed> when not given",
     )
     task: Annotated[
-        list[TaskName], NoDecode, BeforeValidator(comma_separated), AfterValidator(_each_once)
+        list[TaskName], BeforeValidator(comma_separated), AfterValidator(_each_once)
     ] = Field(
         ["arithmetic"],
         min_length=1,
@@ -198,7 +197,7 @@ class RunSettings(ModeOptions):
     --mode none -- --training-steps 100 --lr 1e-6
     """
 
-    model_config = SettingsConfigDict(cli_prog_name="grpo-run", env_prefix="GRPO_RUN_")
+    command: ClassVar[Command] = Command(prog="grpo-run", env_prefix="GRPO_RUN_")
 
     model: str = Field(description="hub id or directory of the model")
     redis_url: RedisUrl = Field(description="Redis of the run (default: $REDIS_URL)")
@@ -255,10 +254,10 @@ class CompareSettings(CommandSettings):
     Everything behind a `--` goes to every run, which is one of grpo-demo.
     """
 
-    model_config = SettingsConfigDict(cli_prog_name="grpo-compare", env_prefix="GRPO_COMPARE_")
+    command: ClassVar[Command] = Command(prog="grpo-compare", env_prefix="GRPO_COMPARE_")
 
     modes: Annotated[
-        list[ModeName], NoDecode, BeforeValidator(comma_separated), AfterValidator(_each_once)
+        list[ModeName], BeforeValidator(comma_separated), AfterValidator(_each_once)
     ] = Field(
         list(get_args(ModeName)),
         min_length=1,
@@ -275,7 +274,7 @@ class CompareSettings(CommandSettings):
         False,
         description="all modes at once; on one machine without GPUs they take each other's time",
     )
-    gpu_ids: Annotated[list[str], NoDecode, BeforeValidator(comma_separated)] = Field(
+    gpu_ids: Annotated[list[str], BeforeValidator(comma_separated)] = Field(
         [],
         description="with --side-by-side: GPU of each mode, separated by commas; a run sees no "
         "other (CUDA_VISIBLE_DEVICES)",

@@ -2,106 +2,122 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import Command, CommandSettings, LogLevel, Shown
 
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+_FOUR_GIB = 4 * 1024**3
 
 
 class RunApiSettings(CommandSettings):
-    """Trajectory server: takes scored groups from environments, hands batches to the trainer.
+    """Trajectory server: queues scored groups from environments and hands out batches to the
+    trainer. All state is in Redis, so run-api can be restarted at any time."""
 
-    All state lives in Redis, so it can be restarted at any time.
-    """
+    command: ClassVar[Command] = Command(
+        prog="run-api",
+        env_prefix="RUN_API_",
+        groups={
+            "Network": ("host", "port", "token", "allowed_hosts"),
+            "Run": ("redis_url", "run_id", "redis_deadline_s"),
+            "Limits": (
+                "max_body_bytes",
+                "body_deadline_s",
+                "max_queued_groups",
+                "max_queued_bytes",
+                "max_leased_bytes",
+                "full_queue_wait_s",
+                "environment_timeout_s",
+                "stop_grace_s",
+            ),
+            "Logging": ("log_level",),
+        },
+        examples=(
+            "run-api --port 8002 --redis-url redis://127.0.0.1:6379",
+            "REDIS_URL=redis://:password@db:6379 RUN_API_TOKEN=secret run-api --host 0.0.0.0",
+        ),
+    )
 
-    model_config = SettingsConfigDict(cli_prog_name="run-api", env_prefix="RUN_API_")
-
-    host: str = Field("127.0.0.1", description="address to listen on (RUN_API_HOST)")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on (RUN_API_PORT)")
-    redis_url: RedisUrl = Field(
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    redis_url: Annotated[RedisUrl, Shown(default=_DEFAULT_REDIS)] = Field(
         SecretStr(_DEFAULT_REDIS),
-        description="Redis that holds the run's state: redis://, rediss:// or unix://; with a "
-        f"password better set as REDIS_URL: a command line is no secret. Unset: {_DEFAULT_REDIS}",
+        description="Redis that holds the run's state: redis://, rediss:// or unix://. Use the "
+        "variable if the URL holds a password, because other users can read command lines",
     )
     run_id: str = Field(
         DEFAULT_RUN_ID,
-        min_length=1,
-        pattern=r"^[^{}\s]+$",
-        description="name of the run: runs with different names share one Redis (RUN_ID)",
+        description="Name of the run. Runs with different names can share one Redis",
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: Annotated[int, Shown(default="33554432, which is 32 MiB")] = Field(
         32 * 1024 * 1024,
         ge=1024,
-        description="largest submission in bytes, as sent and after decompression",
+        description="Largest request body, both as sent and after decompression",
     )
     body_deadline_s: float = Field(
-        60.0,
-        gt=0.0,
-        le=3600.0,
-        description="seconds within which a request's body has to arrive in full, else 408",
+        60.0, gt=0.0, le=3600.0, description="Seconds in which a request body must arrive, or 408"
     )
     max_queued_groups: int = Field(
         100_000,
         ge=1,
-        description="groups in the queue from which on submissions wait; environments are slowed "
-        "from half of it on",
+        description="Groups in the queue above which submissions are delayed. From half of it on, "
+        "environments are slowed down",
     )
-    max_queued_bytes: int = Field(
-        4 * 1024**3,
+    max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
+        _FOUR_GIB,
         ge=1024,
-        description="the same in stored (compressed) bytes, buffered parts included",
+        description="The same limit in compressed bytes. It counts partial groups too",
     )
-    max_leased_bytes: int = Field(
-        4 * 1024**3,
+    max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
+        _FOUR_GIB,
         ge=1024,
-        description="stored bytes of batches that were handed out and are not acknowledged, from "
-        "which on a trainer has to acknowledge before it gets another",
+        description="Compressed bytes of batches that were handed out and not acknowledged. At "
+        "this limit the trainer must acknowledge one before it gets the next",
     )
     full_queue_wait_s: float = Field(
         20.0,
         ge=0.0,
         le=60.0,
-        description="seconds a submission waits for a full queue before it is answered 503",
+        description="Seconds a full queue delays a submission, then 503",
     )
     redis_deadline_s: float = Field(
-        10.0,
-        gt=0.0,
-        le=300.0,
-        description="seconds a request waits for Redis to come back before it is answered 503",
+        10.0, gt=0.0, le=300.0, description="Seconds a request waits for Redis to return, then 503"
     )
     environment_timeout_s: float = Field(
         60.0,
         gt=0.0,
         le=86400.0,
-        description="seconds without a poll of /status-env after which an environment loses its "
-        "weight and its minimum allocation, until it polls again",
+        description="Seconds without a request to /status-env after which an environment gets no "
+        "share of the batch, until its next request",
     )
     stop_grace_s: int = Field(
         10,
         ge=1,
         le=3600,
-        description="seconds that requests under way may take once the server is told to stop; "
-        "those left are answered 503",
+        description="Seconds that requests in flight may take after a stop signal, then 503",
     )
     token: SecretStr | None = Field(
         None,
-        description="what clients must send as Authorization: Bearer <token>; none: anybody who "
-        "reaches the port may send. Better set as RUN_API_TOKEN: a command line is no secret",
+        description="Token that clients must send as Authorization: Bearer <token>. Without one "
+        "everybody who reaches the port may send requests",
     )
-    allowed_hosts: str = Field(
+    allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="names under which clients ask for this server, separated by commas, beside "
-        "addresses, names without a dot, private ones and this machine's own",
+        description="Further host names under which clients may address this server, separated by "
+        "commas. Addresses, names without a dot, private names and this machine's are allowed",
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="least severe event to log"
-    )
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
 
     _usable_token = field_validator("token")(usable_token)
+
+    @field_validator("run_id")
+    @classmethod
+    def _fits_a_redis_key(cls, value: str) -> str:
+        if not value or any(letter in "{}" or letter.isspace() for letter in value):
+            raise ValueError("expected a name without spaces and braces")
+        return value

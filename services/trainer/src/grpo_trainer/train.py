@@ -41,7 +41,7 @@ class Update:
 
 
 def train(settings: TrainerSettings) -> None:
-    """Run up to `settings.training_steps` steps, from a saved state where there is one, and save
+    """Run up to `settings.steps` steps, from a saved state where there is one, and save
     the final model.
 
     Raises:
@@ -53,7 +53,7 @@ def train(settings: TrainerSettings) -> None:
         store = StateStore(settings.save_path)
         remove_unfinished(store.directory)
         saved = find_state(settings, store)
-        if saved is not None and saved.record.step >= settings.training_steps:
+        if saved is not None and saved.record.step >= settings.steps:
             rejoin(api, settings, saved)
             log.info(
                 "all steps were taken before",
@@ -70,7 +70,7 @@ def train(settings: TrainerSettings) -> None:
             contextlib.closing(build_weight_sync(settings)) as sync,
         ):
             run, position = start_run(settings, api, sync, store, saved, write_record)
-            while position.step < settings.training_steps:
+            while position.step < settings.steps:
                 position = run_step(run, position)
                 # After the record: a state must not hold a step that nobody knows of.
                 run.saver.step_taken(position)
@@ -100,7 +100,7 @@ def run_step(run: Run, position: Position) -> Position:
     check, published = run.shared_memory, update.published
     outcome = StepOutcome(
         step=step,
-        steps=settings.training_steps,
+        steps=settings.steps,
         lr=run.optimizer.learning_rate(step),
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
@@ -151,4 +151,4 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
 
 def _run_api_client(settings: TrainerSettings) -> TrainerClient:
     token = plain(settings.run_api_token)
-    return TrainerClient(settings.atropos_url, settings.service_deadline_s, token)
+    return TrainerClient(settings.run_api_url, settings.service_deadline_s, token)

@@ -1,150 +1,190 @@
-"""Options of `vllm-api-server`. What is not listed here goes to vLLM's engine as it stands."""
+"""Options of `vllm-api-server`. Every other option is passed to vLLM's engine."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
-from pydantic_settings import CliUnknownArgs, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    LogLevel,
+    Mistake,
+    Shown,
+    load_settings,
+)
+from grpo_core.settings.fields import missing_model
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
-"""Another value would break the importance ratio, or the sharing, without a word."""
+"""Another value would silently break the importance ratio or the shared memory."""
 HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
 
 
 class ServerSettings(CommandSettings):
-    """Inference server: vLLM with shareable weights and control over updates.
+    """Inference server: vLLM with shared weights, adapters and restarts under a trainer's control.
 
-    Every option that is not listed here is passed to vLLM unchanged, for example --dtype,
-    --max-model-len, --gpu-memory-utilization, --enforce-eager.
-    """
+    Options that are not listed here are passed to vLLM, for example --dtype, --max-model-len,
+    --gpu-memory-utilization and --enforce-eager."""
 
-    model_config = SettingsConfigDict(
-        cli_prog_name="vllm-api-server", cli_ignore_unknown_args=True, env_prefix="GRPO_VLLM_"
+    command: ClassVar[Command] = Command(
+        prog="vllm-api-server",
+        env_prefix="GRPO_VLLM_",
+        variables={
+            "share_weights": SHARE_WEIGHTS_VARIABLE,
+            "bridge_config_path": "VLLM_BRIDGE_CONFIG_PATH",
+            "logdir": "LOGDIR",
+            "api_key": "VLLM_API_KEY",
+        },
+        groups={
+            "Model": ("model",),
+            "Network": (
+                "host",
+                "port",
+                "control_host",
+                "control_port",
+                "health_port",
+                "api_key",
+                "allowed_hosts",
+            ),
+            "Weights": (
+                "weights_dir",
+                "redis_url",
+                "run_id",
+                "redis_deadline_s",
+                "enable_lora",
+                "max_lora_rank",
+                "max_loras",
+            ),
+            "Weights in shared_vllm": (
+                "share_weights",
+                "weights_socket",
+                "bridge_config_path",
+                "logdir",
+                "max_pause_lease_s",
+                "await_weights",
+                "write_back_hold_s",
+                "write_back_deadline_s",
+            ),
+            "Engine": ("engine_deadline_s", "restart_limit", "drain_s", "stop_grace_s"),
+            "Logging": ("log_level",),
+        },
+        examples=(
+            "vllm-api-server --model Qwen/Qwen2.5-0.5B-Instruct --share-weights",
+            "vllm-api-server --model ./model --enable-lora --weights-dir ./run/served_weights",
+        ),
+        passes_on="engine_arguments",
     )
 
-    model: str = Field(description="Hub id or directory of the model to serve")
-    host: str = Field("127.0.0.1", description="Address to listen on")
+    model: str = Field(
+        min_length=1, description="Model to serve: a directory or an id on the Hugging Face hub"
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(9001, ge=1, le=65535, description="TCP port of the public routes")
     share_weights: bool = Field(
-        False,
-        description="Let a trainer on this host write the weights in place "
-        "(VLLM_ENABLE_SHARED_WEIGHTS=1 means the same)",
+        False, description="Share the weights with a trainer on this host, which updates them"
     )
-    weights_socket: Path | None = Field(
-        None,
-        description="Unix socket that hands the weights to the trainer "
-        "(default: <temporary directory>/grpo-<user id>-<run id>-<port>/weights.sock)",
-    )
-    control_host: str = Field("127.0.0.1", description="Address of the control port")
-    control_port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="TCP port of the routes that change state (pause, resume); without it they "
-        "are served on the public port, and only where that is bound to loopback",
+    weights_socket: Annotated[
+        Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
+    ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
+    control_host: str = Field("127.0.0.1", description="Address of the control and health ports")
+    control_port: Annotated[int | None, Shown(default="the public port, if only on loopback")] = (
+        Field(None, ge=1, le=65535, description="TCP port of the routes that pause and resume")
     )
     max_pause_lease_s: float = Field(
-        120.0, gt=0, description="Longest pause a trainer may ask for, in seconds"
+        120.0, gt=0, description="Longest pause that a trainer may request"
     )
-    bridge_config_path: Path | None = Field(
-        None,
-        description=f"Where to write {FILE_NAME} when weights are shared "
-        "(VLLM_BRIDGE_CONFIG_PATH; default: in --logdir)",
+    bridge_config_path: Annotated[Path | None, Shown(default="in --logdir")] = Field(
+        None, description=f"File {FILE_NAME}, which describes the shared weights"
     )
-    logdir: Path = Field(Path("."), description=f"Directory for {FILE_NAME} (LOGDIR)")
+    logdir: Annotated[Path, Shown(default="the current directory")] = Field(
+        Path("."), description=f"Directory for {FILE_NAME}"
+    )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis that remembers which weights this run has served, so that a restarted "
-        "server waits for them (REDIS_URL; default: none, and it serves its checkpoint)",
+        description="Redis that records the weights of the run, so that a restarted server waits "
+        "for them. Without it the server serves --model after a restart",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0, description="How long Redis may take to answer at the start, in seconds"
+        10.0, gt=0, description="Seconds that Redis may take to answer at the start"
     )
     await_weights: bool = Field(
         True,
-        description="After a restart, hold requests until a trainer has written the served weights "
-        "back; --no-await-weights serves the checkpoint under a new version instead",
+        description="After a restart, hold requests until a trainer has written the weights back. "
+        "--no-await-weights serves --model under a new policy version instead",
     )
     write_back_hold_s: float = Field(
-        20.0, gt=0, description="How long one request is held meanwhile, in seconds"
+        20.0, gt=0, description="Seconds that one request is held until then"
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="How long a trainer may take before requests are refused at once, in seconds",
+        description="Seconds that a trainer may take to write back; then requests are refused",
     )
     enable_lora: bool = Field(
         False,
-        description="Take LoRA adapters: the served name answers from the newest, "
-        "<name>@base from the model itself",
+        description="Load LoRA adapters. The model's name then means the newest adapter, and "
+        "<name>@base the model itself",
     )
     max_lora_rank: int = Field(
         16, description=f"Largest rank of an adapter, one of {', '.join(map(str, LORA_RANKS))}"
     )
-    max_loras: int = Field(
-        4, ge=2, description="Adapters that one batch may mix: those before the newest included"
-    )
-    weights_dir: Path | None = Field(
+    max_loras: int = Field(4, ge=2, description="Adapters that one batch of requests may mix")
+    weights_dir: Annotated[Path | None, Shown(default="none, and weights are not loaded")] = Field(
         None,
-        description="The only directory that adapters and checkpoints are taken from, the "
-        "trainer's <save path>/served_weights (default: none are taken)",
+        description="Directory from which adapters and models may be loaded, the trainer's "
+        "<save path>/served_weights",
     )
-    health_port: int | None = Field(
+    health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,
         ge=1,
         le=65535,
         validate_default=True,
-        description="TCP port of /healthz, /readyz and /status on --control-host, which answer "
-        "while the engine restarts too (default: 1000 above --port)",
+        description="TCP port of /healthz, /readyz and /status, which answer during restarts too",
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Key that requests must carry as Authorization: Bearer <key>, except those of "
-        "probes (default: $VLLM_API_KEY, better set there: a command line is no secret; none: "
-        "anybody who reaches a port may ask)",
+        description="Key that clients must send as Authorization: Bearer <key>. Without one "
+        "everybody who reaches a port may send requests",
     )
-    allowed_hosts: str = Field(
+    allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="Names under which clients ask for this server, separated by commas, beside "
-        "addresses, names without a dot, private ones and this machine's own",
+        description="Further host names under which clients may address this server, separated by "
+        "commas. Addresses, names without a dot, private names and this machine's are allowed",
     )
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="How long requests under way may take before a restart, in seconds; those "
-        "that take longer are answered 503",
+        description="Seconds for requests in flight before a restart, then 503",
     )
     stop_grace_s: float = Field(
-        8.0, gt=0, description="How long the engine process may take to end, in seconds"
+        8.0, gt=0, description="Seconds that the engine may take to stop before it is killed"
     )
     engine_deadline_s: float = Field(
-        1800.0, gt=0, description="How long an engine may take to start, in seconds"
+        1800.0, gt=0, description="Seconds that the engine may take to start"
     )
     restart_limit: int = Field(
         5,
         ge=1,
-        description="Engines that may fail in a row, without newer weights served in between, "
-        "before the server gives up: it then answers 503 until it is told what to serve",
+        description="Engine failures in a row, without newer weights, after which the server stops "
+        "restarting it and answers 503",
     )
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (RUN_ID)")
-    log_level: str = Field("INFO", description="Least severe level that is logged")
-    engine_arguments: CliUnknownArgs
+    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    engine_arguments: tuple[str, ...] = ()
 
     @property
     def public_is_loopback(self) -> bool:
@@ -164,7 +204,7 @@ class ServerSettings(CommandSettings):
 
     @property
     def bridge_config_required(self) -> bool:
-        """Somebody said where it shall be, so somebody looks for it there."""
+        """Its place was given, so a trainer reads it there."""
         return bool(self.model_fields_set & {"bridge_config_path", "logdir"})
 
     _usable_key = field_validator("api_key")(usable_token)
@@ -184,55 +224,42 @@ class ServerSettings(CommandSettings):
     @classmethod
     def _rank_is_one_of_vllms(cls, value: int) -> int:
         if value not in LORA_RANKS:
-            raise ValueError(f"one of {', '.join(map(str, LORA_RANKS))}")
+            raise ValueError(f"expected one of {', '.join(map(str, LORA_RANKS))}")
         return value
 
-    @model_validator(mode="after")
-    def _adapters_and_writing_in_place_are_two_modes(self) -> Self:
+    def mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
         if self.share_weights and self.enable_lora:
-            raise ValueError(
-                "--enable-lora and --share-weights: a trainer either writes the weights in place "
-                "or sends adapters; choose one"
+            yield Mistake(
+                None,
+                "--enable-lora and --share-weights exclude each other: a trainer sends adapters or "
+                "writes the shared weights",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _control_is_reachable_and_private(self) -> Self:
         if self.share_weights and self.control_port is None and not self.public_is_loopback:
-            raise ValueError(
-                f"--share-weights on {self.host} needs --control-port: routes that pause the "
-                "server are not offered on an address that others reach"
+            yield Mistake(
+                None,
+                f"--share-weights on {self.host} needs --control-port: the routes that pause the "
+                "server are not offered on an address that others reach",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _owns_what_sharing_and_ratios_hang_on(self) -> Self:
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
-        taken = sorted(names & owned)
-        if taken:
-            raise ValueError(f"{', '.join(taken)}: set by vllm-api-server itself; leave out")
-        return self
-
-    @model_validator(mode="after")
-    def _socket_path_fits(self) -> Self:
+        if taken := sorted(names & owned):
+            yield Mistake(None, f"{', '.join(taken)}: set by vllm-api-server itself; leave it out")
         if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
-            raise ValueError(
-                f"--weights-socket {self.socket_path}: unix socket paths hold at most "
-                f"{UNIX_PATH_MAX_BYTES} bytes; choose a shorter one"
+            yield Mistake(
+                "weights_socket",
+                f"{self.socket_path} is longer than the {UNIX_PATH_MAX_BYTES} bytes of a unix "
+                "socket's path; choose a shorter one",
             )
-        return self
+
+    def resolved(self) -> dict[str, Any]:
+        held = super().resolved()
+        if not self.bridge_config_required:  # these two count as given by being there
+            del held["bridge_config_path"], held["logdir"]
+        return held
 
 
 def load_server_settings(argv: Sequence[str]) -> ServerSettings:
-    """Ends the process with status 2 and a line per mistake."""
-    return load_settings(
-        ServerSettings,
-        argv,
-        variables={
-            "share_weights": SHARE_WEIGHTS_VARIABLE,
-            "bridge_config_path": "VLLM_BRIDGE_CONFIG_PATH",
-            "logdir": "LOGDIR",
-            "api_key": "VLLM_API_KEY",
-        },
-    )
+    """Settings of a command line. A mistake ends the process with status 2 and one line."""
+    return load_settings(ServerSettings, argv)

@@ -27,14 +27,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None:
     one, two = ({"model_name": "m", "base_url": f"http://{name}:9001/v1"} for name in ("a", "b"))
-    openai = from_file(tmp_path, json.dumps({"openai": [one, two, one]})).openai
-    assert (openai.model_name, openai.base_url) == ("m", ["http://a:9001/v1", "http://b:9001/v1"])
+    settings = from_file(tmp_path, json.dumps({"openai": [one, two, one]}))
+    assert (settings.model, settings.inference_url) == ("m", ("http://a:9001", "http://b:9001"))
 
 
 BROKEN_FILES = {
     "openai: [{model_name: m}, {model_name: n}]": "differ in model_name",
     "openai: [{model_name: m, base_url: 'http://a'}, {model_name: m}]": "no base_url",
-    "- a list": "expected a mapping",
+    "- a list": "expected lines such as",
     "env: {grp: 3}\nopenai: {model_name: m}": "grp",
 }
 
@@ -63,14 +63,11 @@ def test_the_words_of_atropos_are_understood_and_the_command_line_wins_over_the_
 ) -> None:
     settings = from_file(tmp_path, ATROPOS, "--env.group_size", "6")
 
-    env = settings.env
-    assert (env.group_size, env.total_steps, env.max_concurrent_groups) == (6, 120, 24)
-    assert (env.drop_equal_scores, env.weight) == (False, -1)
+    assert (settings.group_size, settings.steps, settings.max_concurrent_groups) == (6, 120, 24)
+    assert (settings.drop_equal_scores, settings.weight) == (False, -1)
     # Unset: the model's tokenizer, the task's name.
-    assert (settings.tokenizer_name, settings.wandb_name) == ("m", "gsm8k")
-    assert "without effect here: env.batch_size, env.start_tok_length, env.use_wandb, openai." in (
-        capsys.readouterr().err
-    )
+    assert (settings.tokenizer_name, settings.display_name) == ("m", "gsm8k")
+    assert "no effect here: env.batch_size, env.start_tok_length" in capsys.readouterr().err
 
 
 def test_only_the_token_of_run_api_is_read_from_the_variables(
@@ -83,11 +80,11 @@ def test_only_the_token_of_run_api_is_read_from_the_variables(
 
 
 MISTAKES = {
-    "--env.group_size=1": "pass --env.group-size 2 or more",
+    "--env.group_size=1": "pass 2 or more",
     "--env.temperature=0": "--env.temperature",
-    "--env.rollout_server_url=localhost:8000": "with its scheme",
-    "--openai.server_type=openai": "log-probability of every sampled token",
-    "--env.grp=3": "unrecognized arguments",
+    "--env.rollout_server_url=localhost:8000": "expected a URL",
+    "--openai.server_type=openai": "logprob of every sampled token",
+    "--env.grp=3": "--env.grp: no such option",
     "--config=/nonexistent.yaml": "cannot read /nonexistent.yaml",
 }
 
@@ -97,5 +94,5 @@ def test_a_mistake_ends_with_status_2_and_names_the_option(
 ) -> None:
     for option, problem in MISTAKES.items():
         assert problem in refused([*BASE, option], capsys)
-    assert "--openai.model-name: Field required" in refused(["arithmetic", "serve"], capsys)
-    assert "--task" in refused(["chess", *BASE[1:]], capsys)
+    assert "--model is required" in refused(["arithmetic", "serve"], capsys)
+    assert "TASK: expected one of arithmetic, gsm8k" in refused(["chess", *BASE[1:]], capsys)

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
-from grpo_env.config.settings import EnvSettings
+from grpo_env.config.settings import EnvServerSettings
 from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
 
-ENV = EnvSettings(group_size=8, max_batches_offpolicy=3, max_concurrent_groups=64)
+ENV = EnvServerSettings(
+    task="arithmetic", model="m", group_size=8, max_batches_offpolicy=3, max_concurrent_groups=64
+)
 TOTAL_STEPS = 50
 TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
 STATUS = EnvironmentStatus(
@@ -25,7 +27,7 @@ STATUS = EnvironmentStatus(
 
 
 def decide(
-    load: Load, *, env: EnvSettings = ENV, trainer: TrainerInfo = TRAINER, **status: Any
+    load: Load, *, env: EnvServerSettings = ENV, trainer: TrainerInfo = TRAINER, **status: Any
 ) -> int:
     return groups_to_start(STATUS.model_copy(update=status), trainer, env, TOTAL_STEPS, load)
 

@@ -11,19 +11,19 @@ from grpo_local.__main__ import main as demo
 
 MISTAKES = {
     demo: {
-        "--task gsm8k": "--data: Value error, gsm8k needs data: pass --data (with make: DATA=)",
-        "--task gsm8k --data /none": "--data: Value error, no such directory",
+        "--task gsm8k": "--data: gsm8k needs data: pass --data (with make: DATA=)",
+        "--task gsm8k --data /none": "--data: no such directory",
         "--seq-len 100 --max-model-len 50": "less than --seq-len 100",
         "--mode lora": "should be 'shared_vllm', 'lora_only', 'lora_restart' or 'none'",
     },
     compare: {
-        "--modes none,some": "--modes.1: Input should be 'shared_vllm'",
+        "--modes none,some": "--modes: expected one of shared_vllm",
         "--side-by-side --gpu-ids 0,1": "2 --gpu-ids for 4 --modes",
         "-- --mode none": "grpo-compare: --mode: the same for all, or set here",
     },
     run: {
         "-- --lora_r=8 --save-path x": "grpo-run: --lora-r, --save-path: grpo-run's own; say it",
-        "--server-flags='half": "--server-flags: Value error, No closing quotation",
+        "--server-flags='half": "--server-flags: No closing quotation",
         "--port 8000 --health-port 8000": "--port and --health-port are both 8000",
     },
 }

@@ -28,7 +28,7 @@ class Trainer:
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)
-        self.policy = TrainedWeights(chosen.model_name, chosen.lora).load(dtype).eval()
+        self.policy = TrainedWeights(chosen.model, chosen.lora).load(dtype).eval()
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:
@@ -47,8 +47,8 @@ class Trainer:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Path) -> None:
     chosen = CommandLine(
-        model_name=str(model_directory(tmp_path / "model")),
-        weight_bridge_mode="lora_only",
+        model=str(model_directory(tmp_path / "model")),
+        mode="lora_only",
         redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
         lr=0.01,
         lora_dropout=0.3,

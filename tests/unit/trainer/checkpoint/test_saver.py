@@ -37,7 +37,7 @@ START = Position(step=0, batch_id=0, epoch=1)
 
 
 def settings(**changes: Any) -> TrainerSettings:
-    fixed = {"weight_bridge_mode": "shared_vllm", "model_name": "m", "training_steps": STEPS}
+    fixed = {"mode": "shared_vllm", "model": "m", "steps": STEPS}
     return CommandLine(**{**fixed, **changes}).settings()
 
 
@@ -55,7 +55,7 @@ def test_intervals_and_the_last_step_decide_when_to_save(
     step: int, saved_step: int, intervals: tuple[int, int], expected: Due
 ) -> None:
     models, states = intervals
-    chosen = settings(training_steps=100, checkpoint_interval=models, state_interval=states)
+    chosen = settings(steps=100, checkpoint_interval=models, state_interval=states)
     assert due_after(step, saved_step, chosen) == expected
 
 
@@ -78,7 +78,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     save_path = directory / "saved"
     tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
-    chosen = settings(model_name=str(directory / "model"), save_path=save_path, **changes)
+    chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
     optimizer = MasterOptimizer(model.parameters(), 0.1, 0, 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}

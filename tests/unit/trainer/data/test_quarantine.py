@@ -84,10 +84,10 @@ class Bench:
             LeasedBatch(i, g, [None] * 2) for i, g in enumerate(groups, 1) if i not in missing
         )
         settings = CommandLine(
-            model_name="m",
-            weight_bridge_mode="lora_only",
+            model="m",
+            mode="lora_only",
             redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
-            training_steps=len(batches),
+            steps=len(batches),
             seq_len=LIMITS.seq_len,
         ).settings()
         api: Any = SimpleNamespace(next_batch=lambda *_: next(leased))

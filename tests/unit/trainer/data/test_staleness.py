@@ -96,7 +96,7 @@ def source_of(
         passed_over.append((at.step, at.batch_id))
 
     settings: Any = SimpleNamespace(
-        batch_deadline_s=batch_deadline_s, max_staleness=2, training_steps=AT.step + 3
+        batch_deadline_s=batch_deadline_s, max_staleness=2, steps=AT.step + 3
     )
     api: Any = SimpleNamespace(next_batch=next_batch)
     saver: Any = SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over)

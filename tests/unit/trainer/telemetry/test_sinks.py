@@ -47,13 +47,13 @@ def init(project, group, config, settings):
 """
 """As much of W&B as our process calls."""
 HANG = "time.sleep(600)"
-NAMED = {"lr": 0.25, "model_name": "m", "weight_bridge_mode": "shared_vllm", "pause_lease_s": 30.0}
+NAMED = {"lr": 0.25, "model": "m", "mode": "shared_vllm", "pause_lease_s": 30.0}
 """Of the options, some of every kind."""
 
 
 def settings(**changes: Any) -> TrainerSettings:
     values: dict[str, Any] = {
-        **{"model_name": "m", "weight_bridge_mode": "shared_vllm", "lr": 0.25},
+        **{"model": "m", "mode": "shared_vllm", "lr": 0.25},
         **{"use_wandb": True, "wandb_project": "proj", "wandb_group": "grp"},
     }
     return CommandLine(**(values | changes)).settings()

@@ -72,7 +72,7 @@ def settings(directory: Path, mode: str = "lora_restart", **changes: Any) -> Tra
     (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 256}')
     (directory / "saved").mkdir()
     fixed: dict[str, Any] = {
-        **{"model_name": str(model), "weight_bridge_mode": mode, "save_path": directory / "saved"},
+        **{"model": str(model), "mode": mode, "save_path": directory / "saved"},
         **{"vllm_port": free_port(), "run_id": "r1", "service_deadline_s": 0.1},
     }
     if mode != "shared_vllm":

@@ -71,9 +71,7 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         def write(version: PolicyVersion) -> None:
             assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
 
-        chosen = CommandLine(
-            model_name="model", weight_bridge_mode="shared_vllm", save_path=tmp_path
-        ).settings()
+        chosen = CommandLine(model="model", mode="shared_vllm", save_path=tmp_path).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
             sync._server = SimpleNamespace(

@@ -1,1 +1,1 @@
-"""Options of `env-server`, from the command line and from a file. Nothing that acts on them."""
+"""Options of `env-server`, and the names that Atropos gives them."""

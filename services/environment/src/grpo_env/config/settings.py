@@ -1,261 +1,234 @@
-"""Settings of `env-server`: what to run, how to pace it, where the policy is served.
-
-Names follow Atropos, so that its command lines and YAML files carry over.
-"""
+"""Options of the `env-server` command."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
-from pydantic_settings import CliExplicitFlag, CliPositionalArg, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
 
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    CommaSeparated,
+    HttpUrl,
+    InferenceUrl,
+    LogLevel,
+    Mistake,
+    Shown,
+    load_settings,
+)
+from grpo_core.settings.fields import missing_directory
 from grpo_core.wire.fields import Weight
-from grpo_env.config.file import ConfigFileUnusable, config_argument, read_config_file
+from grpo_env.config.atropos import ALIASES, WITHOUT_EFFECT, one_policy
 
 PROG = "env-server"
 TaskName = Literal["arithmetic", "gsm8k"]
 
 
-def _absolute_url(value: str) -> str:
-    if not value.startswith(("http://", "https://")):
-        raise ValueError("write the URL with its scheme, for example http://localhost:8000")
-    return value
+class EnvServerSettings(CommandSettings):
+    """Environment: samples groups for a task, grades them and submits them to run-api.
 
+    The options of an Atropos environment are accepted under their names there, for example
+    --env.group_size and --openai.base_url."""
 
-Url = Annotated[str, AfterValidator(_absolute_url)]
+    command: ClassVar[Command] = Command(
+        prog=PROG,
+        positional=("task", "action"),
+        groups={
+            "Model": ("model", "tokenizer", "inference_url", "vllm_api_key", "server_type"),
+            "Sampling": (
+                "group_size",
+                "temperature",
+                "seq_len",
+                "max_completion_tokens",
+                "max_concurrent_groups",
+                "max_batches_offpolicy",
+                "drop_equal_scores",
+            ),
+            "Data": ("data", "data_config", "format_reward", "seed"),
+            "Run": (
+                "run_api_url",
+                "run_api_token",
+                "steps",
+                "wandb_name",
+                "weight",
+                "min_batch_allocation",
+            ),
+            "Deadlines": (
+                "start_deadline_s",
+                "request_deadline_s",
+                "run_api_deadline_s",
+                "trainer_deadline_s",
+                "next_run_deadline_s",
+            ),
+            "Logging": ("log_level", "ready_file"),
+        },
+        examples=(
+            "env-server arithmetic serve --model ./model --group-size 8",
+            "env-server gsm8k serve --model Qwen/Qwen2.5-0.5B-Instruct --data ./gsm8k --dry-run",
+        ),
+        aliases=ALIASES,
+        without_effect=WITHOUT_EFFECT,
+    )
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class EnvSettings(_Section):
-    """How groups are sampled, paced and sent."""
-
-    rollout_server_url: Url = Field("http://localhost:8000", description="URL of run-api")
-    group_size: int = Field(8, ge=1, description="Completions sampled for one prompt (sequences)")
-    max_token_length: int = Field(
+    task: TaskName = Field(description="Task to sample: arithmetic or gsm8k")
+    action: Literal["serve"] = Field("serve", description="serve: run until the run is complete")
+    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
+    run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
+    group_size: int = Field(8, ge=1, description="Completions sampled for each prompt")
+    seq_len: int = Field(
         2048,
         ge=2,
-        description="Groups with a sequence (prompt + completion) of this many tokens or more "
-        "are dropped; the trainer's own limit applies where it is smaller (tokens)",
+        description="Longest sequence (prompt and completion) in tokens. Groups that contain a "
+        "sequence of this length are dropped. The trainer's limit applies if it is smaller",
     )
-    max_completion_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Sampling stops after this many tokens and the answer is graded as it "
-        "stands; unset: the task's own limit (tokens)",
+    max_completion_tokens: Annotated[int | None, Shown(default="by task: 8 or 256")] = Field(
+        None, ge=1, description="Tokens after which a completion ends and is graded as it is"
     )
-    temperature: float = Field(
-        1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature (no unit)"
-    )
-    total_steps: int = Field(
-        -1,
-        ge=-1,
-        description="Stop once the trainer has received the batch of this step; "
-        "-1: the number of steps that the trainer registered (steps)",
+    temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
+    steps: Annotated[int, Shown(default="-1, which means as many as the trainer")] = Field(
+        -1, ge=-1, description="Stop after the training step with this number"
     )
     max_batches_offpolicy: int = Field(
         3,
         ge=1,
-        description="Sequences queued or being sampled never exceed this many batches: more "
-        "keeps the trainer busier, fewer keeps the data fresher (batches)",
+        description="Batches that may be queued or in progress. More keep the trainer busier, "
+        "fewer keep the data fresher",
     )
     max_concurrent_groups: int = Field(
-        8, ge=1, le=64, description="Groups sampled at once by all environments (groups)"
+        8, ge=1, le=64, description="Groups that all environments together sample at once"
     )
-    drop_equal_scores: CliExplicitFlag[bool] = Field(
+    drop_equal_scores: bool = Field(
         True,
-        description="Drop groups whose scores are all equal: their advantages are zero, so they "
-        "teach nothing and cost a training step. Their rewards still count in the reported mean. "
-        "The share dropped grows as the policy gets better and is logged (true or false)",
+        description="Drop groups whose scores are all equal. Their advantages are zero, so a step "
+        "learns nothing from them. Their rewards still count in the reported mean",
     )
-    tokenizer_name: str | None = Field(
-        None, description="Hub id or directory of the tokenizer; unset: openai.model-name"
+    tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
+        None, description="Tokenizer: a directory or an id on the Hugging Face hub"
     )
-    data: str | None = Field(
+    data: Annotated[str | None, Shown(default="openai/gsm8k from the hub")] = Field(
         None,
         min_length=1,
-        description="Data of the task (gsm8k): directory with train.jsonl, or id of a data set on "
-        "the hub; unset: openai/gsm8k",
+        description="Problems of gsm8k: a directory with train.jsonl, or a data set on the hub",
     )
-    data_config: str | None = Field(
-        None, description="Configuration of a data set on the hub; unset: main"
+    data_config: Annotated[str | None, Shown(default="main")] = Field(
+        None, description="Configuration of a data set on the hub"
     )
     format_reward: float = Field(
         0.3,
         ge=0.0,
         lt=1.0,
         allow_inf_nan=False,
-        description="Largest share for the form of an answer (gsm8k), beside 1 for the right one; "
-        "0: only the right answer counts (score)",
+        description="Largest reward for the form of an answer, in gsm8k. A correct answer gets 1",
     )
-    wandb_name: str | None = Field(
-        None, min_length=1, description="Name under which metrics are reported; unset: the task's"
+    wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
+        None, min_length=1, description="Name of this environment in metrics and logs"
     )
     weight: Weight = Field(
         1.0,
-        description="Share of the sampling slots, relative to the other environments (no unit); "
-        "-1: all of them, and the others share theirs without this one",
+        description="Share of the sampling slots, relative to other environments. -1: use all "
+        "slots, and leave the shares of others as they are",
     )
     min_batch_allocation: float | None = Field(
         None,
         ge=0.0,
         le=1.0,
         allow_inf_nan=False,
-        description="Share of every batch that is this environment's at least; batches wait for "
-        "it; unset: none (0 to 1)",
+        description="Smallest share of every batch for this environment, from 0 to 1. Batches wait "
+        "for it",
     )
-    seed: int = Field(0, description="Seed of the order of the prompts")
+    seed: int = Field(0, description="Seed of the order of prompts")
     run_api_deadline_s: float = Field(
-        120.0, gt=0.0, description="How long run-api may be unreachable (seconds)"
+        120.0, gt=0.0, description="Seconds to retry a run-api that cannot be reached"
     )
     trainer_deadline_s: float = Field(
         1800.0,
         gt=0.0,
-        description="How long to wait for a trainer to register, or to take the next batch from a "
-        "full queue (seconds)",
+        description="Seconds to wait until a trainer registers, or takes a batch from a full queue",
     )
     next_run_deadline_s: float = Field(
         0.0,
         ge=0.0,
-        description="How long to wait for a trainer that goes on, where this environment finds the "
-        "run complete (seconds)",
+        description="Seconds to wait for a trainer if the run is complete",
     )
     ready_file: Path | None = Field(
         None,
-        description="File that is there as long as this environment works or waits for a trainer, "
-        "for the health check of a container; unset: none",
+        description="File that exists while this environment works, for a container's health check",
     )
-
-    @model_validator(mode="after")
-    def _some_group_can_be_sent(self) -> Self:
-        if self.group_size == 1 and self.drop_equal_scores:
-            raise ValueError(
-                "the scores of a group of 1 are always equal, so every group would be dropped; "
-                "pass --env.group-size 2 or more, or --env.drop-equal-scores false"
-            )
-        return self
-
-
-class OpenaiSettings(_Section):
-    """Where the policy is served."""
-
-    base_url: list[Url] = Field(
-        ["http://localhost:9001/v1"],
+    inference_url: CommaSeparated[InferenceUrl] = Field(
+        ("http://localhost:9001",),
         min_length=1,
-        description="URL of the inference server; several, separated by commas, share the "
-        "requests, which in-place weight updates do not allow",
+        description="URL of the inference server. Several servers, separated by commas, share the "
+        "requests in every mode but shared_vllm",
     )
-    model_name: str = Field(min_length=1, description="Model served: hub id or directory")
-    api_key: str = Field(
-        "x", description="Accepted for Atropos command lines; never sent: see --vllm-api-key"
+    model: str = Field(min_length=1, description="Served model: a directory or an id on the hub")
+    vllm_api_key: SecretStr | None = Field(
+        None, description="API key that the inference server requires"
     )
     server_type: Literal["vllm"] = Field(
-        "vllm", description="Kind of server: vllm, whose /generate returns log-probabilities"
+        "vllm", description="Kind of inference server. Only vllm reports the logprobs of tokens"
     )
     request_deadline_s: float = Field(
         300.0,
         gt=0.0,
-        description="How long the inference server may be unreachable, and how long the "
-        "completions of one prompt may take (seconds)",
+        description="Seconds for the completions of one prompt, and to retry a server that cannot "
+        "be reached",
     )
     start_deadline_s: float = Field(
-        1800.0,
-        gt=0.0,
-        description="How long to wait at the start until it serves: a large model loads for "
-        "minutes (seconds)",
+        1800.0, gt=0.0, description="Seconds to wait at the start until the server is ready"
     )
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
 
-    @field_validator("base_url", mode="before")
-    @classmethod
-    def _one_url_is_a_list_of_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
-    @field_validator("base_url")
+    @field_validator("inference_url")
     @classmethod
-    def _each_server_once(cls, value: list[str]) -> list[str]:
-        return list(dict.fromkeys(value))
+    def _each_server_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(value))
 
     @field_validator("server_type", mode="before")
     @classmethod
     def _generates_with_logprobs(cls, value: Any) -> Any:
         if value != "vllm":
             raise ValueError(
-                "only 'vllm' works: training needs the log-probability of every sampled token, "
-                "which /generate of vllm-api-server returns and an OpenAI route does not"
+                "expected vllm: training needs the logprob of every sampled token, which only "
+                "/generate of vllm-api-server returns"
             )
         return value
 
-
-class EnvServerSettings(CommandSettings):
-    """Sample groups for a task, grade them, send them to run-api."""
-
-    model_config = SettingsConfigDict(cli_prog_name=PROG)
-
-    task: CliPositionalArg[TaskName] = Field(description="Task to serve: arithmetic or gsm8k")
-    action: CliPositionalArg[Literal["serve"]] = Field(
-        description="serve: feed a trainer until its run is complete"
-    )
-    config: Path | None = Field(
-        None,
-        description="YAML file with the sections env and openai, the latter one server or a list "
-        "of them; the command line wins over it",
-    )
-    run_api_token: SecretStr | None = Field(
-        None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
-    )
-    vllm_api_key: SecretStr | None = Field(
-        None, description="Key that the inference server asks for (default: $VLLM_API_KEY)"
-    )
-    env: EnvSettings = Field(default_factory=EnvSettings)
-    openai: OpenaiSettings
-
-    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
-
-    @model_validator(mode="before")
     @classmethod
-    def _name_the_missing_option(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """An absent section reads as an empty one, so that the error names openai.model-name."""
-        return {"openai": {}, **data}
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        servers = content.get("openai")
+        return content | ({"openai": one_policy(servers)} if isinstance(servers, list) else {})
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.group_size == 1 and self.drop_equal_scores:
+            yield Mistake(
+                "group_size",
+                "the scores of a group of 1 are always equal, so every group is dropped; pass 2 or "
+                "more, or --no-drop-equal-scores",
+            )
+        if (self.max_completion_tokens or 0) >= self.seq_len:
+            yield Mistake(
+                "max_completion_tokens",
+                f"{self.max_completion_tokens} tokens and a prompt exceed --seq-len {self.seq_len}",
+            )
+        for name, path in (("model", self.tokenizer or self.model), ("data", self.data)):
+            if path and (problem := missing_directory(path)):
+                yield Mistake("tokenizer" if name == "model" and self.tokenizer else name, problem)
 
     @property
     def tokenizer_name(self) -> str:
-        return self.env.tokenizer_name or self.openai.model_name
+        return self.tokenizer or self.model
 
     @property
-    def wandb_name(self) -> str:
-        return self.env.wandb_name or self.task
+    def display_name(self) -> str:
+        return self.wandb_name or self.task
 
 
 def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
-    """Parse the command line and the file it names; a mistake ends the process with status 2."""
-    path = config_argument(argv)
-    if path is None:
-        return load_settings(EnvServerSettings, argv)
-    try:
-        content = read_config_file(path)
-        if unknown := content.sections.keys() - EnvServerSettings.model_fields.keys():
-            raise ConfigFileUnusable(f"{path}: unknown: {', '.join(sorted(map(str, unknown)))}")
-    except ConfigFileUnusable as error:
-        sys.stderr.write(f"{PROG}: --config: {error}\n")
-        raise SystemExit(EXIT_USAGE) from None
-    if content.without_effect:
-        sys.stderr.write(
-            f"{PROG}: --config: {path}: without effect here: {', '.join(content.without_effect)}\n"
-        )
-    return load_settings(EnvServerSettings, argv, from_file=content.sections)
+    """Settings of a command line. A mistake ends the process with status 2 and one line."""
+    return load_settings(EnvServerSettings, argv)

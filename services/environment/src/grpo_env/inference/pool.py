@@ -102,7 +102,7 @@ async def _generate(
             raise NoGenerateRoute(
                 f"404 Not Found on /generate at {server.client.base_url}: not the URL of "
                 "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or check "
-                "--openai.base-url"
+                "--inference-url"
             ) from error
         raise
     finally:

@@ -57,7 +57,7 @@ class HealthClient(AsyncServiceClient):
                 raise ServiceUnavailable(
                     f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
                     f"last answer: {str(last) or type(last).__name__}; read its log, check "
-                    "--openai.base-url, or raise --openai.start-deadline-s"
+                    "--inference-url, or raise --start-deadline-s"
                 ) from last
             await asyncio.sleep(_POLL_S)
 
@@ -67,8 +67,7 @@ class HealthClient(AsyncServiceClient):
             check_answer(await self._http.get("/health"), SERVICE)
         except RequestRefused as error:
             raise NotAnInferenceServer(
-                f"{error}; {self.base_url} is not the URL of vllm-api-server: "
-                "check --openai.base-url"
+                f"{error}; {self.base_url} is not the URL of vllm-api-server: check --inference-url"
             ) from error
         except (httpx.TransportError, TransientAnswer, ServiceUnavailable) as error:
             return error
@@ -104,6 +103,6 @@ async def wait_for_servers(
             if len(urls) > 1 and await server.shares_weights():
                 raise SharedWeightsHaveOneServer(
                     f"{server.base_url} gets its weights written in place by the trainer, and the "
-                    f"other {len(urls) - 1} of --openai.base-url would go on with the old ones; "
+                    f"other {len(urls) - 1} of --inference-url would go on with the old ones; "
                     "name that server alone, or use a mode that hands weights over"
                 )

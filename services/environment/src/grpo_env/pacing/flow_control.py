@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
-from grpo_env.config.settings import EnvSettings
+from grpo_env.config.settings import EnvServerSettings
 
 END_MARGIN_BATCHES = 1
 """Sampled beyond the last batch. Groups may still be dropped, and run-api rounds the share of
@@ -33,12 +33,16 @@ def run_is_complete(status: EnvironmentStatus, total_steps: int) -> bool:
 
 
 def groups_to_start(
-    status: EnvironmentStatus, trainer: TrainerInfo, env: EnvSettings, total_steps: int, load: Load
+    status: EnvironmentStatus,
+    trainer: TrainerInfo,
+    settings: EnvServerSettings,
+    total_steps: int,
+    load: Load,
 ) -> int:
     """How many groups to start now, by the latest poll of a run that is not complete.
 
     Args:
-        total_steps: of the run, whatever `env` says
+        total_steps: of the run, whatever the settings say
     """
     if trainer.batch_size < 1:
         return 0  # no trainer is registered: after a reset
@@ -46,28 +50,28 @@ def groups_to_start(
         return 0  # the queue is full: run-api would only hold what is sent
     batches_left = total_steps - status.current_step
     wanted = min(
-        _fresh_groups(trainer.batch_size, env),
-        _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, env),
+        _fresh_groups(trainer.batch_size, settings),
+        _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, settings),
     )
     # Others may fill the queue, but no batch is made without this environment's own share.
-    wanted_of_own = math.ceil(wanted * (env.min_batch_allocation or 0.0))
+    wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
     missing -= load.sent_since_status + load.in_flight
-    free_slots = _slots(status, env) - load.in_flight
+    free_slots = _slots(status, settings) - load.in_flight
     return max(0, min(missing, free_slots))
 
 
-def _fresh_groups(batch_size: int, env: EnvSettings) -> int:
+def _fresh_groups(batch_size: int, settings: EnvServerSettings) -> int:
     """At least one whole batch: a bound that rounds down to less would starve the trainer."""
-    bound = env.max_batches_offpolicy * batch_size // env.group_size
-    return max(bound, _groups_in(1, batch_size, env))
+    bound = settings.max_batches_offpolicy * batch_size // settings.group_size
+    return max(bound, _groups_in(1, batch_size, settings))
 
 
-def _groups_in(batches: int, batch_size: int, env: EnvSettings) -> int:
-    return -(-batches * batch_size // env.group_size)
+def _groups_in(batches: int, batch_size: int, settings: EnvServerSettings) -> int:
+    return -(-batches * batch_size // settings.group_size)
 
 
-def _slots(status: EnvironmentStatus, env: EnvSettings) -> int:
+def _slots(status: EnvironmentStatus, settings: EnvServerSettings) -> int:
     """Environments share the slots by weight, which run-api lowers as its queue fills up. Each
     keeps one, or it would never be heard."""
-    return max(1, int(env.max_concurrent_groups * status.env_weight))
+    return max(1, int(settings.max_concurrent_groups * status.env_weight))

@@ -29,7 +29,7 @@ def chat_encoder(tokenizer_name: str) -> Encode:
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError) as error:
         raise TokenizerUnusable(
-            f"no tokenizer at {tokenizer_name!r} ({error}); pass --env.tokenizer-name with a "
+            f"no tokenizer at {tokenizer_name!r} ({error}); pass --tokenizer with a "
             "hub id or a directory that holds one"
         ) from error
     if not tokenizer.chat_template:

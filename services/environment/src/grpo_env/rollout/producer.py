@@ -71,8 +71,8 @@ class GroupProducer:
             raise NoPromptFits(
                 f"none of {count.skipped} prompts leaves room for {plan.max_completion_tokens} "
                 f"tokens of completion below {plan.max_token_length} tokens in all; raise "
-                "--env.max-token-length and the trainer's limit, or lower "
-                "--env.max-completion-tokens"
+                "--seq-len and the trainer's limit, or lower "
+                "--max-completion-tokens"
             )
         log.info(
             "prompts", kept=count.kept, too_long=count.skipped, longest_tokens=max(most_tokens, 0)

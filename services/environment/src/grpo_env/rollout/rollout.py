@@ -89,7 +89,7 @@ async def roll_out(
         return RolloutFailure(
             FailureReason.REFUSED,
             f"a prompt of {len(prompt_ids)} tokens leaves no room below the maximum of "
-            f"{plan.max_token_length}; raise --env.max-token-length and the trainer's limit",
+            f"{plan.max_token_length}; raise --seq-len and the trainer's limit",
         )
     params = {
         "temperature": plan.temperature,

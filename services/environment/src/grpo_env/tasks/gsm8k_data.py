@@ -63,7 +63,7 @@ def read_problems(data: str, config: str, split: Split) -> list[Problem]:
         return _problems(_json_rows(lines), str(lines))
     if not directory.is_dir() and not _HUB_ID.fullmatch(data):
         raise DataUnusable(
-            f"{data}: no such directory; --env.data takes a directory that holds {lines.name} "
+            f"{data}: no such directory; --data takes a directory that holds {lines.name} "
             f"(fields question and answer), or a hub id such as {DEFAULT_DATA}"
         )
     source = str(directory) if directory.is_dir() else data
@@ -88,7 +88,7 @@ def _dataset_rows(source: str, config: str, split: Split) -> Iterator[_Row]:
     except ImportError as error:
         raise DatasetsMissing(
             f"{source} is read with the library datasets: pip install -c constraints.txt datasets; "
-            f"or pass --env.data a directory that holds {split}.jsonl"
+            f"or pass --data a directory that holds {split}.jsonl"
         ) from error
     disable_progress_bars()
     try:
@@ -96,7 +96,7 @@ def _dataset_rows(source: str, config: str, split: Split) -> Iterator[_Row]:
     except (DatasetsError, OSError, ValueError) as error:
         raise DataUnusable(
             f"{source}: cannot read its configuration {config!r}, split {split!r}: {error}; "
-            f"or pass --env.data a directory that holds {split}.jsonl"
+            f"or pass --data a directory that holds {split}.jsonl"
         ) from error
     for number, row in enumerate(rows, start=1):
         yield _Row(f"{source} ({config}, {split}) row {number}", row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from grpo_env.config.settings import EnvSettings, TaskName
+from grpo_env.config.settings import EnvServerSettings, TaskName
 from grpo_env.tasks import Task
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k
@@ -14,16 +14,16 @@ from grpo_env.tasks.math_grader import MathGrader
 
 
 @contextmanager
-def gsm8k(env: EnvSettings) -> Iterator[Task]:
+def gsm8k(settings: EnvServerSettings) -> Iterator[Task]:
     problems = read_problems(
-        env.data or DEFAULT_DATA, env.data_config or DEFAULT_CONFIG, split="train"
+        settings.data or DEFAULT_DATA, settings.data_config or DEFAULT_CONFIG, split="train"
     )
     with MathGrader() as grader:
-        yield Gsm8k(problems, env.seed, grader.is_equal, env.format_reward)
+        yield Gsm8k(problems, settings.seed, grader.is_equal, settings.format_reward)
 
 
-TASKS: Mapping[TaskName, Callable[[EnvSettings], AbstractContextManager[Task]]] = {
-    "arithmetic": lambda env: nullcontext(Arithmetic(env.seed)),
+TASKS: Mapping[TaskName, Callable[[EnvServerSettings], AbstractContextManager[Task]]] = {
+    "arithmetic": lambda settings: nullcontext(Arithmetic(settings.seed)),
     "gsm8k": gsm8k,
 }
 """Name → what opens the task and, at the end, closes what it has opened. Raises a `GrpoError` where

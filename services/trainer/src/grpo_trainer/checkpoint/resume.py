@@ -32,10 +32,10 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     if settings.resume != AUTO:
         return _named_state(Path(settings.resume))
     saved = store.newest()
-    if saved is not None and not _is_same_model(saved.record.model_name, settings.model_name):
+    if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
         raise StateMismatch(
             f"{saved.directory} is a state of {saved.record.model_name}, not of "
-            f"{settings.model_name}; pass --resume {saved.directory} where that is the same model "
+            f"{settings.model}; pass --resume {saved.directory} where that is the same model "
             "in another place, --resume never to train from the start, or another --save-path"
         )
     return saved

@@ -38,7 +38,7 @@ class Due:
 
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
     """Args: step: steps taken so far; saved_step: those in the newest state."""
-    interval, is_last = settings.checkpoint_interval, step == settings.training_steps
+    interval, is_last = settings.checkpoint_interval, step == settings.steps
     is_whole = settings.lora is None
     stem, final = ("step_", FINAL_MODEL) if is_whole else ("adapter_step_", FINAL_ADAPTER)
     models = [f"{stem}{step}"] if interval and step % interval == 0 else []
@@ -111,7 +111,7 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self.settings
         target = settings.save_path / name
-        save_policy(self.policy, settings.model_name, target, settings.lora is not None)
+        save_policy(self.policy, settings.model, target, settings.lora is not None)
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
@@ -147,7 +147,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     """Directories at a time at most, with the one that is being written. Weights only: tokenizers
     and configurations are small beside them."""
     interval = settings.checkpoint_interval
-    saved = settings.training_steps // interval if interval else 0
+    saved = settings.steps // interval if interval else 0
     models = 1 + min(saved, settings.keep_checkpoints + 1)
     if settings.sync.hands_off:
         models += 1 + SERVED_KEPT

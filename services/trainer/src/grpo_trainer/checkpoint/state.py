@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from grpo_trainer.config.sync import LoraOptions, SharedVllmSettings
+from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
@@ -66,7 +66,7 @@ class StateRecord(BaseModel):
     epoch: int = Field(ge=0)
     run_uuid: str | None = None
     model_name: str
-    mode: str = SharedVllmSettings.mode
+    mode: ModeName = "shared_vllm"
     lora: LoraOptions | None = None
     optimizer: str
     master_dtype: str = "float32"
@@ -105,7 +105,7 @@ def capture(
         batch_id=position.batch_id,
         epoch=position.epoch,
         run_uuid=run_uuid,
-        model_name=settings.model_name,
+        model_name=settings.model,
         mode=settings.sync.mode,
         lora=settings.lora,
         optimizer=settings.optimizer,
@@ -148,7 +148,7 @@ def require_fit(
     ]
     if problems:
         raise StateMismatch(
-            f"{where} does not fit {settings.model_name}:\n  "
+            f"{where} does not fit {settings.model}:\n  "
             + "\n  ".join(problems)
             + "\npass --resume never to train from the start, or another --save-path"
         )

@@ -1,26 +1,133 @@
-"""The command line of `grpo`: parsed flat, then sorted into the settings of one mode."""
+"""Parses the command line of `grpo`, and keeps the options of the chosen mode."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, Field, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BaseModel, Field
 
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import (
+    Alias,
+    Command,
+    CommandSettings,
+    Mistake,
+    load_settings,
+    resolved_yaml,
+)
+from grpo_core.settings.fields import missing_model
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
     LoraOnlySettings,
     LoraRestartSettings,
     LoraSettings,
+    ModeName,
+    ModeOptions,
     SharedVllmSettings,
 )
 from grpo_trainer.config.trainer import RunOptions, TrainerSettings
 
-LISTS = ("--lora-target-modules", "--lora-layer-indices")
 M = TypeVar("M", bound=BaseModel)
+
+SINGLE_PROCESS = "the trainer is one process; leave it out"
+COMMAND = Command(
+    prog="grpo",
+    env_prefix="GRPO_",
+    groups={
+        "Model": ("model", "dtype", "device", "seq_len"),
+        "Weights": (
+            "mode",
+            "redis_url",
+            "run_id",
+            "publish_deadline_s",
+            "vllm_restart_interval",
+            "adapter_sync_interval",
+        ),
+        "Weights in shared_vllm": (
+            "weights_socket",
+            "vllm_control_url",
+            "vllm_config_path",
+            "pause_lease_s",
+            "verify_every_steps",
+        ),
+        "Adapter in lora_only and lora_restart": tuple(
+            name for name in LoraSettings.model_fields if name != "mode"
+        ),
+        "Data": (
+            "run_api_url",
+            "run_api_token",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "max_staleness",
+            "batch_deadline_s",
+            "environment_return_deadline_s",
+        ),
+        "Optimizer": (
+            "steps",
+            "lr",
+            "warmup_steps",
+            "clip_eps",
+            "optimizer",
+            "weight_decay",
+            "max_grad_norm",
+            "master_dtype",
+            "rounding",
+            "fused_step",
+        ),
+        "Forward pass": ("packing", "fused_head", "head_kernel", "compile"),
+        "Inference server": (
+            "inference_url",
+            "vllm_api_key",
+            "service_deadline_s",
+            "server_return_deadline_s",
+            "vllm_gpu",
+            "gpu_memory_utilization",
+            "max_model_len",
+            "vllm_flags",
+        ),
+        "Run": (
+            "seed",
+            "save_path",
+            "checkpoint_interval",
+            "keep_checkpoints",
+            "state_interval",
+            "resume",
+        ),
+        "Logging": (
+            "log_level",
+            "metrics_file",
+            "benchmark",
+            "use_wandb",
+            "wandb_project",
+            "wandb_group",
+            "wandb_key_file",
+        ),
+    },
+    examples=(
+        "grpo --model Qwen/Qwen2.5-0.5B-Instruct --mode shared_vllm --steps 100",
+        "REDIS_URL=redis://127.0.0.1:6379 grpo --model ./model --mode lora_restart --dry-run",
+    ),
+    aliases={
+        "model-name": "model",
+        "weight-bridge-mode": "mode",
+        "training-steps": "steps",
+        "atropos-url": "run_api_url",
+        "vllm-url": "inference_url",
+        "vllm-port": Alias("inference_url", lambda port: f"http://127.0.0.1:{port}"),
+        "vllm-gpu-memory-utilization": "gpu_memory_utilization",
+    },
+    refused={
+        "learning-rate": "no such option; write --lr",
+        "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
+        "debug-loading": "no such option; write --log-level DEBUG",
+        "log-dir": "no such option; grpo logs to stderr, --save-path receives the files",
+        "trainer-rank": SINGLE_PROCESS,
+        "world-size": SINGLE_PROCESS,
+        "init-method": SINGLE_PROCESS,
+        "num-inference-nodes": SINGLE_PROCESS,
+    },
+)
 
 
 class CommandLine(
@@ -31,48 +138,58 @@ class CommandLine(
     CheckpointRestartSettings,
     RunOptions,
 ):
-    """GRPO trainer: takes batches from run-api, updates the policy, publishes the weights."""
+    """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
+    new weights to the inference server."""
 
-    model_config = SettingsConfigDict(cli_prog_name="grpo", env_prefix="GRPO_")
+    command: ClassVar[Command] = COMMAND
 
-    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none"] = Field(
-        description="How new weights reach the inference server. shared_vllm: both hold one copy; "
-        "lora_only: the running server loads adapters; lora_restart: it restarts with them; none: "
-        "it restarts on whole checkpoints"
+    mode: ModeName = Field(
+        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
+        "trainer and server share one copy in memory. lora_only: the running server loads "
+        "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models"
     )
 
-    @model_validator(mode="after")
-    def _options_fit_the_mode(self) -> Self:
-        if problems := [*self._problems()]:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        mode, kind = self.weight_bridge_mode, MODES[self.weight_bridge_mode]
-        of_modes = {name for other in MODES.values() for name in other.model_fields}
-        for name in type(self).model_fields:
-            if name in self.model_fields_set & of_modes - kind.model_fields.keys():
-                yield f"--{name.replace('_', '-')}: not used in {mode}; leave it out"
+    def mistakes(self) -> Iterator[Mistake]:
+        yield from self._options_of_other_modes()
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        kind = MODES[self.mode]
         if self.redis_url is None and kind.hands_off:
-            yield f"--redis-url: mode {mode} needs the Redis of the server"
+            yield Mistake("redis_url", f"mode {self.mode} needs the server's Redis")
         both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
-            yield "--adapter-sync-interval and --vllm-restart-interval: one, or the same"
+            yield Mistake(
+                "adapter_sync_interval", "differs from --vllm-restart-interval; give one of the two"
+            )
         if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
-            yield f"--master-dtype bfloat16: in {mode} an adapter is trained, in float32"
+            yield Mistake("master_dtype", f"an adapter, as in {self.mode}, is trained in float32")
         yield from self.optimizer_conflicts()
+        yield from self.forward_conflicts()
         # Right before a publication the newest data is this old.
         oldest = self.settings().sync.publish_every_steps - 1
         if self.max_staleness is not None and self.max_staleness < oldest:
-            yield (
-                f"--max-staleness {self.max_staleness}: the server gets new weights every "
-                f"{oldest + 1} steps, so what it samples is up to {oldest} steps old; allow that "
-                "much, or publish more often"
+            yield Mistake(
+                "max_staleness",
+                f"{self.max_staleness} drops usable data: weights are published every "
+                f"{oldest + 1} steps, so groups are up to {oldest} steps old; allow {oldest} or "
+                "publish more often",
             )
 
+    def _options_of_other_modes(self) -> Iterator[Mistake]:
+        own = MODES[self.mode].model_fields
+        for name in type(self).model_fields:
+            modes = [mode for mode, kind in MODES.items() if name in kind.model_fields]
+            if modes and name in self.model_fields_set and name not in own:
+                yield Mistake(
+                    name, f"only for mode {' or '.join(modes)}; leave it out in {self.mode}"
+                )
+
     def settings(self) -> TrainerSettings:
-        """Of the mode that was chosen."""
-        return self._part(TrainerSettings, sync=self._part(MODES[self.weight_bridge_mode]))
+        """The settings of the chosen mode."""
+        return self._part(TrainerSettings, sync=self._part(MODES[self.mode]))
+
+    def resolved(self) -> dict[str, Any]:
+        return resolved(self.settings())
 
     def _part(self, kind: type[M], **parts: Any) -> M:
         held = {name: getattr(self, name) for name in kind.model_fields if name not in parts}
@@ -80,26 +197,27 @@ class CommandLine(
 
 
 def parse_settings(argv: Sequence[str]) -> TrainerSettings:
-    """Those of a command line, or the process ends with status 2 and a line per mistake."""
-    return load_settings(CommandLine, joined_lists(argv, LISTS)).settings()
+    """Settings of a command line. A mistake ends the process with status 2 and one line."""
+    return load_settings(CommandLine, argv).settings()
 
 
-def joined_lists(argv: Sequence[str], options: Collection[str]) -> list[str]:
-    """`--lora-target-modules q_proj v_proj` → `--lora-target-modules q_proj,v_proj`.
+def resolved(settings: TrainerSettings) -> dict[str, Any]:
+    """Options by name, such that reading them again gives the same settings."""
+    held = _values(settings) | _values(settings.sync)
+    del held["sync"]
+    # These two count as given by being there.
+    if "gpu_memory_utilization" not in settings.model_fields_set:
+        del held["gpu_memory_utilization"]
+    if settings.sync.mode == "lora_only":
+        held["adapter_sync_interval"] = settings.sync.publish_every_steps
+        del held["vllm_restart_interval"]
+    return held
 
-    Args:
-        options: those that take several words, as `--name-with-dashes`
-    """
-    joined: list[str] = []
-    open_list = False
-    for word in argv:
-        if word.startswith("--"):
-            joined.append(word)
-            open_list = word.replace("_", "-") in options
-        elif open_list and joined[-1].startswith("--"):
-            joined.append(word)
-        elif open_list:
-            joined[-1] += f",{word}"
-        else:
-            joined.append(word)
-    return joined
+
+def config_yaml(settings: TrainerSettings) -> str:
+    """The content of `<save path>/config.yaml`, which `grpo --config` accepts."""
+    return resolved_yaml(COMMAND, resolved(settings))
+
+
+def _values(model: TrainerSettings | ModeOptions) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in type(model).model_fields}

@@ -1,45 +1,45 @@
-"""Options of the forward pass: none of them changes the log-probabilities, beyond rounding."""
+"""Options of the forward pass. They change logprobs by rounding at most."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.settings import Mistake
 
 LIGER = "liger"
 Choice = Literal["auto", "on", "off"]
-"""auto: where it pays and the model allows it, and where not, the log says why; on: or an error."""
+"""`auto` turns a feature on if it pays and the model allows it, and logs the reason otherwise.
+`on` fails if the feature is not available."""
 
 
 class ForwardOptions(BaseModel):
-    """How log-probabilities are computed."""
+    """How logprobs are computed."""
 
     model_config = ConfigDict(frozen=True)
 
     packing: Choice = Field(
         "auto",
-        description="Compute the sequences of a micro-batch end to end, without padding, and with "
-        "flash attention where GPU and data type have it; auto: on a GPU, if the model allows it",
+        description="Compute the sequences of a micro-batch end to end, without padding. auto: on "
+        "a GPU if the model allows it, with flash attention if GPU and data type have it",
     )
     fused_head: Choice = Field(
         "auto",
-        description="Compute log-probabilities without all logits in memory at once; auto: on a "
-        "GPU, if the model allows it",
+        description="Compute logprobs without all logits in memory at once. auto: on a GPU if the "
+        "model allows it",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",
-        description="What computes with the fused head's logits: torch, or liger-kernel's Triton "
-        "kernel, on a GPU",
+        description="Implementation of the fused head: torch, or the Triton kernel of "
+        "liger-kernel, which needs a GPU",
     )
     compile: bool = Field(
-        False, description="Compile the layers with torch.compile: needs a compiler on this machine"
+        False, description="Compile the layers with torch.compile, which needs a C++ compiler"
     )
 
-    @model_validator(mode="after")
-    def _a_kernel_has_a_head(self) -> Self:
+    def forward_conflicts(self) -> Iterator[Mistake]:
+        """Options that exclude each other."""
         if self.head_kernel == LIGER and self.fused_head == "off":
-            raise ValueError(
-                "--head-kernel liger: computes inside the fused head, which --fused-head off "
-                "leaves out; drop one of the two"
-            )
-        return self
+            yield Mistake("head_kernel", "liger needs the fused head; drop --fused-head off")

@@ -1,11 +1,13 @@
-"""Options of the optimizer step, and which of them go together."""
+"""Options of the optimizer, and which of them exclude each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.settings import Mistake, Shown
 
 
 class OptimizerOptions(BaseModel):
@@ -14,38 +16,42 @@ class OptimizerOptions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the learning rate rises to its peak"
+    )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw",
-        description="adamw: moments in float32, 8 bytes per weight; adamw_8bit: in 2, by "
-        "bitsandbytes",
+        description="adamw keeps its moments in float32, 8 bytes per weight. adamw_8bit needs 2 "
+        "bytes per weight and the package bitsandbytes",
     )
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="Bound on the gradient's L2 norm")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this L2 norm")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Data type of the weights that the optimizer steps on; bfloat16: half the "
-        "memory, where the served weights are in bfloat16",
+        description="Data type of the master weights. bfloat16 halves their memory and needs "
+        "served weights in bfloat16",
     )
-    rounding: Literal["nearest", "stochastic"] | None = Field(
+    rounding: Annotated[
+        Literal["nearest", "stochastic"] | None,
+        Shown(default="stochastic for bfloat16 master weights"),
+    ] = Field(
         None,
-        description="How an update is rounded into bfloat16 masters (default: stochastic); with "
-        "nearest, small updates are lost",
+        description="Rounding of updates of bfloat16 master weights. nearest loses small updates",
     )
     fused_step: bool = Field(
         False,
-        description="One GPU kernel for the whole step: adamw on float32 masters, and the weights "
-        "to serve",
+        description="Run the whole optimizer step in one GPU kernel; for adamw with float32 master "
+        "weights",
     )
 
-    def optimizer_conflicts(self) -> Iterator[str]:
-        """Of options that exclude each other."""
+    def optimizer_conflicts(self) -> Iterator[Mistake]:
+        """Options that exclude each other."""
         if self.master_dtype == "float32" and self.rounding == "stochastic":
-            yield (
-                "--rounding stochastic: for --master-dtype bfloat16; float32 masters keep every "
-                "update, and what is served is the nearest to them"
+            yield Mistake(
+                "rounding",
+                "stochastic needs --master-dtype bfloat16",
             )
         needed = {"optimizer": "adamw", "master_dtype": "float32"}
         for name, value in needed.items():
             if self.fused_step and getattr(self, name) != value:
-                yield f"--fused-step: for --{name.replace('_', '-')} {value} alone"
+                yield Mistake("fused_step", f"needs --{name.replace('_', '-')} {value}")

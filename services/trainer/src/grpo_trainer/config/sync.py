@@ -1,27 +1,29 @@
-"""How weights reach the server: one class of options per mode, with no option that the mode does
-not read."""
+"""Options of each weight-sync mode: one class per mode, which holds only what the mode reads."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from grpo_core.settings import CommaSeparated, HttpUrl, Shown
+
+ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
+
 SERVED_WEIGHTS = "served_weights"
 SERVED_KEPT = 2
-"""Directories of weights: what is served, and what the server goes back to if that fails."""
-_PARTS = re.compile(r"[,\s]+")
+"""Directories of weights that are kept: the served weights, and those to roll back to."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """How the adapter is made. `layers`: indices of the transformer layers that get an adapter;
-    None: all."""
+    """Shape of the adapter. `layers`: indices of the layers that get one; None means all."""
 
     r: int
     alpha: int
@@ -31,42 +33,43 @@ class LoraOptions:
 
 
 class ModeOptions(BaseModel):
-    """`mode`: as --weight-bridge-mode names it. `hands_off`: weights go to the server as files, by
-    way of its supervisor."""
+    """Options of one weight-sync mode. `hands_off`: weights travel as files, and the server's
+    supervisor loads them."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
-    mode: ClassVar[str]
     hands_off: ClassVar[bool] = True
+
+    mode: ModeName
 
 
 class SharedVllmSettings(ModeOptions):
-    """Trainer and server hold one copy of the weights."""
+    """Trainer and server share one copy of the weights."""
 
-    mode = "shared_vllm"
     hands_off = False
 
-    vllm_control_url: str | None = Field(
-        None,
-        description="URL of the server's control port, where it has one (default: its own URL)",
+    mode: ModeName = "shared_vllm"
+    vllm_control_url: Annotated[HttpUrl | None, Shown(default="the inference URL")] = Field(
+        None, description="URL of the server's control port, if the server has one"
     )
-    weights_socket: Path | None = Field(
-        None, description="Unix socket of the server's weights (default: what the server names)"
+    weights_socket: Annotated[Path | None, Shown(default="as the server reports it")] = Field(
+        None, description="Unix socket through which the server shares its weights"
     )
-    vllm_config_path: Path | None = Field(
+    vllm_config_path: Annotated[
+        Path | None, Shown(default="searched for in $LOGDIR, . and /tmp/atropos_bridge")
+    ] = Field(
         None,
-        description="vllm_bridge_config.json of the server, where the socket that the server names "
-        "is not on this file system (default: looked for in $LOGDIR, . and /tmp/atropos_bridge)",
+        description="The server's vllm_bridge_config.json. Needed if the trainer cannot open the "
+        "socket path that the server reports",
     )
     pause_lease_s: float = Field(
-        30.0, gt=0, description="Seconds after which the server goes on if an update hangs"
+        30.0, gt=0, description="Seconds after which the server resumes if an update hangs"
     )
     verify_every_steps: int = Field(
         10,
         ge=0,
-        description="shared_vllm: compare served and trained log-probabilities after the first "
-        "update and then every so many steps; 0: never. The other modes compare after every "
-        "publication",
+        description="Steps between two comparisons of served and trained logprobs; 0 turns them "
+        "off. Other modes compare after every publication",
     )
 
     @property
@@ -78,26 +81,25 @@ class LoraSettings(ModeOptions):
     """An adapter is trained."""
 
     lora_r: int = Field(16, ge=1, description="Rank of the adapter")
-    lora_alpha: int = Field(32, ge=1, description="The adapter counts lora_alpha / lora_r times")
+    lora_alpha: int = Field(
+        32, ge=1, description="The adapter is scaled by this number divided by its rank"
+    )
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="Dropout before the adapter, while gradients are computed"
+        0.05, ge=0, lt=1, description="Dropout of the adapter's input while gradients are computed"
     )
-    lora_target_modules: str = Field(
-        "q_proj,v_proj", description="Modules that get an adapter, separated by spaces or commas"
+    lora_target_modules: CommaSeparated[str] = Field(
+        ("q_proj", "v_proj"),
+        min_length=1,
+        description="Modules that get an adapter, separated by commas or spaces",
     )
-    lora_layer_indices: str | None = Field(
-        None, description="Layers that get one, for example 20-31 or 0-3,28-31 (default: all)"
-    )
-
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _names_modules(cls, value: str) -> str:
-        return ",".join(_names_in(value))
+    lora_layer_indices: Annotated[
+        CommaSeparated[str] | None, Shown(default="all layers", metavar="RANGES")
+    ] = Field(None, description="Layers that get an adapter, for example 20-31 or 0-3,28-31")
 
     @field_validator("lora_layer_indices")
     @classmethod
-    def _names_layers(cls, value: str | None) -> str | None:
-        return None if value is None else ",".join(map(str, _numbers_in(value)))
+    def _names_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else tuple(map(str, _numbers_in(value)))
 
     @property
     def lora(self) -> LoraOptions:
@@ -106,7 +108,7 @@ class LoraSettings(ModeOptions):
             r=self.lora_r,
             alpha=self.lora_alpha,
             dropout=self.lora_dropout,
-            target_modules=_names_in(self.lora_target_modules),
+            target_modules=tuple(dict.fromkeys(self.lora_target_modules)),
             layers=None if layers is None else _numbers_in(layers),
         )
 
@@ -117,13 +119,13 @@ class HandOffSettings(ModeOptions):
     vllm_restart_interval: int = Field(
         3,
         ge=1,
-        description="lora_restart, none: steps between two restarts of the engine. In lora_only it "
-        "means --adapter-sync-interval, where it is given",
+        description="Steps between two restarts of the engine, in lora_restart and none. In "
+        "lora_only another name of --adapter-sync-interval",
     )
     publish_deadline_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds that the server may take to serve new weights, a restart included",
+        description="Seconds until the server must serve new weights, a restart included",
     )
 
     @property
@@ -134,10 +136,9 @@ class HandOffSettings(ModeOptions):
 class LoraOnlySettings(HandOffSettings, LoraSettings):
     """The running server loads each new adapter."""
 
-    mode = "lora_only"
-
+    mode: ModeName = "lora_only"
     adapter_sync_interval: int = Field(
-        1, ge=1, description="lora_only: steps between two adapters that the server loads"
+        1, ge=1, description="Steps between two adapters that the server loads, in lora_only"
     )
 
     @property
@@ -150,7 +151,9 @@ class RestartSettings(HandOffSettings):
     """The engine restarts on the new weights."""
 
     vllm_flags: str = Field(
-        "", description='More flags for such a server, as one string: "--enforce-eager"'
+        "",
+        description="Further options of a server that grpo starts, in one string: "
+        "--vllm-flags='--enforce-eager --block-size 16'",
     )
 
     @field_validator("vllm_flags")
@@ -163,20 +166,20 @@ class RestartSettings(HandOffSettings):
 class LoraRestartSettings(RestartSettings, LoraSettings):
     """The engine restarts with each new adapter."""
 
-    mode = "lora_restart"
+    mode: ModeName = "lora_restart"
 
 
 class CheckpointRestartSettings(RestartSettings):
-    """The whole model is trained; the engine restarts on its checkpoint."""
+    """The whole model is trained, and the engine restarts on each new copy of it."""
 
-    mode = "none"
+    mode: ModeName = "none"
 
 
 SyncSettings = (
     SharedVllmSettings | LoraOnlySettings | LoraRestartSettings | CheckpointRestartSettings
 )
 MODES: dict[str, type[SyncSettings]] = {
-    kind.mode: kind
+    kind.model_fields["mode"].default: kind
     for kind in (
         SharedVllmSettings,
         LoraOnlySettings,
@@ -187,26 +190,18 @@ MODES: dict[str, type[SyncSettings]] = {
 
 
 def served_weights_directory(save_path: Path) -> Path:
-    """Where weights lie that are handed to the server; its --weights-dir."""
+    """Directory of the weights that the server loads; the server's --weights-dir."""
     return (save_path / SERVED_WEIGHTS).absolute()
 
 
-def _names_in(text: str) -> tuple[str, ...]:
-    """`q_proj v_proj` or `q_proj,v_proj`. Raises ValueError where there is none."""
-    names = tuple(dict.fromkeys(part for part in _PARTS.split(text) if part))
-    if not names:
-        raise ValueError("expected at least one name")
-    return names
-
-
-def _numbers_in(text: str) -> tuple[int, ...]:
-    """`20-31`, `0,1,2`, `0-3,28-31`, in order and each once.
+def _numbers_in(parts: Iterable[str]) -> tuple[int, ...]:
+    """`20-31`, or `0-3` and `28-31`: in order and each once.
 
     Raises:
-        ValueError: something else, or nothing.
+        ValueError: something else, or nothing
     """
     numbers: set[int] = set()
-    for part in filter(None, _PARTS.split(text)):
+    for part in parts:
         found = _RANGE.fullmatch(part)
         first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
         if first > last:

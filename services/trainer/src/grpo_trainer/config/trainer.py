@@ -1,4 +1,4 @@
-"""Settings of a run: the archived trainer's options and defaults, and a few of our own."""
+"""Options of `grpo` that every weight-sync mode reads: the archived trainer's and a few more."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AliasChoices,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import OptionalRedisUrl
 from grpo_core.security.bearer_token import usable_token
+from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
 from grpo_core.wire.run_api import Registration
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.optimizer import OptimizerOptions
@@ -36,137 +30,122 @@ AUTO_DEVICE = "auto"
 class RunOptions(ForwardOptions, OptimizerOptions):
     """Options that every mode reads."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model_name: Annotated[str, Field(validation_alias=AliasChoices("model_name", "model"))] = Field(
-        description="Hub id or directory of the model to train"
+    model: str = Field(
+        min_length=1, description="Model to train: a directory or an id on the Hugging Face hub"
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis by which trainer and server speak: needed in every mode but shared_vllm "
-        "(default: $REDIS_URL)",
+        description="Redis through which trainer and server exchange weights. Required in every "
+        "mode but shared_vllm",
     )
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run (default: $RUN_ID)")
+    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
 
-    vllm_gpu: int | None = Field(
+    vllm_gpu: Annotated[int | None, Shown(default="the first")] = Field(
         None,
         ge=0,
-        description="GPU of a server that grpo starts, counted from 0 among those that "
-        "CUDA_VISIBLE_DEVICES names (default: the first)",
+        description="GPU of a server that grpo starts, counted from 0 within CUDA_VISIBLE_DEVICES",
     )
-    gpu_memory_utilization: Annotated[
-        float,
-        Field(
-            validation_alias=AliasChoices("gpu_memory_utilization", "vllm_gpu_memory_utilization")
-        ),
-    ] = Field(0.45, gt=0, le=1, description="Share of its memory that such a server may take")
-    max_model_len: int | None = Field(
-        None,
-        ge=1,
-        description="Longest sequence of such a server, in tokens (default: 4096, or what the "
-        "model allows where that is less)",
+    gpu_memory_utilization: float = Field(
+        0.45, gt=0, le=1, description="Share of the GPU's memory for a server that grpo starts"
+    )
+    max_model_len: Annotated[int | None, Shown(default="the model's limit, at most 4096")] = Field(
+        None, ge=1, description="Longest sequence of a server that grpo starts, in tokens"
     )
 
-    training_steps: int = Field(10, ge=1, description="Optimizer steps to take")
+    steps: int = Field(10, ge=1, description="Training steps (optimizer updates) of the run")
     batch_size: int = Field(2, ge=1, description="Sequences per forward pass (micro-batch)")
     gradient_accumulation_steps: int = Field(
-        32, ge=1, description="Micro-batches per step; a step trains on their product of sequences"
+        32,
+        ge=1,
+        description="Micro-batches per step. A step trains on this number times --batch-size "
+        "sequences",
     )
-    seq_len: int = Field(2048, ge=2, description="Longest sequence, in tokens; longer ones are cut")
+    seq_len: int = Field(
+        2048, ge=2, description="Longest sequence in tokens. Longer ones are truncated"
+    )
     clip_eps: float = Field(
-        0.2, gt=0, lt=1, description="The ratio may move in [1 - clip_eps, 1 + clip_eps]"
+        0.2, gt=0, lt=1, description="Clip importance ratios outside [1 - this, 1 + this]"
     )
     seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers")
 
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
-        "auto", description="Data type of the weights; auto: the server's"
+        "auto", description="Data type of the weights. auto: the server's"
     )
     device: str = Field(
         AUTO_DEVICE,
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Device to train on: cpu, cuda or cuda:N; auto: in shared_vllm that of the "
-        "served weights, else a GPU where there is one",
+        description="Device to train on: cpu, cuda or cuda:N. auto: in shared_vllm the device of "
+        "the served weights, otherwise a GPU if there is one",
     )
-    atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
-    run_api_token: SecretStr | None = Field(
-        None, description="Token that run-api asks for (default: $RUN_API_TOKEN)"
-    )
+    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
+    run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
     vllm_api_key: SecretStr | None = Field(
-        None, description="Key that the inference server asks for (default: $VLLM_API_KEY)"
+        None, description="API key that the inference server requires"
     )
-    vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the inference server")
-    vllm_url: str | None = Field(
-        None, description="URL of the inference server (default: http://127.0.0.1:<vllm port>)"
+    inference_url: InferenceUrl = Field(
+        "http://127.0.0.1:9001", description="URL of the inference server"
     )
     service_deadline_s: float = Field(
-        60.0, gt=0, description="Seconds to keep trying an unreachable service"
+        60.0, gt=0, description="Seconds to retry a service that cannot be reached"
     )
     server_return_deadline_s: float = Field(
         300.0, gt=0, description="Seconds to wait for an inference server that restarts"
     )
-    batch_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds to wait for a batch before giving up"
-    )
+    batch_deadline_s: float = Field(600.0, gt=0, description="Seconds to wait for a batch")
     environment_return_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds to wait for an environment to come back once the last one has left",
+        description="Seconds to wait for an environment after the last one disconnected",
     )
-    max_staleness: int | None = Field(
+    max_staleness: Annotated[int | None, Shown(default="no limit")] = Field(
         None,
         ge=0,
-        description="Drop groups with a completion that is more steps old (default: none)",
+        description="Drop groups that were sampled by weights more than this many steps old",
     )
 
     save_path: Path = Field(
         Path("trained_model_checkpoints"),
-        description="Directory that receives final_model/ and step_<n>/ (of an adapter: "
-        "final_adapter/ and adapter_step_<n>/), trainer_state/ and served_weights/",
+        description="Directory for exported models, checkpoints, served weights and config.yaml",
     )
     checkpoint_interval: int = Field(
         3,
         ge=0,
-        description="Steps between two saved models (step_<n>/); 0: only the final one. Told to "
-        "environments, which save their own state that often",
+        description="Steps between two exported models (step_<n>/ or adapter_step_<n>/); 0 exports "
+        "the final one only. Environments save their own state as often",
     )
     keep_checkpoints: int = Field(
-        2, ge=1, description="Keep the newest so many of those, and the final one beside them"
+        2, ge=1, description="Exported models to keep besides the final one; older ones are deleted"
     )
     state_interval: int = Field(
         10,
         ge=0,
-        description="Steps between two saved states of the trainer, from which a run goes on after "
-        "a crash; one is saved with every model as well. 0: only then",
+        description="Steps between two checkpoints, from which a run resumes after a crash; 0 "
+        "writes one with each exported model only",
     )
     resume: str = Field(
         AUTO,
-        description="What to go on from. auto: the newest state in --save-path, where there is "
-        "one; never: train from the start; or the directory of a state",
+        description="auto: resume from the newest checkpoint below --save-path, if there is one. "
+        "never: train from the start. Anything else: directory of the checkpoint",
     )
-    metrics_file: Path | None = Field(None, description="JSONL file with one record per step")
+    metrics_file: Path | None = Field(
+        None, description="File that receives one JSON object per step"
+    )
     benchmark: bool = Field(
-        False, description="At the end print where the time went, and write benchmark.json"
+        False, description="Print where the time went at the end, and write benchmark.json"
     )
-    use_wandb: bool = Field(False, description="Log every step to Weights & Biases as well")
+    use_wandb: bool = Field(False, description="Log every step to Weights & Biases")
     wandb_project: str = Field(
-        "",
-        validate_default=True,
-        description="Weights & Biases project, told to environments; --use-wandb needs one",
+        "", validate_default=True, description="Project in Weights & Biases, also of environments"
     )
-    wandb_group: str = Field(
-        "",
-        validate_default=True,
-        description="Weights & Biases group, told to environments (default with --use-wandb: 8 "
-        "random letters)",
+    wandb_group: Annotated[str, Shown(default="8 random letters with --use-wandb")] = Field(
+        "", validate_default=True, description="Group in Weights & Biases, also of environments"
     )
-    wandb_key_file: Path | None = Field(
-        None,
-        description="File with the API key of Weights & Biases, a container's secret for example; "
-        "an empty one counts as none (default: $WANDB_API_KEY, or what `wandb login` left)",
-    )
-    log_level: str = Field("INFO", description="Least severe level that is logged")
+    wandb_key_file: Annotated[
+        Path | None, Shown(default="$WANDB_API_KEY, or the login of `wandb login`")
+    ] = Field(None, description="File that holds the API key of Weights & Biases")
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
 
     _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
@@ -174,7 +153,7 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     @classmethod
     def _wandb_has_a_project(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("use_wandb") and not value:
-            raise ValueError("--use-wandb needs a project to log to")
+            raise ValueError("--use-wandb needs a project; pass --wandb-project NAME")
         return value
 
     @field_validator("wandb_group")
@@ -186,33 +165,29 @@ class RunOptions(ForwardOptions, OptimizerOptions):
 
 
 class TrainerSettings(RunOptions):
-    """Options of one run. `sync`: of its mode, with none of another one."""
+    """Options of one run. `sync` holds those of its mode."""
 
     sync: SyncSettings
 
     @property
     def lora(self) -> LoraOptions | None:
-        """None where the whole model is trained."""
+        """None if the whole model is trained."""
         return self.sync.lora if isinstance(self.sync, LoraSettings) else None
 
     @property
     def verify_every_steps(self) -> int:
-        """Steps between two checks of the served weights; 0: none, or with every publication."""
+        """Steps between two checks of the served weights; 0: none, or one per publication."""
         return self.sync.verify_every_steps if isinstance(self.sync, SharedVllmSettings) else 0
 
-    @property
-    def inference_url(self) -> str:
-        return self.vllm_url or f"http://127.0.0.1:{self.vllm_port}"
-
     def registration(self, first_step: int) -> Registration:
-        """What run-api is told: a batch is one optimizer step's worth of sequences."""
+        """The trainer's registration with run-api. A batch holds the sequences of one step."""
         return Registration(
             wandb_group=self.wandb_group,
             wandb_project=self.wandb_project,
             batch_size=self.batch_size * self.gradient_accumulation_steps,
             max_token_len=self.seq_len,
             checkpoint_dir=str(self.save_path),
-            save_checkpoint_interval=self.checkpoint_interval or self.training_steps,
+            save_checkpoint_interval=self.checkpoint_interval or self.steps,
             starting_step=first_step,
-            num_steps=self.training_steps,
+            num_steps=self.steps,
         )

@@ -64,7 +64,7 @@ class BatchSource:
         settings = self.settings
         began, stale, unusable = time.monotonic(), 0, 0
         while True:
-            leased = self.next_batch(position.batch_id, settings.training_steps - position.step)
+            leased = self.next_batch(position.batch_id, settings.steps - position.step)
             filtered = self._filtered(leased, position.step)
             stale, unusable = stale + filtered.stale_groups, unusable + filtered.unusable_groups
             if filtered.groups:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 from pydantic import Field
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_trainer.errors import UnusableSavePath
 
 log = structlog.get_logger()
@@ -30,15 +30,17 @@ class ModelNotFound(GrpoError):
 
 
 class ModelSourceSettings(CommandSettings):
-    """Make sure that a model is at hand: find a directory, or fetch it."""
+    """Makes sure that a model is available: finds its directory, or downloads it."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m grpo_trainer.model.download")
+    command: ClassVar[Command] = Command(
+        prog="python -m grpo_trainer.model.download", positional=("model",)
+    )
 
-    model: CliPositionalArg[str | None] = Field(
-        None, description="Hub id, or absolute directory; unset: the save path is looked at alone"
+    model: str | None = Field(
+        None, description="Model: an absolute directory or an id on the Hugging Face hub"
     )
     save_path: Path | None = Field(
-        None, description="Directory that the trainer will save into: found out now if it cannot"
+        None, description="The trainer's --save-path, which is checked for write access"
     )
 
 

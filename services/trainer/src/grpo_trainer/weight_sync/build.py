@@ -48,7 +48,7 @@ def _bridge(settings: TrainerSettings, control_url: str | None = None) -> Bridge
 def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm:
     return SharedVllm(
         bridge=_bridge(settings, chosen.vllm_control_url),
-        model_name=settings.model_name,
+        model_name=settings.model,
         places=WeightPlaces(chosen.weights_socket, chosen.vllm_config_path),
         dtype=settings.dtype,
         device=settings.device,
@@ -68,10 +68,10 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
         supervisor=supervisor,
         monitor=monitor,
         publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
-        weights=TrainedWeights(settings.model_name, settings.lora),
+        weights=TrainedWeights(settings.model, settings.lora),
         directories=WeightDirectories(served_weights_directory(settings.save_path)),
         dtype=settings.dtype,
         device=settings.device,
         every_steps=chosen.publish_every_steps,
-        last_step=settings.training_steps,
+        last_step=settings.steps,
     )

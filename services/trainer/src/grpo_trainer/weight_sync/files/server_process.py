@@ -91,7 +91,7 @@ def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> It
 def server_flags(settings: TrainerSettings, port: int) -> list[str]:
     """Options of `vllm-api-server` that the mode needs. Redis is named by REDIS_URL: a command line
     is for all to read, and its URL may hold a password."""
-    flags = ["--model", settings.model_name, "--port", str(port), "--dtype", settings.dtype]
+    flags = ["--model", settings.model, "--port", str(port), "--dtype", settings.dtype]
     if not settings.sync.hands_off:
         return [*flags, "--share-weights"]
     flags += ["--run-id", settings.run_id]
@@ -103,7 +103,7 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
 
 def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> list[str]:
     """Of a server that grpo starts."""
-    flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model_name))]
+    flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model))]
     if has_gpu or "gpu_memory_utilization" in settings.model_fields_set:
         flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     return flags + shlex.split(more_flags)

@@ -1,0 +1,89 @@
+"""Names of Atropos for the options of `env-server`, on the command line and in a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ALIASES: Mapping[str, str] = {
+    "env.rollout-server-url": "run_api_url",
+    "env.group-size": "group_size",
+    "env.max-token-length": "seq_len",
+    "env.max-completion-tokens": "max_completion_tokens",
+    "env.temperature": "temperature",
+    "env.total-steps": "steps",
+    "env.max-batches-offpolicy": "max_batches_offpolicy",
+    "env.max-concurrent-groups": "max_concurrent_groups",
+    "env.max-num-workers-per-node": "max_concurrent_groups",
+    "env.drop-equal-scores": "drop_equal_scores",
+    "env.ensure-scores-are-not-same": "drop_equal_scores",
+    "env.tokenizer-name": "tokenizer",
+    "tokenizer-name": "tokenizer",
+    "env.data": "data",
+    "env.data-config": "data_config",
+    "env.format-reward": "format_reward",
+    "env.wandb-name": "wandb_name",
+    "env.weight": "weight",
+    "env.inference-weight": "weight",
+    "env.min-batch-allocation": "min_batch_allocation",
+    "env.seed": "seed",
+    "env.run-api-deadline-s": "run_api_deadline_s",
+    "env.trainer-deadline-s": "trainer_deadline_s",
+    "env.next-run-deadline-s": "next_run_deadline_s",
+    "env.ready-file": "ready_file",
+    "openai.base-url": "inference_url",
+    "openai.model-name": "model",
+    "openai.server-type": "server_type",
+    "openai.request-deadline-s": "request_deadline_s",
+    "openai.start-deadline-s": "start_deadline_s",
+}
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "env.batch-size",  # the trainer's
+        "env.start-tok-length",
+        "env.steps-per-eval",
+        "env.eval-handling",
+        "env.eval-limit-ratio",
+        "env.max-eval-workers",
+        "env.use-wandb",  # the trainer reports
+        "env.num-rollouts-to-keep",
+        "env.num-rollouts-per-group-for-logging",
+        "env.min-items-sent-before-logging",
+        "env.include-messages",  # always
+        "openai.api-key",  # --vllm-api-key
+        "openai.num-max-requests-at-once",  # --max-concurrent-groups
+        "openai.num-requests-for-eval",
+        "openai.rolling-buffer-length",
+        "openai.health-check",  # always
+        "slurm",
+        "testing",
+    }
+)
+"""Options of Atropos that mean nothing here. Any other unknown name is refused."""
+
+
+def one_policy(servers: list[Any]) -> dict[str, Any]:
+    """Merges the servers of an `openai` section. They serve one policy, so only their URLs differ.
+
+    Raises:
+        ValueError: they differ in more, or a URL is missing
+    """
+    if not servers or not all(isinstance(server, dict) for server in servers):
+        raise ValueError("openai: expected at least one server, each a mapping")
+    first: dict[str, Any] = servers[0]
+    differing = {
+        str(key)
+        for server in servers
+        for key in server.keys() | first.keys()
+        if key != "base_url" and server.get(key) != first.get(key)
+    }
+    if differing:
+        raise ValueError(
+            f"the servers under openai differ in {', '.join(sorted(differing))}; all of them serve "
+            "one policy, so only base_url may differ"
+        )
+    urls = [server["base_url"] for server in servers if "base_url" in server]
+    if urls and len(urls) < len(servers):
+        raise ValueError("a server under openai has no base_url, others have one")
+    return first | ({"base_url": urls} if urls else {})

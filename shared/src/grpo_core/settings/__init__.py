@@ -1,0 +1,21 @@
+"""Settings of every command, read from its command line, the environment and a YAML file."""
+
+from grpo_core.settings.command import Alias, Command, CommandSettings, Mistake, Shown
+from grpo_core.settings.fields import CommaSeparated, HttpUrl, InferenceUrl, LogLevel
+from grpo_core.settings.load import EXIT_USAGE, load_settings
+from grpo_core.settings.resolved import resolved_yaml
+
+__all__ = [
+    "EXIT_USAGE",
+    "Alias",
+    "CommaSeparated",
+    "Command",
+    "CommandSettings",
+    "HttpUrl",
+    "InferenceUrl",
+    "LogLevel",
+    "Mistake",
+    "Shown",
+    "load_settings",
+    "resolved_yaml",
+]

@@ -1,0 +1,108 @@
+"""A command: its options are the fields of a pydantic model, the rest is one `Command` record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+SHARED_VARIABLES: Mapping[str, str] = {
+    "redis_url": "REDIS_URL",
+    "run_id": "RUN_ID",
+    "run_api_token": "RUN_API_TOKEN",
+    "vllm_api_key": "VLLM_API_KEY",
+}
+"""Fields that every command which has them also reads from these variables."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Annotation of a field: texts of `--help` that its type and default do not give.
+
+    Args:
+        default: the value that applies if the option is not given, for example "by task: 8 or 256"
+    """
+
+    default: str | None = None
+    metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of an option. `convert` turns a value of the alias into one of the option."""
+
+    field: str
+    convert: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """Describes a command beside its options. Names are written with dashes, fields with
+    underscores.
+
+    Args:
+        env_prefix: prefix of its environment variables; none are read if it is empty
+        variables: fields that are also read from a variable without the prefix
+        groups: headings of `--help` and the fields below each, in this order
+        examples: command lines at the end of `--help`
+        positional: fields given without an option name
+        aliases: further names of options
+        without_effect: names that are accepted, reported and ignored
+        refused: names that do not exist here, and what to do instead
+        passes_on: field that receives all words that are not options of this command
+    """
+
+    prog: str
+    env_prefix: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    aliases: Mapping[str, str | Alias] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    passes_on: str | None = None
+
+    def alias(self, name: str) -> Alias | None:
+        found = self.aliases.get(name)
+        return Alias(found) if isinstance(found, str) else found
+
+    def variable(self, field: str) -> str | None:
+        """The variable without the prefix, if there is one."""
+        return self.variables.get(field) or SHARED_VARIABLES.get(field)
+
+
+class Mistake(NamedTuple):
+    """`field`: the option to blame; None if there are several, which `message` then names."""
+
+    field: str | None
+    message: str
+
+
+class CommandSettings(BaseModel):
+    """Base of every command's settings. The docstring of a subclass is its `--help` text."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True
+    )
+
+    command: ClassVar[Command]
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Hook: bring the content of a `--config` file into keys that are option names.
+
+        Raises:
+            ValueError: with a message for the user
+        """
+        return content
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Hook: mistakes that no single field shows, such as a directory that does not exist."""
+        yield from ()
+
+    def resolved(self) -> dict[str, Any]:
+        """Hook: the values that `--dry-run` prints, by field."""
+        return {name: getattr(self, name) for name in type(self).model_fields}

@@ -1,0 +1,139 @@
+"""Reads the words of a command line: options by any of their names, positionals, and others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from grpo_core.settings.command import Command
+from grpo_core.settings.names import Names
+from grpo_core.settings.options import COMMON, Option
+
+BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_NOT = {"true": "false", "false": "true"}
+
+
+class Given(NamedTuple):
+    """A value and the name it was given under, for messages: an option, a variable or a key."""
+
+    value: Any
+    name: str
+
+
+@dataclass
+class CommandLine:
+    """`common`: values of the options that every command has."""
+
+    values: dict[str, Given] = field(default_factory=dict)
+    common: dict[str, str] = field(default_factory=dict)
+    passed_on: list[str] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_command_line(
+    command: Command, options: Mapping[str, Option], argv: Sequence[str]
+) -> CommandLine:
+    return _Reader(command, options, argv).read()
+
+
+class _Reader:
+    def __init__(self, command: Command, options: Mapping[str, Option], argv: Sequence[str]):
+        self._command = command
+        self._options = options
+        self._names = Names(command, options)
+        self._positional = deque(command.positional)
+        self._words = deque(argv)
+        self._read = CommandLine()
+
+    def read(self) -> CommandLine:
+        while self._words:
+            word = self._words.popleft()
+            if word in ("-h", "--help"):
+                self._read.common["help"] = ""
+            elif word.startswith("-") and word != "-":
+                self._option(word)
+            else:
+                self._word(word)
+        return self._read
+
+    def _option(self, word: str) -> None:
+        typed, separator, value = word.partition("=")
+        name = typed.removeprefix("--").replace("_", "-")
+        inline = value if separator else None
+        if name in COMMON:
+            has_value = name == "config"
+            self._read.common[name] = self._value(typed, inline) or "" if has_value else ""
+            return
+        if name in self._command.without_effect:
+            self._read.without_effect.append(typed)
+            if inline is None and self._next_is_value():
+                self._words.popleft()
+            return
+        found = self._names.find(name)
+        if found is None:
+            self._unknown(word, typed, name)
+            return
+        option = self._options[found.field]
+        given = self._given(option, typed, inline, is_negated=found.is_negated)
+        if given is None:
+            return
+        if found.convert is not None:
+            given = found.convert(given)
+        earlier = self._read.values.get(option.field)
+        if option.is_list and earlier is not None:
+            given = [*earlier.value, *given]
+        self._read.values[option.field] = Given(given, typed)
+
+    def _given(self, option: Option, typed: str, inline: str | None, *, is_negated: bool) -> Any:
+        if option.is_flag:
+            if inline is None and self._words and self._words[0].lower() in BOOLEANS:
+                inline = self._words.popleft()
+            value = (inline or "true").lower()
+            return _NOT.get(value, value) if is_negated else value
+        first = self._value(typed, inline)
+        if first is None or not option.is_list:
+            return first
+        values = [first]
+        # A command with positional arguments could not tell them from further values.
+        while inline is None and not self._command.positional and self._next_is_value():
+            values.append(self._words.popleft())
+        return values
+
+    def _value(self, typed: str, inline: str | None) -> str | None:
+        if inline is not None:
+            return inline
+        if self._next_is_value():
+            return self._words.popleft()
+        hint = f"; write {typed}=VALUE if the value begins with --" if self._words else ""
+        self._read.problems.append(f"{typed}: expected a value after it{hint}")
+        return None
+
+    def _next_is_value(self) -> bool:
+        return bool(self._words) and not self._words[0].startswith("--")
+
+    def _unknown(self, word: str, typed: str, name: str) -> None:
+        if self._command.passes_on is None:
+            self._read.problems.append(f"{typed}: {self._names.unknown(name)}")
+        elif near := self._names.one_typo_from(name):
+            self._read.problems.append(f"{typed}: no such option; did you mean --{near}?")
+        else:
+            self._read.passed_on.append(word)
+            return
+        if "=" not in word and self._next_is_value():
+            self._words.popleft()
+
+    def _word(self, word: str) -> None:
+        if self._command.passes_on is not None:
+            self._read.passed_on.append(word)
+        elif self._positional:
+            name = self._positional[0]
+            if self._options[name].is_list:
+                earlier = self._read.values.get(name, Given([], ""))
+                self._read.values[name] = Given([*earlier.value, word], name.upper())
+            else:
+                self._read.values[self._positional.popleft()] = Given(word, name.upper())
+        else:
+            self._read.problems.append(f"{word!r}: unexpected; every option begins with --")

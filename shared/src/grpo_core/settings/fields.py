@@ -1,0 +1,70 @@
+"""Types of fields that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator
+
+T = TypeVar("T")
+
+_PATH_STARTS = (".", "/", "~")
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
+
+
+def _split(value: Any) -> Any:
+    if value is None:
+        return None
+    words = [value] if isinstance(value, str | int | float) else value
+    return [part for word in words for part in str(word).replace(",", " ").split()]
+
+
+CommaSeparated = Annotated[tuple[T, ...], BeforeValidator(_split)]
+"""`a,b`, `a b` or a YAML list."""
+
+
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ValueError("expected a URL such as http://localhost:8000")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+
+
+def _without_v1(value: str) -> str:
+    return value.rstrip("/").removesuffix("/v1")
+
+
+InferenceUrl = Annotated[HttpUrl, AfterValidator(_without_v1)]
+"""URL of an inference server. OpenAI clients write it with /v1 at its end."""
+
+
+def missing_directory(name: str) -> str | None:
+    """The problem of a path that does not exist; None for an id on the hub, such as owner/name."""
+    if not name.startswith(_PATH_STARTS) and name.count("/") <= 1:
+        return None
+    if Path(name).expanduser().is_dir():
+        return None
+    return f"no such directory: {name}; name a directory or an id on the hub"
+
+
+def missing_model(model: str) -> str | None:
+    """The same for a model, which is a directory with config.json."""
+    path = Path(model).expanduser()
+    if path.is_dir() and model.startswith(_PATH_STARTS) and not (path / "config.json").is_file():
+        return f"no config.json in {model}; name the directory of a model or an id on the hub"
+    return missing_directory(model)

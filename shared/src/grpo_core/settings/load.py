@@ -1,0 +1,103 @@
+"""Loads a command's settings: its options, before them the environment, before that a file.
+
+Nothing heavy is imported here: `--help` and a mistake answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from grpo_core.settings.command import Command, CommandSettings
+from grpo_core.settings.command_line import Given, read_command_line
+from grpo_core.settings.config_file import ConfigFile, read_config_file
+from grpo_core.settings.help import help_text
+from grpo_core.settings.messages import lines_of, name_of
+from grpo_core.settings.options import Option, options_of
+from grpo_core.settings.resolved import resolved_yaml
+
+EXIT_USAGE = 2
+
+S = TypeVar("S", bound=CommandSettings)
+
+
+def load_settings(
+    settings_type: type[S], argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> S:
+    """Parse a command's settings. Options win over variables, and those over `--config FILE`.
+
+    Raises:
+        SystemExit: with status 2 and a line per mistake on stderr; with status 0 after `--help`,
+            `--version` and `--dry-run`
+    """
+    command, options = settings_type.command, options_of(settings_type)
+    line = read_command_line(command, options, argv)
+    if "help" in line.common:
+        _print_and_exit(help_text(settings_type, options))
+    if "version" in line.common:
+        _print_and_exit(f"{command.prog} {version('grpo-core')}\n")
+    file = ConfigFile()
+    if path := line.common.get("config"):
+        file = read_config_file(settings_type, options, Path(path))
+    _end_on_mistakes(command, [*line.problems, *file.problems])
+    if ignored := [*file.without_effect, *line.without_effect]:
+        sys.stderr.write(f"{command.prog}: ignored, no effect here: {', '.join(ignored)}\n")
+    given = {**file.values, **_variables(command, options, environment), **line.values}
+    values = {name: value for name, (value, _) in given.items()}
+    if command.passes_on and line.passed_on:
+        values[command.passes_on] = [*values.get(command.passes_on, ()), *line.passed_on]
+    try:
+        settings = settings_type.model_validate(values)
+    except ValidationError as error:
+        _end_on_mistakes(command, lines_of(error, command, options, given))
+        raise  # not reached: a ValidationError has at least one line
+    _end_on_mistakes(
+        command,
+        (
+            f"{name_of(command, options[name], given)}: {message}" if name else message
+            for name, message in settings.mistakes()
+        ),
+    )
+    if "dry-run" in line.common:
+        _print_and_exit(resolved_yaml(command, settings.resolved()))
+    return settings
+
+
+def _variables(
+    command: Command, options: Mapping[str, Option], environment: Mapping[str, str]
+) -> dict[str, Given]:
+    """An empty variable counts as none: Compose passes on what a .env file leaves empty."""
+    found: dict[str, Given] = {}
+    if command.env_prefix:
+        for name in reversed(list(command.aliases)):
+            variable = command.env_prefix + name.upper().replace("-", "_")
+            alias = command.alias(name)
+            if alias and (text := environment.get(variable)):
+                found[alias.field] = Given(alias.convert(text) if alias.convert else text, variable)
+        for field in options:
+            variable = command.env_prefix + field.upper()
+            if text := environment.get(variable):
+                found[field] = Given(text, variable)
+    for field in options:
+        shared = command.variable(field)
+        if shared and (text := environment.get(shared)):
+            found[field] = Given(text, shared)
+    return found
+
+
+def _end_on_mistakes(command: Command, lines: Iterable[str]) -> None:
+    mistakes = [f"{command.prog}: {line}\n" for line in lines]
+    if mistakes:
+        sys.stderr.write("".join(mistakes))
+        raise SystemExit(EXIT_USAGE)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    sys.stdout.write(text)
+    raise SystemExit(0)

@@ -1,0 +1,152 @@
+"""Options of a command, as `--help`, the parser and error messages see them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from grpo_core.settings.command import CommandSettings, Shown
+
+COMMON = ("config", "dry-run", "version", "help")
+"""Options of every command, which no model holds."""
+
+_METAVARS = {
+    "_s": "SECONDS",
+    "_bytes": "BYTES",
+    "_mib": "MIB",
+    "url": "URL",
+    "port": "PORT",
+    "model": "MODEL",
+    "_token": "TOKEN",
+    "_key": "KEY",
+}
+_BY_TYPE: Mapping[Any, tuple[str, str]] = {
+    int: ("INT", "a whole number"),
+    float: ("NUMBER", "a number"),
+    Path: ("PATH", "a path"),
+    bool: ("", "true or false"),
+}
+_BOUNDS = (
+    (annotated_types.Ge, "at least {}"),
+    (annotated_types.Gt, "greater than {}"),
+    (annotated_types.Le, "at most {}"),
+    (annotated_types.Lt, "less than {}"),
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    field: str
+    info: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return self.field.replace("_", "-")
+
+    @cached_property
+    def kind(self) -> Any:
+        """The type of one value: without None, and of a list that of its items."""
+        return _item(self.info.annotation)[0]
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind is bool
+
+    @cached_property
+    def is_list(self) -> bool:
+        return _item(self.info.annotation)[1]
+
+    @property
+    def is_secret(self) -> bool:
+        return self.kind is SecretStr
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def shown(self) -> Shown:
+        return next((data for data in self.info.metadata if isinstance(data, Shown)), Shown())
+
+    @property
+    def metavar(self) -> str:
+        if self.shown.metavar:
+            return self.shown.metavar
+        if self.choices:
+            return "{" + ",".join(map(str, self.choices)) + "}"
+        for ending, metavar in _METAVARS.items():
+            if self.field.endswith(ending):
+                return metavar
+        return _BY_TYPE.get(self.kind, ("TEXT", ""))[0]
+
+    @property
+    def default(self) -> str | None:
+        """None if the option is required."""
+        if self.info.is_required():
+            return None
+        return self.shown.default or default_text(self.info.get_default(call_default_factory=True))
+
+    @property
+    def expected(self) -> str:
+        """For a message: `a whole number, at least 1`."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        bounds = [
+            text.format(plain_number(getattr(data, kind.__name__.lower())))
+            for kind, text in _BOUNDS
+            for data in self.info.metadata
+            if isinstance(data, kind)
+        ]
+        noun = _BY_TYPE.get(self.kind, ("", "text"))[1]
+        return ", ".join([noun, " and ".join(bounds)]) if bounds else noun
+
+
+def options_of(settings_type: type[CommandSettings]) -> dict[str, Option]:
+    """By field, in the order of the groups, without the field for words that are passed on."""
+    command = settings_type.command
+    fields = settings_type.model_fields
+    named = [name for names in command.groups.values() for name in names]
+    order = dict.fromkeys([*command.positional, *named, *fields])
+    return {name: Option(name, fields[name]) for name in order if name != command.passes_on}
+
+
+def default_text(value: Any) -> str:
+    if value is None or value in ("", (), []):
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, SecretStr):
+        return "not shown"
+    return plain_number(value) if isinstance(value, int | float) else str(value)
+
+
+def plain_number(value: float) -> str:
+    """`1e-5` for 1e-05 and `60` for 60.0."""
+    text = str(value) if isinstance(value, int) else f"{value:.10g}"
+    return re.sub(r"e([-+])0+", r"e\1", text)
+
+
+def _item(annotation: Any) -> tuple[Any, bool]:
+    """The type of one value, and if there may be several."""
+    if get_origin(annotation) is Annotated:
+        return _item(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return _item(next(_without_none(annotation)))
+    if get_origin(annotation) in (list, tuple):
+        return _item(get_args(annotation)[0])[0], True
+    return annotation, False
+
+
+def _without_none(annotation: Any) -> Iterator[Any]:
+    return (kind for kind in get_args(annotation) if kind is not NoneType)
