@@ -23,6 +23,8 @@ HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64
 LONGEST_SOCKET_PATH = 107  # bytes, sun_path of unix(7) less its end mark
 TINY_MODEL_PATH_FILE = "tiny-model-path"
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it vLLM's first request waits seconds for a compiler, in eager mode too."""
 GPU_CONTROL = Path("/dev/nvidiactl")
 """There where the NVIDIA driver is loaded."""
 
@@ -110,6 +112,7 @@ class ServiceFactory:
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.sizes.server_deadline_s,
             environment=child_environment(self.settings.compute_threads, model)
+            | (NO_COMPILER if self.settings.eager else {})
             | hand_off.environment()
             | self._token(),
         )
@@ -137,6 +140,8 @@ class ServiceFactory:
                 *("--metrics-file", self.run.metrics),
                 "--benchmark",
                 *("--checkpoint-interval", 0),  # steps take a second: a model each would be many
+                # it starts beside the server, and waits for it
+                *("--service-deadline-s", sizes.server_deadline_s),
             ),
             healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
             deadline_s=sizes.start_deadline_s,
@@ -163,6 +168,7 @@ class ServiceFactory:
                 *(("--env.data", settings.data) if settings.data else ()),
                 *("--openai.base-url", f"{url(vllm_port)}/v1"),
                 *("--openai.model-name", model),
+                *("--openai.start-deadline-s", sizes.server_deadline_s),
             ),
             healthy=lambda: self.probe.has_environment(url(run_api_port), task),
             deadline_s=sizes.start_deadline_s,

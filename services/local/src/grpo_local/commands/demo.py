@@ -16,7 +16,7 @@ from grpo_local.process.health import HealthProbe
 from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.process.stack import Stack, start_on_screen
 from grpo_local.report.metrics_file import MetricsFile, StepRecord
 from grpo_local.report.step_table import HEADER_EVERY_STEPS, header_lines, step_line
 from grpo_local.report.summary import (
@@ -109,30 +109,28 @@ def _train_and_report(
 def start_services(
     factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
 ) -> HandOff:
-    """Start the services in the order in which they need each other, each on a port of its own.
+    """Start the services, each on a port of its own, and wait until all are ready.
+
+    Most of a start is importing, and the services wait for each other: they start side by side.
 
     Raises:
         ProcessFailed: one of them did not become ready.
         StopRequested: a stop signal arrived.
     """
-
-    def start(service: Service) -> None:
-        start_on_screen(stack, service, screen)
-
-    model = factory.settings.model
-    if model is None:
-        path_file = factory.run.path / TINY_MODEL_PATH_FILE
-        start(factory.tiny_model(path_file))
-        model = path_file.read_text().strip()
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
-    start(factory.redis(redis_port))
-    start(factory.run_api(api_port, redis_port))
     hand_off = factory.hand_off(redis_port, weights_socket)
     hand_off.make_directories()
-    start(factory.vllm_server(vllm_port, model, hand_off))
-    start(factory.trainer(model, api_port, vllm_port, hand_off))
-    for task in factory.settings.task:
-        start(factory.environment(task, model, api_port, vllm_port))
+    model, path_file = factory.settings.model, factory.run.path / TINY_MODEL_PATH_FILE
+    jobs = [factory.tiny_model(path_file)] if model is None else []
+    start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
+    model = model or path_file.read_text().strip()
+    services = [
+        factory.run_api(api_port, redis_port),
+        factory.vllm_server(vllm_port, model, hand_off),
+        factory.trainer(model, api_port, vllm_port, hand_off),
+        *(factory.environment(t, model, api_port, vllm_port) for t in factory.settings.task),
+    ]
+    start_on_screen(stack, services, screen)
     return hand_off
 
 

@@ -34,7 +34,7 @@ def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Sc
         try:
             hand_off = hand_off_of(settings, Path(temporary))
             hand_off.make_directories()
-            start_on_screen(stack, server_of(settings, hand_off, probe), screen)
+            start_on_screen(stack, [server_of(settings, hand_off, probe)], screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")
             return stopped.exit_status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -55,19 +56,30 @@ class Stack:
         self._running: list[tuple[Service, ManagedProcess]] = []
         self._not_ours: frozenset[int] = frozenset()
 
-    def start(self, service: Service) -> float:
-        """Start it and wait until it is healthy; returns the seconds that took.
+    def start(
+        self,
+        services: Sequence[Service],
+        ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
+    ) -> None:
+        """Start services side by side and wait until all are healthy.
 
-        One that may finish, and has by then, is waited for no longer: a job is a service that may
+        The deadline of a service begins when the previous one is healthy. A service that may finish
+        also counts as healthy once it has ended with status 0. So a job is a service that may
         finish and is never healthy.
 
+        Args:
+            ready: called for each healthy service, in the order given, with the seconds since its
+                start
         Raises:
-            ProcessFailed: it, or a service started before it, ended; or its deadline passed.
+            ProcessFailed: a running service ended, or a deadline passed.
             StopRequested: a stop signal arrived.
         """
         self.check()
-        process = self._spawn(service)
-        return process.wait_until(lambda: self._is_healthy(service), service.deadline_s)
+        started = [(service, self._spawn(service), time.monotonic()) for service in services]
+        for service, process, started_at in started:
+            healthy = partial(self._is_healthy, service, process)
+            process.wait_until(healthy, service.deadline_s)
+            ready(service, time.monotonic() - started_at)
 
     def check(self) -> None:
         """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
@@ -129,13 +141,12 @@ class Stack:
         self._running.append((service, process))
         return process
 
-    def _is_healthy(self, service: Service) -> bool:
+    def _is_healthy(self, service: Service, process: ManagedProcess) -> bool:
         self._look_around()
-        self._check_processes(self._running[:-1])
-        newest = self._running[-1][1]
-        if newest.exit_code is None:
+        self._check_processes([entry for entry in self._running if entry[1] is not process])
+        if process.exit_code is None:
             return service.healthy()
-        return not _has_failed(service, newest)
+        return not _has_failed(service, process)
 
     def _look_around(self) -> None:
         self._stop_request.check()
@@ -147,11 +158,14 @@ class Stack:
             raise ProcessFailed(describe_failures(failed))
 
 
-def start_on_screen(stack: Stack, service: Service, screen: Screen) -> None:
-    """Start a service; the screen shows what is waited for, and how long it took."""
-    with screen.activity(f"starting {service.name}, at most {service.deadline_s:g} s"):
-        seconds = stack.start(service)
-    screen.line(f"{service.name + ' ':<12}ready after {seconds:5.1f} s", style="green")
+def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
+    """Start services side by side; the screen shows which are ready, and after how long."""
+
+    def show(service: Service, seconds: float) -> None:
+        screen.line(f"{service.name + ' ':<12}ready after {seconds:5.1f} s", style="green")
+
+    with screen.activity(f"starting {', '.join(service.name for service in services)}"):
+        stack.start(services, show)
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:
