@@ -54,10 +54,9 @@ def _parts(settings: type[CommandSettings]) -> Iterator[str]:
 def _row(settings: type[CommandSettings], option: Option) -> list[str]:
     command = settings.command
     is_argument = option.field in command.positional
-    names = [
-        option.name.upper() if is_argument else f"--{option.name}",
-        *_aliases(settings, option),
-    ]
+    names = [option.name.upper() if is_argument else f"--{option.name}"]
+    names += [f"--no-{option.name}"] if option.is_flag else []
+    names += _aliases(settings, option)
     variable = command.variable(option.field)
     return [
         ", ".join(f"`{name}`" for name in names),

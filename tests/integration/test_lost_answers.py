@@ -125,7 +125,7 @@ def test_an_unknown_batch_and_a_reset_run_are_named(
     http: httpx.Client, trainer: TrainerClient
 ) -> None:
     trainer.resume_after(7)
-    with pytest.raises(UnknownBatch, match="no batch 7 was ever handed out"):
+    with pytest.raises(UnknownBatch, match="this run never handed out batch 7"):
         trainer.next_batch(DEADLINE_S)
     http.get("/reset_data").raise_for_status()
     with pytest.raises(ProtocolViolation, match="somebody called /reset_data, or its Redis lost"):

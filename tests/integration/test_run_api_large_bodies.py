@@ -202,7 +202,7 @@ async def test_a_process_that_hangs_is_replaced(decoder: SubmissionDecoder, cloc
     process = await hanging_process(decoder)
     hanging = await stuck(decoder)
     clock.ahead_s += DECODING_S
-    with pytest.raises(StoreUnavailable, match="is replaced; send the same groups again"):
+    with pytest.raises(StoreUnavailable, match="was killed; send the same groups again"):
         await hanging
     assert await decode(decoder) == 2
     await wait_for_async(lambda: not process.is_running())
@@ -213,7 +213,7 @@ async def test_a_process_that_dies_is_replaced(decoder: SubmissionDecoder) -> No
     process = await hanging_process(decoder)
     hanging = await stuck(decoder)
     process.kill()
-    with pytest.raises(StoreUnavailable, match="ended; is memory short"):
+    with pytest.raises(StoreUnavailable, match="exited, perhaps for lack of memory"):
         await hanging
     assert await decode(decoder) == 2
 

@@ -77,4 +77,4 @@ def test_every_answer_is_one_that_is_declared(
     assert "18 selected / 19 total" in report
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
-    assert "request failed" not in log
+    assert "request.failed" not in log

@@ -117,7 +117,7 @@ def fail_to_snapshot(own_redis: redis.Redis) -> None:
 def assert_refused(answer: httpx.Response, code: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis takes no writes ({code}): ")
+    assert answer.json()["detail"].startswith(f"Redis rejects writes ({code}): ")
 
 
 @pytest.mark.parametrize(("refuse", "code"), [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")])
@@ -275,5 +275,5 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     server.admin.config_set("appendonly", "no")
     line = await report()
     assert line["log_level"] == "warning"
-    assert "--appendonly yes" in line["event"]
+    assert "--appendonly yes" in line["hint"]
     server.admin.config_set("appendonly", "yes")

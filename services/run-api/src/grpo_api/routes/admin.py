@@ -1,4 +1,4 @@
-"""The server itself: is it there, does it work, how far is the run, start over."""
+"""Routes for probes, metrics, the status of the run and its reset."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ async def health(services: Services) -> Healthy:
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """200 while this process serves, even without Redis: for a liveness probe."""
+    """200 while this process runs, even without Redis: restarting run-api would not fix Redis."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
-    """200 if Redis answers and this process is not stopping, else 503: for a readiness probe."""
+    """200 if Redis answers and this process is not shutting down, else 503."""
     if services.lifetime.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
@@ -60,7 +60,7 @@ async def metrics(
     services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Metrics for Prometheus. Without Redis, `run_api_redis_up` is 0 and the run's are absent."""
+    """Prometheus metrics. Without Redis, only the metrics of this process."""
     return services.metrics.exposition(await _stats(services.store), accept)
 
 
@@ -80,7 +80,7 @@ async def status(services: Services) -> RunStatus:
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
 async def reset_data(services: Services) -> PlainTextResponse:
-    """Delete the run: registration, step, environments, queue, and every lease."""
+    """Delete the run: registration, step, environments, buffers, queue and leased batches."""
     await services.store.reset()
-    _log.info("reset")
+    _log.info("run.reset")
     return PlainTextResponse("Reset successful")

@@ -1,4 +1,4 @@
-"""Environments: they register, pace themselves by `/status-env`, and leave."""
+"""Routes for environments: register, disconnect, status and list."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    """Register an environment, which gets its `env_id`. Until a trainer has registered and asked
-    for a batch, the answer is to wait."""
+    """Register an environment and give it an `env_id`. The status "wait for trainer to start" means
+    that no trainer has registered and requested a batch yet."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
     _log.info(
-        "environment registered",
+        "environment.registered",
         env_id=registered.env_id,
         name=registered.name,
         group_size=registration.group_size,
@@ -73,7 +73,11 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         if least.get(environment.share.kind, 0) < environment.share.groups(run.counters.batch_size)
     ]
     if scaled:
-        _log.warning("minimum allocations do not fit into one batch, scaled down", env_ids=scaled)
+        _log.warning(
+            "minimums.scaled_down",
+            env_ids=scaled,
+            hint="the min_batch_allocation of all environments do not fit one batch; lower them",
+        )
 
 
 @router.post("/disconnect-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentId))
@@ -85,7 +89,7 @@ async def disconnect_environment(
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
-    _log.info("environment disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
+    _log.info("environment.disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
     return {"status": "success"}
 
 
@@ -106,9 +110,9 @@ async def status_of_environment(
 
 @router.get("/environments", responses=refusals(503))
 async def list_environments(services: Services) -> list[KnownEnvironment]:
-    """List every environment that has registered, connected or not.
+    """All environments that have registered, connected or not.
 
-    `min_sequences`: the least that every batch holds of this environment, in sequences.
+    `min_sequences` is an environment's minimum in every batch, after scaling down.
     """
     run = await services.store.environments.view()
     least = run.demand().least
@@ -125,4 +129,4 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
 
 
 def _unknown(env_id: int) -> str:
-    return f"no environment with env_id {env_id} is registered; POST /register-env gives one"
+    return f"no environment has env_id {env_id}; register one with POST /register-env"
