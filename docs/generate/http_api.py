@@ -72,7 +72,7 @@ def _route(method: str, path: str, operation: Json) -> str:
         parts.append(f"Body: {_linked(_json(operation['requestBody']))}")
     parts.append(_answers(operation["responses"]["200"]))
     refusals = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
-    parts.append(f"Refusals: {refusals}")
+    parts.append(f"Statuses of a [refusal](#refusals): {refusals}")
     return _PARAGRAPH.join(parts)
 
 

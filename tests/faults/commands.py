@@ -99,24 +99,24 @@ class Commands:
     def _environment(self) -> list[str]:
         return _flags(
             {
-                "env.rollout-server-url": self.url(RUN_API),
-                "env.group-size": 4,
-                "env.max-completion-tokens": 8,
-                "env.max-batches-offpolicy": 2,
-                "env.drop-equal-scores": "false",
-                "env.run-api-deadline-s": LONGER_THAN_ANY_WAIT_S,
-                "openai.base-url": f"{self.url(SERVER)}/v1",
-                "openai.model-name": self.model,
+                "run-api-url": self.url(RUN_API),
+                "group-size": 4,
+                "max-completion-tokens": 8,
+                "max-batches-offpolicy": 2,
+                "drop-equal-scores": "false",
+                "run-api-deadline-s": LONGER_THAN_ANY_WAIT_S,
+                "inference-url": self.url(SERVER),
+                "model": self.model,
             }
         )
 
     def _trainer(self) -> list[str]:
         flags = {
-            "model-name": self.model,
-            "weight-bridge-mode": self.mode,
-            "atropos-url": self.url(RUN_API),
-            "vllm-port": self.ports[SERVER],
-            "training-steps": 100_000,  # more than any test waits for
+            "model": self.model,
+            "mode": self.mode,
+            "run-api-url": self.url(RUN_API),
+            "inference-url": self.url(SERVER),
+            "steps": 100_000,  # more than any test waits for
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
             "lr": 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4,

@@ -223,9 +223,9 @@ class Rig:
         if name == ENVIRONMENT:
             return "registered" in self.log(name)
         if self.mode == SHARED:
-            attached = "attached to the server" in self.log(name)
+            attached = "weights.attached" in self.log(name)
             return attached and self.bridge_info()["policy_version"] != [0, 0]
-        return bool(re.search("published|the server has these weights already", self.log(name)))
+        return bool(re.search(r"weights\.(published|already_served)", self.log(name)))
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from tests.faults.stages import (
 )
 
 ENDS_WITHIN_S = 120.0
-NOTICED = {SERVER: (TRAINER, "lost the inference server"), REDIS: (RUN_API, "request.failed")}
+NOTICED = {SERVER: (TRAINER, "server.lost"), REDIS: (RUN_API, "request.failed")}
 """Which log tells of an outage, and how."""
 
 ALWAYS = [
@@ -133,14 +133,14 @@ class Witness(NamedTuple):
 WITNESSES = {
     RUN_API: [
         Witness(TRAINER, ("--service-deadline-s", "10"), "Atropos API not reachable"),
-        Witness(ENVIRONMENT, ("--env.run-api-deadline-s", "10"), "Atropos API not reach"),
+        Witness(ENVIRONMENT, ("--run-api-deadline-s", "10"), "Atropos API not reach"),
     ],
     REDIS: [Witness(TRAINER, ("--service-deadline-s", "10"), "Redis did not answer within")],
     ENVIRONMENT: [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")],
-    TRAINER: [Witness(ENVIRONMENT, ("--env.trainer-deadline-s", "10"), "no batch was taken")],
+    TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "no batch was taken")],
     SERVER: [
         Witness(TRAINER, ("--server-return-deadline-s", "10"), "did not come back within"),
-        Witness(ENVIRONMENT, ("--openai.request-deadline-s", "10"), "vllm-server failed"),
+        Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server failed"),
     ],
 }
 

@@ -46,7 +46,7 @@ class Line:
     directory: Path
 
     def launch(self, *flags: str) -> None:
-        own = ("--training-steps", str(STEPS), "--save-path", str(self.directory))
+        own = ("--steps", str(STEPS), "--save-path", str(self.directory))
         metrics = ("--metrics-file", str(self.directory / "metrics.jsonl"))
         self.rig.launch(TRAINER, *own, *metrics, *flags)
 
@@ -130,7 +130,7 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
     killed.killed_at(HALF_SAVED, 2 * STATE_INTERVAL)
     log = killed.end()
 
-    assert f"step={STATE_INTERVAL}" in next(row for row in log.splitlines() if "resuming" in row)
+    assert f"step={STATE_INTERVAL}" in next(row for row in log.splitlines() if "run.resumed" in row)
     assert rig.bridge_info()["weights_intact"]
     assert len(alone.losses()) == STEPS
     assert killed.losses() == alone.losses()

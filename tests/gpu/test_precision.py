@@ -115,9 +115,7 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
 
 
 def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:
-    settings = parse_settings(
-        ["--model-name", "m", "--weight-bridge-mode", "shared_vllm", "--lr", str(lr), *flags]
-    )
+    settings = parse_settings(["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags])
     drawn = torch.Generator(DEVICE).manual_seed(0)
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))
@@ -187,8 +185,6 @@ def test_peak_memory_is_the_sum_of_its_parts() -> None:
 
 
 def test_the_fused_step_is_refused_where_there_is_no_gpu() -> None:
-    settings = parse_settings(
-        ["--model-name", "m", "--weight-bridge-mode", "shared_vllm", "--fused-step"]
-    )
+    settings = parse_settings(["--model", "m", "--mode", "shared_vllm", "--fused-step"])
     with pytest.raises(UnusableOptimizer, match="needs a GPU"):
         build_update(settings, [torch.zeros(3)])

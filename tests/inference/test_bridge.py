@@ -83,7 +83,7 @@ def test_a_trainer_killed_during_its_pause_leaves_a_serving_server_with_torn_wei
     assert bridge.info().policy_version == (before[0] + 1, before[1])
     assert not bridge.info().weights_intact
     sync = SharedVllm(BridgeClient(shared_server.url), str(shared_server.model))
-    with pytest.raises(TornWeights, match="may hold half an update"):
+    with pytest.raises(TornWeights, match="may hold part of an update"):
         sync.load_policy()
     sync.close()
 

@@ -92,7 +92,7 @@ def test_an_update_notice_clears_the_prefix_cache_and_changes_no_version(
 def test_a_server_that_cannot_sleep_refuses_with_the_reason(shared_server: InferenceServer) -> None:
     answer = post(shared_server, "sleep")
     assert answer.status_code == 409
-    assert "would discard the weights" in answer.json()["detail"]
+    assert "would discard the memory" in answer.json()["detail"]
     assert info(shared_server)["state"] == "serving"
 
 

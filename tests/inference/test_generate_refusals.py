@@ -45,8 +45,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n": 2, "temperature": 0}, "n"),
     ],
     "outside our range, where logits would overflow": [
-        ({"logit_bias": {"5": 1e39}}, "logit_bias: values from"),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty: from"),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias: expected values from"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty: expected 0.01"),
     ],
     "would end the engine, or spoil the answers of others": [
         ({"seed": 1}, "seed: not supported per request on CPU"),

@@ -73,8 +73,8 @@ def test_the_served_weights_pass_and_every_others_are_named(lora: HandedOffServe
 
         trainer.hold(second)
         for served, cause in (
-            (untrained, "without what was trained"),
-            (lora.weights[0], "weights of the publication before"),
+            (untrained, "without any training"),
+            (lora.weights[0], "weights of the previous publication"),
             (lora.weights[2], "weights of another run"),
         ):
             version = lora.publish(served)

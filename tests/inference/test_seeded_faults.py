@@ -39,7 +39,7 @@ from tests.inference.trainer_side import next_epoch, write_weights
 STEPS = 6
 LR = 3e-5
 """A step moves the log-probabilities far beyond noise and stays within health."""
-KNOWN_WARNINGS = {"an earlier trainer has updated this server; training goes on from its weights"}
+KNOWN_WARNINGS = {"weights.inherited"}
 
 
 @dataclass(frozen=True)

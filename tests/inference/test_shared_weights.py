@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
         log = server.process.log_path.read_text()
         assert "UnshareableWeights" in log
         for name in ("0.self_attn.qkv_proj", "3.mlp.gate_up_proj"):
-            assert f"model.layers.{name}.weight: moved elsewhere while" in log
+            assert f"model.layers.{name}.weight: moved out of shared memory" in log
     finally:
         stop_inference(server)
 
@@ -261,4 +261,4 @@ def test_another_model_than_the_served_one_is_refused_with_every_difference(
 
 def test_another_dtype_than_the_served_one_is_refused(shared_server: InferenceServer) -> None:
     message = refusal_to_attach(shared_server, shared_server.model, "bfloat16")
-    assert "--dtype bfloat16, but the server holds float32" in message
+    assert "--dtype bfloat16, but the server's weights are in float32" in message

@@ -103,7 +103,7 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
     redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
     log, port = tmp_path / "environment.log", free_port()
-    url, options = f"http://127.0.0.1:{port}", ("--env.drop-equal-scores", "false")
+    url, options = f"http://127.0.0.1:{port}", ("--no-drop-equal-scores",)
     with (
         environment("arithmetic", url, engine.url, tokenizer, log, *options) as process,
         TrainerClient(url) as trainer,

@@ -93,7 +93,7 @@ def test_a_new_run_is_refused_and_learns_nothing(
     """A save path that is used again. Environments would count the state's steps as done."""
     config = settings(http, tmp_path)
     save(config)
-    with pytest.raises(StateOfAnotherRun, match=r"is not the run of this state.*\(no run yet\)"):
+    with pytest.raises(StateOfAnotherRun, match=r"has another run.*\(no run yet\)"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["batch_size"] == -1
     assert status(http)[0] == 0
@@ -107,7 +107,7 @@ def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
     save(config)
     http.get("/reset_data").raise_for_status()
     train_three_batches(http, settings(http, tmp_path, seq_len=7))
-    with pytest.raises(StateOfAnotherRun, match="is not the run of this state"):
+    with pytest.raises(StateOfAnotherRun, match="has another run"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["max_token_len"] == 7
     assert first_batch_without_a_state(config) == 1
@@ -139,7 +139,7 @@ def test_the_state_that_the_resume_option_names_is_found(
     assert found(config).directory == newer
     assert find_state(settings(http, tmp_path, resume="never"), store) is None
     assert found(settings(http, tmp_path / "x", resume=str(older))).directory == older
-    with pytest.raises(StateMismatch, match="is a state of m, not of other"):
+    with pytest.raises(StateMismatch, match="is a checkpoint of m, not of other"):
         found(settings(http, tmp_path, model="other"))
 
 
@@ -151,7 +151,7 @@ def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
     save(config)
     with capture_logs() as logs:
         train.train(config)
-    assert [entry["event"] for entry in logs] == ["all steps were taken before"]
+    assert [entry["event"] for entry in logs] == ["run.already_complete"]
     assert first_batch_without_a_state(config) == 3
 
 

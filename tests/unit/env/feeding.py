@@ -104,10 +104,10 @@ async def feed(
         patch.setattr(worker, "_DISCONNECT_S", DEADLINE_S)  # a slow machine hears it too
         settings = load_env_settings(
             [
-                *("arithmetic", "serve", "--env.group-size=2", "--openai.model-name=m"),
-                *("--openai.request-deadline-s=60", "--env.run-api-deadline-s=60"),
-                f"--openai.base-url={inference.url}/v1",
-                f"--env.rollout-server-url={run_api.url}",
+                *("arithmetic", "serve", "--group-size=2", "--model=m"),
+                *("--request-deadline-s=60", "--run-api-deadline-s=60"),
+                f"--inference-url={inference.url}",
+                f"--run-api-url={run_api.url}",
                 *options,
             ]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field, SecretStr, field_validator
@@ -9,7 +10,8 @@ from pydantic import Field, SecretStr, field_validator
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import Command, CommandSettings, LogLevel, Shown
+from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
+from grpo_core.settings.machine import cannot_listen
 
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 _FOUR_GIB = 4 * 1024**3
@@ -114,6 +116,10 @@ class RunApiSettings(CommandSettings):
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
 
     _usable_token = field_validator("token")(usable_token)
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        if problem := cannot_listen(self.host, self.port):
+            yield Mistake("port", problem)
 
     @field_validator("run_id")
     @classmethod

@@ -22,7 +22,7 @@ from grpo_core.settings import (
     Shown,
     load_settings,
 )
-from grpo_core.settings.fields import missing_model
+from grpo_core.settings.machine import cannot_listen, missing_model
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
@@ -228,8 +228,6 @@ class ServerSettings(CommandSettings):
         return value
 
     def mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
         if self.share_weights and self.enable_lora:
             yield Mistake(
                 None,
@@ -253,6 +251,18 @@ class ServerSettings(CommandSettings):
                 "socket's path; choose a shorter one",
             )
 
+    def start_mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        for name, host in (
+            ("port", self.host),
+            ("control_port", self.control_host),
+            ("health_port", self.control_host),
+        ):
+            port = getattr(self, name)
+            if port is not None and (problem := cannot_listen(host, port)):
+                yield Mistake(name, problem)
+
     def resolved(self) -> dict[str, Any]:
         held = super().resolved()
         if not self.bridge_config_required:  # these two count as given by being there
@@ -260,6 +270,10 @@ class ServerSettings(CommandSettings):
         return held
 
 
-def load_server_settings(argv: Sequence[str]) -> ServerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(ServerSettings, argv)
+def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:
+    """Settings of a command line. A mistake ends the process with status 2 and one line.
+
+    Args:
+        at_start: check ports and files too
+    """
+    return load_settings(ServerSettings, argv, at_start=at_start)

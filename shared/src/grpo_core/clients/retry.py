@@ -63,19 +63,43 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError | TransientAnswer)
 
 
-def retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> Retrying:
+Note = Callable[[BaseException], None]
+"""Called with the error of an attempt that is repeated."""
+
+
+def _ignore(_error: BaseException) -> None:
+    """For callers that need no note."""
+
+
+def retrying(
+    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note = _ignore
+) -> Retrying:
     """A synchronous retry loop that gives up after `deadline_s` seconds, re-raising the last."""
-    return Retrying(**_policy(deadline_s, retry_on))
+    return Retrying(**_policy(deadline_s, retry_on, note))
 
 
-def async_retrying(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> AsyncRetrying:
+def async_retrying(
+    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note = _ignore
+) -> AsyncRetrying:
     """The same for coroutines."""
-    return AsyncRetrying(**_policy(deadline_s, retry_on))
+    return AsyncRetrying(**_policy(deadline_s, retry_on, note))
 
 
-def _policy(deadline_s: float, retry_on: Callable[[BaseException], bool]) -> dict[str, Any]:
-    stop, retry = stop_after_delay(deadline_s), retry_if_exception(retry_on)
-    return {"stop": stop, "wait": _wait, "retry": retry, "reraise": True}
+def _policy(
+    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note
+) -> dict[str, Any]:
+    def before_sleep(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None:
+            note(error)
+
+    return {
+        "stop": stop_after_delay(deadline_s),
+        "wait": _wait,
+        "retry": retry_if_exception(retry_on),
+        "before_sleep": before_sleep,
+        "reraise": True,
+    }
 
 
 def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:

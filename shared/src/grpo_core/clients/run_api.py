@@ -32,6 +32,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 
 __all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
 
+HINT = "start run-api, or check --run-api-url"
 GZIP_FROM_BYTES = 1024
 BATCH_WAIT_S = 1.0
 """One request for a batch waits so long at run-api. What the trainer does between two of them, such
@@ -54,7 +55,7 @@ class TrainerClient(ServiceClient):
     """
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token)
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token, HINT)
         self._enrolled: TrainerEnrolled | None = None
         self._last_batch = 0
 
@@ -154,7 +155,7 @@ class EnvironmentClient(AsyncServiceClient):
     """What an environment asks of run-api."""
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token=token)
+        super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token=token, hint=HINT)
 
     async def info(self) -> TrainerInfo:
         return parse(TrainerInfo, await self._request("GET", "/info"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import structlog
 
 from grpo_core.clients.retry import (
     TransientAnswer,
@@ -23,9 +24,40 @@ from grpo_core.security.bearer_token import authorization
 
 Rule = Callable[[BaseException], bool]
 """Which errors are tried again."""
+log = structlog.get_logger()
+
 CONNECT_S = 10.0
 """However long an answer may take."""
 _LEAST_S = 1.0
+
+
+class Reachability:
+    """Logs once that a service cannot be reached, and once that it can be again.
+
+    Args:
+        hint: the fix to log; None to log nothing
+    """
+
+    def __init__(self, service: str, url: str, hint: str | None) -> None:
+        self._service, self._url, self._hint = service, url, hint
+        self._is_away = False
+
+    def failed(self, error: BaseException) -> None:
+        if self._hint is None or self._is_away or not isinstance(error, httpx.ConnectError):
+            return
+        self._is_away = True
+        log.warning(
+            "service.unreachable",
+            name=self._service,
+            url=self._url,
+            reason=str(error),
+            hint=self._hint,
+        )
+
+    def answered(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            log.info("service.reachable", name=self._service, url=self._url)
 
 
 class ServiceClient(ClosesOnExit):
@@ -35,6 +67,7 @@ class ServiceClient(ClosesOnExit):
     deadline_s: how long one call may keep trying
     timeout_s: how long one attempt may take
     token: sent with every request; None where the service asks for none
+    hint: for the log line if nothing listens at the URL; None to log nothing
 
     `has_ended`: True once the service is known to have ended, so that no repeat can help.
     """
@@ -46,10 +79,12 @@ class ServiceClient(ClosesOnExit):
         deadline_s: float,
         timeout_s: float,
         token: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
+        self._reachability = Reachability(service, self.base_url, hint)
         self.has_ended: Callable[[], bool] = lambda: False
         self._http = httpx.Client(
             base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
@@ -77,7 +112,9 @@ class ServiceClient(ClosesOnExit):
         """
         deadline_s, rule = deadline_s or self._deadline_s, _rule(repeat_lost_answers)
         try:
-            for attempt in retrying(deadline_s, lambda e: rule(e) and not self.has_ended()):
+            for attempt in retrying(
+                deadline_s, lambda e: rule(e) and not self.has_ended(), self._reachability.failed
+            ):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
@@ -89,6 +126,7 @@ class ServiceClient(ClosesOnExit):
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
+        self._reachability.answered()
         return response
 
 
@@ -103,10 +141,12 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         timeout_s: float,
         max_connections: int = 100,
         token: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
+        self._reachability = Reachability(service, self.base_url, hint)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=authorization(token),
@@ -131,7 +171,8 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         deadline_s = deadline_s or self._deadline_s
         started = time.monotonic()
         try:
-            async for attempt in async_retrying(deadline_s, _rule(repeat_lost_answers)):
+            rule, note = _rule(repeat_lost_answers), self._reachability.failed
+            async for attempt in async_retrying(deadline_s, rule, note):
                 with attempt:
                     if answer_s is not None:
                         left_s = answer_s - (time.monotonic() - started)
@@ -142,6 +183,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
+        self._reachability.answered()
         return response
 
 

@@ -100,7 +100,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
             else:
                 if self._is_away:
                     self._is_away = False
-                    log.info("Redis answers again", redis=self._where)
+                    log.info("redis.reachable", redis=self._where)
                 return answer
 
     async def attempt(self, *command: Any, within_s: float | None = None) -> Any:
@@ -109,12 +109,17 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
             # redis-py leaves this method without types
             return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
-    def note_absence(self, error: Exception) -> None:
+    def note_absence(self, error: BaseException) -> None:
         """Logged once, until Redis answers again."""
         if not self._is_away:
             self._is_away = True
             reason = str(error) or type(error).__name__
-            log.warning("Redis does not answer; commands wait", redis=self._where, reason=reason)
+            log.warning(
+                "redis.unreachable",
+                redis=self._where,
+                reason=reason,
+                hint="start Redis, or check --redis-url",
+            )
 
 
 def _options(attempt_s: float) -> dict[str, Any]:

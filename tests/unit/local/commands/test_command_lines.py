@@ -14,7 +14,7 @@ MISTAKES = {
         "--task gsm8k": "--data: gsm8k needs data: pass --data (with make: DATA=)",
         "--task gsm8k --data /none": "--data: no such directory",
         "--seq-len 100 --max-model-len 50": "less than --seq-len 100",
-        "--mode lora": "should be 'shared_vllm', 'lora_only', 'lora_restart' or 'none'",
+        "--mode lora": "expected one of shared_vllm, lora_only, lora_restart, none",
     },
     compare: {
         "--modes none,some": "--modes: expected one of shared_vllm",

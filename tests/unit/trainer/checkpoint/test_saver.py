@@ -130,7 +130,7 @@ def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:
 def test_a_batch_without_a_step_is_acknowledged_with_the_next_state(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
         rig.saver.begin(START, is_saved=False)
-        rig.saver.batch_passed_over(Position(step=0, batch_id=2, epoch=1))
+        rig.saver.batch_skipped(Position(step=0, batch_id=2, epoch=1))
         assert rig.seen == []
         assert rig.saver.release_batches()
         assert rig.seen == [(2, ["000001_step_0", "000002_step_0"])]

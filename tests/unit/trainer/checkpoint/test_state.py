@@ -114,7 +114,7 @@ def cut_off(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "harm", "told"),
     [
-        (TENSORS, flip_a_bit, f"{TENSORS}: other bytes than were written"),
+        (TENSORS, flip_a_bit, f"{TENSORS}: its content has changed"),
         (RECORD, cut_off, RECORD),
     ],
 )
@@ -140,7 +140,7 @@ def test_every_difference_to_the_model_is_listed(store: StateStore) -> None:
         "  mode: saved shared_vllm, now lora_only",
         "  optimizer: saved adafactor, now adamw",
         "  lora alpha: saved 8, now 32",
-        "  more: not in the state",
+        "  more: not in the checkpoint",
         "  unused: not in the model",
         "  first: saved shape [4, 3], the model's [5, 3]",
         "  second: saved shape [4, 3], the model's [5, 3]",

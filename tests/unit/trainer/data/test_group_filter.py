@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
     (
         {"tokens": [[5, 6, 7], [5, 6, 8, 9, 100]], "masks": [MASKED_PROMPTS[0], [MASKED] * 5]},
         UnusableReason.UNKNOWN_TOKEN,
-        "group 4, sequence 1: token 100, but the policy knows 100",
+        "group 4, sequence 1: token id 100 is outside the policy's vocabulary of 100",
     ),
     (
         {"masks": [[MASKED, 7, MASKED], MASKED_PROMPTS[1]]},

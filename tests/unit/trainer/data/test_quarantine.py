@@ -50,7 +50,7 @@ class Bench:
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
         self.optimizer = MasterOptimizer(self.policy.parameters(), 0.1, 0, 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
-        self.passed_over: list[int] = []
+        self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
         self.mismatch = False
 
@@ -94,7 +94,7 @@ class Bench:
         sync: Any = SimpleNamespace(apply=self.apply)
         rollouts: Any = SimpleNamespace(require_match=self.require_match)
         saver: Any = SimpleNamespace(
-            seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
+            seconds=None, batch_skipped=lambda at: self.skipped.append(at.batch_id)
         )
         source = BatchSource(
             settings=settings,
@@ -121,7 +121,7 @@ def test_a_batch_that_fails_twice_is_passed_over_without_a_trace(harm: str, tmp_
     bench, without = Bench(tmp_path, harm), Bench(tmp_path)
     with capture_logs() as logs:
         assert bench.train([False, True, True, False]) == Position(step=2, batch_id=4, epoch=1)
-    assert bench.passed_over == [2, 3]
+    assert bench.skipped == [2, 3]
     assert [record["data/quarantined_batches"] for record in bench.records] == [0, 2]
     warned = [entry["batch_id"] for entry in logs if entry["event"] == "batch.quarantined"]
     assert warned == [2, 3]
@@ -140,7 +140,7 @@ def test_a_step_that_fails_once_is_taken_as_if_it_had_not(tmp_path: Path) -> Non
     for one in (bench, alone):
         one.train([False, True])
     assert bench.left == 0
-    assert bench.passed_over == []
+    assert bench.skipped == []
     assert bench.masters() == alone.masters()
 
 
@@ -148,10 +148,10 @@ def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(PolicyDiverged, match="3 batches in a row"):
         bench.train([False, True, True, False, True, True, True])
-    assert bench.passed_over == [2, 3, 5, 6]
+    assert bench.skipped == [2, 3, 5, 6]
     again = Bench(tmp_path)  # no step is tried on what is kept
     again.train([False, True, True, False, True, True, True, False])
-    assert (again.left, again.passed_over) == (100, [2, 3, 5, 6, 7])
+    assert (again.left, again.skipped) == (100, [2, 3, 5, 6, 7])
 
 
 def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Path) -> None:

@@ -87,19 +87,19 @@ def source_of(
         under: version that was served when run-api received each group of every batch
     """
     leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
-    passed_over: list[tuple[int, int]] = []
+    skipped: list[tuple[int, int]] = []
 
     def next_batch(*_: object) -> LeasedBatch:
         return next(leased)
 
-    def batch_passed_over(at: Position) -> None:
-        passed_over.append((at.step, at.batch_id))
+    def batch_skipped(at: Position) -> None:
+        skipped.append((at.step, at.batch_id))
 
     settings: Any = SimpleNamespace(
         batch_deadline_s=batch_deadline_s, max_staleness=2, steps=AT.step + 3
     )
     api: Any = SimpleNamespace(next_batch=next_batch)
-    saver: Any = SimpleNamespace(batch_passed_over=batch_passed_over, passed_over=passed_over)
+    saver: Any = SimpleNamespace(batch_skipped=batch_skipped, skipped=skipped)
     quarantine: Any = SimpleNamespace(holds=lambda _: False)
     return BatchSource(
         settings=settings,
@@ -121,12 +121,12 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     assert taken.batch_id == 7
     filtered = taken.filtered
     assert (len(filtered.groups), filtered.stale_groups, filtered.unusable_groups) == (2, 3, 1)
-    assert source.saver.passed_over == [(9, 5), (9, 6)]
-    named = [e["batch_id"] for e in logs if e["event"] == "batch.passed_over"]
+    assert source.saver.skipped == [(9, 5), (9, 6)]
+    named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
 
 
 def test_a_run_that_gets_only_stale_groups_ends() -> None:
     source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
-    with pytest.raises(StaleData, match="1 groups came in 0 s, and all are more than"):
+    with pytest.raises(StaleData, match="1 groups arrived in 0 s, and all are more than"):
         source.take(AT)

@@ -80,7 +80,7 @@ def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(forward, "require_compiler", lambda _: None)
     monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
-    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; leave it out"):
+    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; omit --compile"):
         build_forward_pass(qwen(), ForwardOptions(packing="off", fused_head="off", compile=True))
 
 
@@ -90,6 +90,6 @@ def test_a_run_without_a_compiler_ends_before_it_touches_the_model(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     policy = qwen()
-    with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* leave --compile out"):
+    with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* omit --compile"):
         build_forward_pass(policy, EVERYTHING)
     assert policy.config._attn_implementation == packing.DEFAULT

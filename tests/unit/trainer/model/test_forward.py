@@ -147,7 +147,7 @@ def test_a_refusal_is_logged_unless_the_way_was_asked_for_by_name() -> None:
     with capture_logs() as events:
         assert not is_enabled("packing", AUTO, GPU, refuse)
     (event,) = events
-    assert (event["option"], event["why"]) == ("--packing", "the model is of clay")
+    assert (event["option"], event["reason"]) == ("--packing", "the model is of clay")
     with pytest.raises(FastPathRefused, match=r"--fused-head on, but .* use --fused-head off"):
         is_enabled("fused-head", ON, GPU, refuse)
     assert not is_enabled("packing", OFF, GPU, refuse)
@@ -166,7 +166,7 @@ def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
 
 REFUSED: dict[str, tuple[Any, Any]] = {
     "attn_logit_softcapping = 50": (packing, Gemma2Config(**SMALL)),
-    "kinds than attention: linear_attention": (packing, Qwen3NextConfig(**SMALL)),
+    "layers other than attention: linear_attention": (packing, Qwen3NextConfig(**SMALL)),
     "final_logit_softcapping = 30": (fused_head, Gemma2Config(**SMALL)),
 }
 

@@ -165,7 +165,7 @@ WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 
 def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
-    words = ["--model-name", "m", "--weight-bridge-mode", mode, *flags]
+    words = ["--model", "m", "--mode", mode, *flags]
     return load_settings(CommandLine, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"}).settings()
 
 
@@ -176,9 +176,9 @@ def test_options_that_exclude_each_other_are_all_told_at_once(
         settings("--fused-step", *MASTERS, *EIGHT_BITS, mode="lora_only")
     assert stopped.value.code == 2
     told = capsys.readouterr().err
-    assert "--master-dtype bfloat16: in lora_only an adapter is trained" in told
-    assert "--fused-step: for --optimizer adamw alone" in told
-    assert "--fused-step: for --master-dtype float32 alone" in told
+    assert "--master-dtype: an adapter, as in lora_only, is trained in float32" in told
+    assert "--fused-step: needs --optimizer adamw\n" in told
+    assert "--fused-step: needs --master-dtype float32" in told
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
 
 
 def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(UnusableOptimizer, match="needs a GPU, and the weights are on cpu"):
+    with pytest.raises(UnusableOptimizer, match="needs a GPU, but the weights are on cpu"):
         build_update(settings("--fused-step"), WEIGHTS)
 
 

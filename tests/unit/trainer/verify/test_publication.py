@@ -77,9 +77,9 @@ def run(request: pytest.FixtureRequest, model: str) -> Run:
     ("serve", "told"),
     [
         (lambda r: r.server.swap(r.base, VERSION), "the model that it was started with"),
-        (lambda r: r.server.swap(r.previous, VERSION), "the weights of the publication before"),
+        (lambda r: r.server.swap(r.previous, VERSION), "the weights of the previous publication"),
         (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"server's answer names \(2, 0\)"),
-        (Run.keep_cache, r"afresh agrees .* are still in its KV cache"),
+        (Run.keep_cache, r"fixed tokens agree .* are still in its KV cache"),
     ],
     ids=["base", "previous", "another version", "kept keys and values"],
 )
@@ -110,7 +110,7 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     torch.manual_seed(1)
     run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
     run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
-    cause = {"base": "was started with, without", "previous": "publication before"}[served]
+    cause = {"base": "was started with, without", "previous": "previous publication"}[served]
     with pytest.raises(ServedWeightsDiffer, match=cause):
         run.check.require(VERSION, "After step 3")
     run.server.swap(run.policy, VERSION)
@@ -157,7 +157,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
     policy = TrainedWeights(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
-    with pytest.raises(ServedWeightsDiffer, match="another model than --model-name"):
+    with pytest.raises(ServedWeightsDiffer, match="another model than --model"):
         PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
             PolicyVersion(1, 0), "At the start"
         )

@@ -103,7 +103,7 @@ def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
 
 
 def test_a_command_without_an_answer_is_named_at_the_deadline(rig: Rig) -> None:
-    with rig.supervisor(silence), pytest.raises(NotPublished, match="not seen"):
+    with rig.supervisor(silence), pytest.raises(NotPublished, match="not accepted"):
         rig.serve(deadline_s=0.5)
 
 
@@ -128,7 +128,7 @@ def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
 
     a_second_per_reading = map(float, itertools.count()).__next__
     monitor = ServerMonitor(rig.link, 20.0, a_second_per_reading)
-    told = r"away for 20 s \(its supervisor says nothing in Redis"
+    told = r"down for 20 s \(its supervisor reports no status in Redis"
     with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
         Publisher(rig.link, monitor, Action.LOAD_ADAPTER, deadline_s=120.0).publish(FILES)
 

@@ -91,7 +91,7 @@ def test_half_an_update_is_refused_in_every_state(state: str) -> None:
     with BridgeClient("http://127.0.0.1:1") as bridge:
         sync = SharedVllm(bridge, "model")
         sync._refuse_torn(info((3, 7), state))
-        with pytest.raises(TornWeights, match="may hold half an update"):
+        with pytest.raises(TornWeights, match="may hold part of an update"):
             sync._refuse_torn(info((3, 7), state, intact=False))
 
 

@@ -91,7 +91,8 @@ async def test_a_run_without_weights_on_disk_begins_with_the_model(
 async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
     assert adapter.weights.path is not None
     (adapter.weights.path / ADAPTER_WEIGHTS).write_text("other weights")
-    with pytest.raises(UnusableWeights, match=r"policy version \(2, 7\) last.*--no-await-weights"):
+    told = r"last served policy version \(2, 7\).*--no-await-weights"
+    with pytest.raises(UnusableWeights, match=told):
         await begins_with(Record(adapter), "--enable-lora")
 
 

@@ -184,8 +184,11 @@ def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_w
         later = server.sender.ask(CHECKPOINT, *weights[2])
         go_on.touch()
     replaced = server.sender.outcome(older)
-    assert (replaced.state, "came at the same time" in replaced.reason) == (OutcomeState.BUSY, True)
-    assert (later.state, "under way" in later.reason) == (OutcomeState.BUSY, True)
+    assert (replaced.state, "arrived at the same time" in replaced.reason) == (
+        OutcomeState.BUSY,
+        True,
+    )
+    assert (later.state, "in progress" in later.reason) == (OutcomeState.BUSY, True)
     assert server.sender.outcome(newer).state is OutcomeState.DONE
     assert server.serves(versions[1])
     assert server.count("restarts") == restarts + 1

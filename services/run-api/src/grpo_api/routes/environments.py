@@ -40,8 +40,8 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    """Register an environment, which gets its `env_id`. Until a trainer has registered and asked
-    for a batch, the answer is to wait."""
+    """Register an environment and give it an `env_id`. The status "wait for trainer to start" means
+    that no trainer has registered and requested a batch yet."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}

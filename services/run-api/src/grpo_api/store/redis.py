@@ -24,6 +24,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.shutdown import Lifetime
 from grpo_core.redis.keys import run_prefix, served_weights_key
+from grpo_core.redis.url import without_password
 
 _log = structlog.get_logger()
 
@@ -62,6 +63,7 @@ class RedisLink:
         self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
+        self.where = without_password(url)
         self._deadline_s = deadline_s
         self._redis = _client(url, deadline_s)
         # separate: listeners that also need a connection for commands could block each other
@@ -187,7 +189,16 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
 
 
 async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
-    """Log whether Redis saves the run to disk; nothing if Redis does not allow the question."""
+    """Log whether Redis answers, and whether it saves the run to disk if it allows the question."""
+    try:
+        await link.ping()
+    except StoreUnavailable as error:
+        _log.warning(
+            "redis.unreachable",
+            redis=link.where,
+            reason=str(error),
+            hint="requests wait for Redis; start it, or check --redis-url",
+        )
     settings = await _append_settings(link, lifetime)
     appendfsync = settings.get("appendfsync")
     match settings.get("appendonly"):

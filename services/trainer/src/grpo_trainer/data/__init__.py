@@ -1,1 +1,2 @@
-"""From a batch of run-api to tensors: wait, filter, collate, count. No forward pass, no loss."""
+"""Turns a batch from run-api into tensors: fetches, filters and collates it, and counts
+problems."""
