@@ -108,7 +108,7 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> N
         first.next_batch(DEADLINE_S)
         with registered(url) as second:
             for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
-                with pytest.raises(TrainerSuperseded, match="End one of the two"):
+                with pytest.raises(TrainerSuperseded, match="Stop one of the two"):
                     act()
             assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
 
@@ -128,7 +128,7 @@ def test_an_unknown_batch_and_a_reset_run_are_named(
     with pytest.raises(UnknownBatch, match="this run never handed out batch 7"):
         trainer.next_batch(DEADLINE_S)
     http.get("/reset_data").raise_for_status()
-    with pytest.raises(ProtocolViolation, match="somebody called /reset_data, or its Redis lost"):
+    with pytest.raises(ProtocolViolation, match="someone called /reset_data, or Redis lost"):
         trainer.next_batch(DEADLINE_S)
 
 

@@ -101,7 +101,7 @@ def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Cl
     start(http)
     submit(http, 1, 2)
     pages = [
-        ({"Sec-Fetch-Site": "cross-site"}, "a web page elsewhere"),
+        ({"Sec-Fetch-Site": "cross-site"}, "a web page of another site"),
         ({"Host": "rebound.example", "Sec-Fetch-Site": "same-origin"}, "--allowed-hosts"),
     ]
     for path, (headers, says) in itertools.product(("/reset_data", "/batch"), pages):

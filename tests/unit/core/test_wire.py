@@ -173,10 +173,10 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"received_under": None}, "run-api of the trainer's version"),
-        ({"received_under": [[1, 7]]}, "2 groups, received under 1 versions"),
-        ({"batch_id": 3}, "asked for the batch after 3, it answered batch 3"),
-        ({"batch": [GROUP, {}]}, "broken group in batch 4"),
+        ({"received_under": None}, "check that run-api and the trainer have the same version"),
+        ({"received_under": [[1, 7]]}, "2 groups, but 1 entries in received_under"),
+        ({"batch_id": 3}, "expected a batch after 3, received batch 3"),
+        ({"batch": [GROUP, {}]}, "batch 4 has an invalid group: tokens: Field required"),
     ],
 )
 def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], says: str) -> None:
