@@ -30,7 +30,7 @@ RETRY_S, ASYNC_RETRY_S = 0.2, 0.5
 
 
 def words(fields: dict[str, Any]) -> list[Any]:
-    """`{name: value}` → `[name, value]`, as HSET and XADD take them."""
+    """`{name: value}` → `[name, value]`, the arguments of HSET and XADD."""
     return [word for field in fields.items() for word in field]
 
 

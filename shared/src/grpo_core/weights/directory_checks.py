@@ -37,7 +37,7 @@ def directory_digest(directory: Path) -> str:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(directory).as_posix()
         line = f"{digest} {path.stat().st_size} {name}\n"
-        total.update(line.encode(errors="surrogateescape"))  # names are bytes
+        total.update(line.encode(errors="surrogateescape"))  # file names may be any bytes
     return total.hexdigest()
 
 

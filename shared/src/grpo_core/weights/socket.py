@@ -37,7 +37,7 @@ def send_grant(connection: socket.socket, grant: WeightGrant, fd: int | None = N
 
 
 def send_refusal(connection: socket.socket, reason: str) -> None:
-    """Answer a trainer that may not attach with the reason."""
+    """Send the reason why a trainer may not attach."""
     payload = WeightRefusal(refused=reason).model_dump_json().encode()
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 

@@ -229,7 +229,7 @@ class RolloutFacts(WireModel):
     policy_version: list[tuple[PolicyVersion, PolicyVersion]] = Field(default_factory=list)
     """[(first, last), ...]: the versions that sampled each completion's first and last token."""
     generation_seconds: Float32 | None = None
-    """How long the group's one generation request took."""
+    """Duration of the generation request, which sampled the whole group."""
     reward_sample: RewardSample | None = None
 
     def on_the_wire(self) -> dict[str, Any]:

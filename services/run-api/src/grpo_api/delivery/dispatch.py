@@ -25,7 +25,7 @@ from grpo_core.wire.run_api import Registration
 _MAX_PLANS = 8
 _LOOK_S = 0.05
 _PLAN_AT_LEAST_EVERY_S = 1.0
-"""A silent environment changes the minimums of a batch although no group arrives."""
+"""When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
 """Up to this many queue entries are planned on the event loop: that takes milliseconds."""
 

@@ -105,7 +105,7 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
 
 def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placement) -> None:
     env_id, group_size = arrival.env_id, state.bundle_size(arrival)
-    assert env_id is not None  # a sender without an id has no registered size to differ from
+    assert env_id is not None  # without an env_id, the bundle size is the group's own size
     waiting = placement.buffers.get(env_id, state.buffers.get(env_id, ()))
     parts = (*waiting, arrival.group)
     chosen = oldest_choice([Kind(None, part.sequences) for part in parts], group_size)
