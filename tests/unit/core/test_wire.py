@@ -1,4 +1,4 @@
-"""Scored groups and answers to a poll: which are valid, and how the others are refused."""
+"""Valid scored groups and batches are accepted; the others are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(**changes: Any) -> ScoredGroup:
 
 
 def refusal(**changes: Any) -> tuple[tuple[int | str, ...], str]:
-    """Where the one problem is, and which."""
+    """Place and message of the only problem."""
     with pytest.raises(ValidationError) as error:
         parse(**changes)
     (problem,) = error.value.errors()
@@ -48,7 +48,7 @@ def test_all_fourteen_keys_are_written_and_no_others() -> None:
     [
         {"overrides": [], "group_overrides": {}, "messages": [], "inference_logprobs": []},
         {"advantages": [], "ref_logprobs": [], "distill_token_ids": [], "distill_logprobs": []},
-        {"advantages": [[0.5], [0.5]]},  # upstream sends one value per sequence
+        {"advantages": [[0.5], [0.5]]},  # Atropos sends one value per sequence
     ],
 )
 def test_groups_as_upstream_sends_them_are_valid(absent: dict[str, Any]) -> None:

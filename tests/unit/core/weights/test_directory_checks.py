@@ -1,4 +1,4 @@
-"""Directories of weights: which are served from, and which are refused."""
+"""Valid directories of weights are accepted, the others are rejected."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
             check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
     with pytest.raises(FileNotFoundError):
         directory_digest(root / "gone")
-    (adapter / "\udcff").touch()  # a byte that is no text
+    (adapter / "\udcff").touch()  # a byte that is not UTF-8
     assert checked(adapter, directory_digest(adapter))
 
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the weight socket. Granted memory: `test_shared_weights`."""
+"""The trainer's end of the weight socket. `test_shared_weights` tests granted memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_core.weights.socket import connect_weights
 
 @contextmanager
 def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
-    """Sends the bytes to the first who connects, and closes."""
+    """Sends the bytes to the first connection and closes it."""
     path = directory / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -32,7 +32,10 @@ def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(BrokenPipeError):  # it may leave at once
+            with (
+                connection,
+                contextlib.suppress(BrokenPipeError),
+            ):  # the client may be gone
                 connection.sendall(content)
 
         thread = threading.Thread(target=serve)

@@ -170,7 +170,7 @@ def _add_what_validators_check(properties: Json) -> None:
 
 
 def _answer_as_we_do(operation: Json) -> None:
-    """Replace FastAPI's own 422, which it declares for every parameter, and add our 403."""
+    """Remove FastAPI's own 422, which it declares for every parameter, and add our 403."""
     answers = operation["responses"]
     if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
         del answers["422"]

@@ -16,7 +16,7 @@ from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16
-"""Limit on the parts of one size that an environment may have in its buffer, in whole groups.
+"""An environment may buffer parts of one size worth this many whole groups.
 
 Each size has its own limit, so parts that fit nothing cannot block the sizes that complete a group.
 """
