@@ -108,7 +108,7 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> N
         first.next_batch(DEADLINE_S)
         with registered(url) as second:
             for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
-                with pytest.raises(TrainerSuperseded, match="Stop one of the two"):
+                with pytest.raises(TrainerSuperseded, match="stop one of the two trainers"):
                     act()
             assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
 

@@ -76,8 +76,7 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
         return UnknownBatch(said, error.status, error.kinds)
     if _SUPERSEDED in error.kinds:
         return TrainerSuperseded(
-            f"{said}. The other trainer gets the batches that are not in this one's checkpoint. "
-            "Stop one of the two, or give each its own run (--run-id of run-api)",
+            f"{said}. The other trainer gets the batches that this one's checkpoint lacks",
             error.status,
             error.kinds,
         )
