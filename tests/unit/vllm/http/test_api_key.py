@@ -48,7 +48,7 @@ async def test_the_supervisors_status_asks_for_it_too() -> None:
     [
         (["--api-key", "a", "-tp", "2"], "c", "a", ["-tp", "2"]),
         (["--api_key=a", "--api-key", "b"], "", "b", []),
-        (["--api-ke", "a"], "c", "c", ["--api-ke", "a"]),  # for vLLM's parser to name
+        (["--api-ke", "a"], "c", "c", ["--api-ke", "a"]),  # vLLM's parser reports it
         ([], "", None, []),
     ],
 )
