@@ -18,7 +18,7 @@ def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSetting
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command line that ends with status 2 writes."""
+    """The error output of a command line that ends with status 2."""
     with pytest.raises(SystemExit) as caught:
         load_env_settings(arguments)
     assert caught.value.code == 2
