@@ -1,4 +1,4 @@
-"""The processes of one run: started in order, watched together, ended in reverse."""
+"""The processes of one run: starts them, watches them, and ends them in reverse order."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
 
 STOP_GRACE_S = 10.0
+NAME_WIDTH = 11
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Service:
-    """How to start one process and how to know that it is ready."""
+    """How to start one process, and how to see that it is ready."""
 
     name: str
+    role: str
+    """Its task in a few words, for the user."""
     command: Sequence[str]
     healthy: Callable[[], bool]
     deadline_s: float
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     may_finish: bool = False
-    """Ending with status 0 is success, not failure."""
+    """An end with status 0 is no failure."""
 
 
 class Stack:
-    """Everything that was started while this is entered has ended once it is left.
+    """On exit, ends every process that was started since entry, grandchildren included.
 
-    That holds for grandchildren too, and for nothing that this process had started before.
+    Earlier children of this process are left alone.
     """
 
     def __init__(
@@ -46,8 +49,8 @@ class Stack:
         grace_s: float = STOP_GRACE_S,
     ) -> None:
         """Args:
-        watch: called with the process ids by name, often, while anything is waited for
-        grace_s: between asking a process to end and ending it
+        watch: called often during every wait, with the process ids by name
+        grace_s: seconds between SIGTERM and SIGKILL for each process
         """
         self._log_directory = log_directory
         self._stop_request = stop_request
@@ -82,12 +85,12 @@ class Stack:
             ready(service, time.monotonic() - started_at)
 
     def check(self) -> None:
-        """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
+        """Raises `StopRequested` after a stop signal, `ProcessFailed` if a process failed."""
         self._look_around()
         self._check_processes(self._running)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, and wake early for whatever `check` raises."""
+        """Sleep, and call `check` often meanwhile."""
         until = Deadline(seconds)
         while not until.has_passed:
             self.check()
@@ -96,10 +99,10 @@ class Stack:
     def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
         """Run jobs side by side until all have ended; returns their exit statuses by name.
 
-        One that fails leaves the others be. `meanwhile` is called again and again.
+        A job that fails does not end the others. `meanwhile` is called often.
 
         Raises:
-            ProcessFailed: a service that was started before failed.
+            ProcessFailed: a service that was started earlier failed.
             StopRequested: a stop signal arrived.
         """
         services = list(self._running)
@@ -112,7 +115,7 @@ class Stack:
         meanwhile()
         ended = {process.name: process.exit_code for process in started}
         for process in started:
-            process.kill()  # what it may have left in its session
+            process.kill()  # children that it left in its session
         self._running = services
         return {name: code for name, code in ended.items() if code is not None}
 
@@ -120,7 +123,7 @@ class Stack:
         return next(process for service, process in self._running if service.name == name)
 
     def stop(self) -> None:
-        """End everything, last started first; a second stop signal ends the patience."""
+        """End every process, last started first. After a second stop signal, kill them at once."""
         while self._running:
             _, process = self._running[-1]
             process.stop(self._grace_s, hurry=lambda: self._stop_request.is_urgent)
@@ -159,20 +162,21 @@ class Stack:
 
 
 def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
-    """Start services side by side; the screen shows which are ready, and after how long."""
+    """Start services side by side; show each that is ready, after how long, and what it does."""
 
     def show(service: Service, seconds: float) -> None:
-        screen.line(f"{service.name + ' ':<12}ready after {seconds:5.1f} s", style="green")
+        screen.line(f"  {service.name:<{NAME_WIDTH}} ready after {seconds:5.1f} s: {service.role}")
 
     with screen.activity(f"starting {', '.join(service.name for service in services)}"):
         stack.start(services, show)
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:
-    """One line per process that ended, first started first, and the end of the first one's log.
+    """One line per process that ended, in the order of their start, and the first one's last log
+    lines.
 
-    Services depend on those started before them, so where several ended at once the first is the
-    likely cause.
+    Services depend on those in front of them. If several ended at once, the first is the likely
+    cause.
     """
     endings = [
         f"{process.name} ended with {describe_exit(process.exit_code)}; see {process.log_path}"

@@ -1,294 +1,308 @@
-"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`."""
+"""Options of `grpo-demo`."""
 
 from __future__ import annotations
 
 import os
-import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID
-from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import Command, CommandSettings
-from grpo_local.modes import ModeName, ModeOptions, comma_separated
+from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
+from grpo_core.settings.fields import missing_directory, missing_model
+from grpo_core.weights import bridge_config
+from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.run_directory import RunDirectory, unusable
+from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
+from grpo_local.settings.fields import each_once
+from grpo_local.settings.with_services import WithServiceOptions
 
-TaskName = Literal["arithmetic", "gsm8k"]
-
-TRAINERS_RESTART_INTERVAL = 3
-LOOPBACK = "127.0.0.1"
-EVERY_ADDRESS = ("0.0.0.0", "::")
-
-T = TypeVar("T")
-
-
-def _each_once(values: list[T]) -> list[T]:
-    return list(dict.fromkeys(values))
+_PLACEHOLDER_MODEL = "tiny-model"
+_PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
+"""Options are checked before the tiny model is made and before Redis has a port."""
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
 
 
 def half_the_cores() -> int:
-    """Server and trainer compute at the same time: each gets half, so that neither waits."""
+    """Server and trainer compute at the same time, so each gets half."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class DemoSettings(ModeOptions):
-    """Train a model with GRPO on this machine and show the progress: Redis, run-api, vLLM server,
-    environments and trainer as local processes, no GPU, container or model hub needed."""
+class DemoSettings(WithServiceOptions, ModeOptions):
+    """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
+    inference server, the trainer and environments as local processes. It needs no GPU, no container
+    and no model hub.
 
-    command: ClassVar[Command] = Command(prog="grpo-demo", env_prefix="GRPO_DEMO_")
+    Every other option of a service can be given with the name of that service in front:
+    --trainer.max-staleness 4 (options of grpo), --server.block-size 32 (of vllm-api-server and
+    vLLM), --env.temperature 0.7 (of env-server)."""
 
-    model: str | None = Field(
-        None, description="checkpoint directory or hub id; a tiny model is made when not given"
+    command: ClassVar[Command] = Command(
+        prog="grpo-demo",
+        env_prefix="GRPO_DEMO_",
+        groups={
+            "Run": ("steps", "seed", "run_dir", "resume"),
+            "Task": ("task", "data", "group_size", "max_completion_tokens"),
+            "Model": ("model", "dtype", "device", "seq_len"),
+            "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
+            "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
+            "Training": (
+                "batch_size",
+                "gradient_accumulation_steps",
+                "lr",
+                "warmup_steps",
+                "max_batches_offpolicy",
+            ),
+            "Inference server": (
+                "max_model_len",
+                "kv_cache_mib",
+                "eager",
+                "gpu_memory_utilization",
+            ),
+            "Processes": ("compute_threads", "redis_appendfsync", "run_api_token"),
+            "Deadlines": (
+                "step_deadline_s",
+                "server_deadline_s",
+                "start_deadline_s",
+                "model_deadline_s",
+            ),
+            "Logging": ("log_level",),
+        },
+        examples=(
+            "grpo-demo --steps 20",
+            "grpo-demo --model ./model --task gsm8k --data ./gsm8k --dry-run",
+            "grpo-demo --resume runs/latest --steps 500",
+        ),
+        aliases={
+            "model-name": "model",
+            "weight-bridge-mode": "mode",
+            "training-steps": "steps",
+        },
+        passes_on="service_options",
     )
-    run_dir: Path | None = Field(
+    services: ClassVar[tuple[str, ...]] = SERVICES
+
+    model: Annotated[str | None, Shown(default="a tiny model, made on first use")] = Field(
+        None, min_length=1, description="Model: a directory or an id on the Hugging Face hub"
+    )
+    run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
+        None, description="New or empty directory for the files of the run"
+    )
+    resume: Path | None = Field(
         None,
-        description="directory for logs, metrics and checkpoints, new or empty; "
-        "runs/<UTC time>-<seed> when not given",
+        description="Continue the run in this directory, for example runs/latest. Options given "
+        "here win over its config.yaml. A complete run needs more --steps",
     )
-    task: Annotated[
-        list[TaskName], BeforeValidator(comma_separated), AfterValidator(_each_once)
-    ] = Field(
-        ["arithmetic"],
+    task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
+        ("arithmetic",),
         min_length=1,
-        description="what to train on: arithmetic (one-digit sums), gsm8k (word problems, needs "
-        "--data), or both, separated by a comma, each in an environment of its own",
+        description="Task: arithmetic (one-digit sums) or gsm8k (word problems, needs --data). "
+        "Both, separated by a comma, each get an environment of their own",
     )
     data: str | None = Field(
         None,
         min_length=1,
-        validate_default=True,
-        description="data of gsm8k: directory with train.jsonl, or id of a data set on the hub",
+        description="Problems of gsm8k: a directory with train.jsonl, or a data set on the hub",
     )
-    seed: int = Field(0, ge=0, description="seed of sampling, data order and training")
-    steps: int | None = Field(
-        None,
-        ge=1,
-        description="training steps (optimizer updates); unset: 250, gsm8k 60; "
-        "60 where the engine restarts",
+    seed: int = Field(0, ge=0, description="Seed of sampling, data order and training")
+    steps: Annotated[
+        int | None, Shown(default="250; gsm8k: 60; at most 60 in lora_restart and none")
+    ] = Field(None, ge=1, description="Training steps")
+    batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
+        None, ge=1, description="Sequences of one forward pass (a micro-batch)"
     )
-    batch_size: int | None = Field(
-        None, ge=1, description="sequences per forward pass; unset: 64, gsm8k 16"
+    gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
+        None, ge=1, description="Micro-batches of one step"
     )
-    gradient_accumulation_steps: int | None = Field(
-        None, ge=1, description="forward passes per training step; unset: 2"
+    group_size: int = Field(8, ge=2, description="Completions sampled for each prompt")
+    lr: Annotated[
+        float | None,
+        Shown(default="3e-4; gsm8k: 1e-4; with --model: 1e-5; six times as high with an adapter"),
+    ] = Field(None, gt=0, description="Peak learning rate")
+    warmup_steps: int = Field(5, ge=0, description="Steps of linear learning-rate warm-up")
+    max_completion_tokens: Annotated[
+        int | None, Shown(default="8; gsm8k: 32; gsm8k with --model: 256")
+    ] = Field(None, ge=1, description="Longest completion in tokens")
+    seq_len: Annotated[int | None, Shown(default="128; gsm8k: 1152")] = Field(
+        None, ge=2, description="Longest sequence (prompt and completion) in tokens"
     )
-    group_size: int = Field(8, ge=2, description="completions sampled per prompt")
-    lr: float | None = Field(
-        None, gt=0, description="peak learning rate of AdamW; unset: by task, with --model 1e-5"
+    max_model_len: Annotated[int | None, Shown(default="512; gsm8k: 1536; at least --seq-len")] = (
+        Field(None, ge=2, description="Longest sequence that the server accepts, in tokens")
     )
-    warmup_steps: int = Field(5, ge=0, description="steps over which the learning rate rises")
-    max_completion_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="longest completion, in tokens; unset: 8, gsm8k 32, gsm8k with --model 256",
+    kv_cache_mib: Annotated[int | None, Shown(default="64; gsm8k: 256")] = Field(
+        None, ge=1, description="KV cache of the server, in MiB"
     )
-    seq_len: int | None = Field(
-        None, ge=2, description="longest prompt plus completion, in tokens; unset: 128, gsm8k 1152"
-    )
-    max_model_len: int | None = Field(
-        None,
-        ge=2,
-        description="longest sequence that the vLLM server takes, in tokens; unset: 512, gsm8k "
-        "1536, never less than --seq-len",
-    )
-    kv_cache_mib: int | None = Field(
-        None, ge=1, description="KV cache of the vLLM server, in MiB; unset: 64, gsm8k 256"
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None,
-        description="data type of the weights in server and trainer; unset: float32, on a GPU "
-        "bfloat16 in the LoRA modes, whose kernels take no float32",
-    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Shown(default="float32; on a GPU bfloat16 with an adapter"),
+    ] = Field(None, description="Data type of the weights in server and trainer")
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="device of the trainer: cpu, cuda or cuda:N; auto: a GPU where there is one",
+        description="Device of the trainer: cpu, cuda or cuda:N. auto: a GPU if there is one",
     )
     eager: bool = Field(
         True,
-        description="the vLLM server neither compiles nor captures CUDA graphs: it starts sooner "
-        "than a short run wins back; --no-eager serves faster",
+        description="Start the server without compiling and without CUDA graphs. It starts sooner; "
+        "--no-eager serves faster in long runs",
     )
     gpu_memory_utilization: float = Field(
         0.4,
         gt=0,
         lt=1,
-        description="on a GPU: share of its memory for the vLLM server; the rest is the trainer's",
+        description="On a GPU: share of its memory for the server. The trainer uses the rest",
     )
     max_batches_offpolicy: int = Field(
-        1, ge=1, description="batches that may wait in the queue before sampling pauses"
+        1,
+        ge=1,
+        description="Batches that may be queued. More keep the trainer busier, fewer keep the data "
+        "fresher",
     )
-    step_deadline_s: float | None = Field(
-        None,
-        gt=0,
-        description="seconds without a finished training step until the run fails; unset: 300, "
-        "with --model 1800, and 180 more where the engine restarts",
-    )
+    step_deadline_s: Annotated[
+        float | None,
+        Shown(default="300; with --model: 1800; 180 more in lora_restart and none"),
+    ] = Field(None, gt=0, description="Seconds for one training step, then the run fails")
     model_deadline_s: float = Field(
-        600.0, gt=0, description="seconds that making the tiny model may take"
+        600.0, gt=0, description="Seconds in which the tiny model must be made"
     )
-    server_deadline_s: float | None = Field(
+    server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
+        None, gt=0, description="Seconds in which the server must be ready"
+    )
+    start_deadline_s: Annotated[float | None, Shown(default="300; with --model: 600")] = Field(
         None,
         gt=0,
-        description="seconds until the vLLM server must be healthy; unset: 600, with --model 1800",
+        description="Seconds in which run-api must be ready, and trainer and environments after "
+        "the server",
     )
-    start_deadline_s: float | None = Field(
-        None,
-        gt=0,
-        description="seconds until run-api, trainer and environment must be ready; unset: 300, "
-        "with --model 600",
-    )
-    compute_threads: int = Field(
+    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="threads each for the vLLM server and the trainer; half the cores by default",
+        description="Threads of the server, and as many of the trainer",
     )
-
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",
-        description="when Redis syncs its file: always loses nothing acknowledged; everysec writes "
-        "less, and may lose 1 to 2 s where Redis is killed or the power fails",
+        description="When Redis writes to the disk. always: every change, nothing is lost. "
+        "everysec: the last 1 to 2 seconds are lost if Redis is killed",
     )
     run_api_token: SecretStr | None = Field(
-        None,
-        description="token that run-api and the inference server ask for (default: "
-        "$RUN_API_TOKEN); unset: none",
+        None, description="Token that run-api and the server require from the other services"
+    )
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level that the services log to their files"
     )
 
     _usable_token = field_validator("run_api_token")(usable_token)
 
-    @field_validator("data")
-    @classmethod
-    def _data_is_there_where_it_is_needed(cls, value: str | None, info: ValidationInfo) -> Any:
-        if value is None and "gsm8k" in info.data.get("task", []):
-            raise ValueError(
-                "gsm8k needs data: pass --data (with make: DATA=) a directory that holds "
-                "train.jsonl, one object with question and answer per line, or the id of a data "
-                "set on the hub, such as openai/gsm8k"
+    @property
+    def sizes(self) -> Sizes:
+        """The options whose default depends on others."""
+        given = {name: getattr(self, name) for name in SIZE_NAMES}
+        return sizes_for(
+            self.task,
+            self.weight_mode,
+            is_tiny=self.model is None,
+            given={name: value for name, value in given.items() if value is not None},
+        )
+
+    @property
+    def weights_dtype(self) -> str:
+        # vLLM's LoRA kernels for GPUs do not take float32.
+        on_gpu_with_adapter = GPU_CONTROL.exists() and self.weight_mode.trains_adapter
+        return self.dtype or ("bfloat16" if on_gpu_with_adapter else "float32")
+
+    def resolved(self) -> dict[str, Any]:
+        """Without the directories: this configuration can be used for another run."""
+        values = super().resolved() | {name: getattr(self.sizes, name) for name in SIZE_NAMES}
+        values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
+        values["dtype"] = self.weights_dtype
+        del values["run_dir"], values["resume"]
+        return values
+
+    def _own_mistakes(self) -> Iterator[Mistake]:
+        if self.model is not None and (problem := missing_model(self.model)):
+            yield Mistake("model", problem)
+        yield from self._mistakes_of_data()
+        yield from self._mistakes_of_sizes()
+        yield from self._mistakes_of_directory()
+
+    def _mistakes_of_data(self) -> Iterator[Mistake]:
+        if self.data is not None and (problem := missing_directory(self.data)):
+            yield Mistake("data", problem)
+        elif self.data is None and "gsm8k" in self.task:
+            yield Mistake(
+                None,
+                "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
+                "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
-        if value is not None and _is_path(value) and not Path(value).expanduser().is_dir():
-            raise ValueError("no such directory")
-        return value
 
-    @field_validator("max_model_len")
-    @classmethod
-    def _sequences_fit_the_server(cls, value: int | None, info: ValidationInfo) -> Any:
-        seq_len = info.data.get("seq_len")
-        if value is not None and seq_len is not None and value < seq_len:
-            raise ValueError(f"less than --seq-len {seq_len}; the server would refuse prompts")
-        return value
+    def _mistakes_of_sizes(self) -> Iterator[Mistake]:
+        sizes = self.sizes
+        sequences = sizes.batch_size * sizes.gradient_accumulation_steps
+        if sequences % self.group_size:
+            yield Mistake(
+                None,
+                f"--group-size {self.group_size} does not divide the {sequences} sequences of a "
+                f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
+                f"{sizes.gradient_accumulation_steps}); choose sizes such that it does",
+            )
+        if sizes.max_completion_tokens >= sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
+                f"prompt in --seq-len {sizes.seq_len}; lower it or raise --seq-len",
+            )
+        if sizes.max_model_len < sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-model-len {sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
+                "the server would refuse prompts; raise it or lower --seq-len",
+            )
 
+    def _mistakes_of_directory(self) -> Iterator[Mistake]:
+        if self.resume is None:
+            if self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
+                yield Mistake(None, problem)
+            return
+        if self.run_dir is not None:
+            yield Mistake("run_dir", "--resume names the directory; leave this out")
+        run = RunDirectory.of(self.resume)
+        if run.is_in_use():
+            yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")
+        step = run.newest_checkpoint_step()
+        if step is None:
+            yield Mistake(
+                None, f"--resume {self.resume}: no checkpoint in it; start a new run instead"
+            )
+        elif step >= self.sizes.steps:
+            yield Mistake(
+                None,
+                f"--resume {self.resume}: all {step} steps are done; pass a larger --steps, for "
+                f"example --steps {2 * step}",
+            )
 
-class RunSettings(ModeOptions):
-    """Inference server and trainer together, on one host: starts the server with what the mode
-    needs, waits until it answers, trains, and ends both. Its exit status is the trainer's.
+    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
+        hand_off = self.hand_off(_PLACEHOLDER_URL, RunDirectory(Path("run")), Path("weights.sock"))
+        arguments = {
+            TRAINER: hand_off.trainer_flags(),
+            SERVER: hand_off.server_flags(),
+            ENV: [self.task[0], "serve", "--group-size", str(self.group_size)],
+        }
+        model = self.model or _PLACEHOLDER_MODEL
+        return [*arguments[service], "--model", model], hand_off.environment()
 
-    Everything behind a `--` goes to the trainer: grpo-run --model M --redis-url redis://db:6379
-    --mode none -- --training-steps 100 --lr 1e-6
-    """
-
-    command: ClassVar[Command] = Command(prog="grpo-run", env_prefix="GRPO_RUN_")
-
-    model: str = Field(description="hub id or directory of the model")
-    redis_url: RedisUrl = Field(description="Redis of the run (default: $REDIS_URL)")
-    run_id: str = Field(DEFAULT_RUN_ID, description="name of the run (default: $RUN_ID)")
-    atropos_url: str = Field("http://localhost:8000", description="URL of run-api")
-    host: str = Field("127.0.0.1", description="address that the inference server listens on")
-    port: int = Field(9001, ge=1, le=65535, description="TCP port of the inference server")
-    health_port: int | None = Field(
-        None, ge=1, le=65535, description="TCP port of its health routes; unset: port + 1000"
-    )
-    save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="directory for checkpoints"
-    )
-    log_dir: Path = Field(Path("logs"), description="directory for vllm-server.log and trainer.log")
-    server_flags: str = Field(
-        "",
-        description="more flags of the server, as in a shell: "
-        "--server-flags='--max-model-len 4096 --gpu-memory-utilization 0.5'",
-    )
-    server_deadline_s: float = Field(
-        1800.0, gt=0, description="seconds until the server must answer"
-    )
-    stop_grace_s: float = Field(
-        120.0, gt=0, description="seconds that each process may take to end"
-    )
-
-    @property
-    def server_words(self) -> list[str]:
-        return shlex.split(self.server_flags)
-
-    @property
-    def server_url(self) -> str:
-        """From this host."""
-        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{host}:{self.port}"
-
-    @field_validator("server_flags")
-    @classmethod
-    def _shell_words(cls, value: str) -> str:
-        shlex.split(value)  # ValueError where a quotation has no end
-        return value
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
-        if self.port == self.health_port:
-            raise ValueError(f"--port and --health-port are both {self.port}")
-        return self
-
-
-class CompareSettings(CommandSettings):
-    """Train the same model on the same data with the same seed in each mode, and compare what it
-    took: time, memory, restarts, dropped requests, reward.
-
-    Everything behind a `--` goes to every run, which is one of grpo-demo.
-    """
-
-    command: ClassVar[Command] = Command(prog="grpo-compare", env_prefix="GRPO_COMPARE_")
-
-    modes: Annotated[
-        list[ModeName], BeforeValidator(comma_separated), AfterValidator(_each_once)
-    ] = Field(
-        list(get_args(ModeName)),
-        min_length=1,
-        description="modes to compare, separated by commas; one after another in this order",
-    )
-    steps: int = Field(40, ge=1, description="training steps of each run")
-    seed: int = Field(0, ge=0, description="seed of each run")
-    directory: Path | None = Field(
-        None,
-        description="directory for the comparison and its runs, new or empty; "
-        "runs/compare-<UTC time>-<seed> when not given",
-    )
-    side_by_side: bool = Field(
-        False,
-        description="all modes at once; on one machine without GPUs they take each other's time",
-    )
-    gpu_ids: Annotated[list[str], BeforeValidator(comma_separated)] = Field(
-        [],
-        description="with --side-by-side: GPU of each mode, separated by commas; a run sees no "
-        "other (CUDA_VISIBLE_DEVICES)",
-    )
-
-    @model_validator(mode="after")
-    def _a_gpu_for_each_mode(self) -> Self:
-        if self.gpu_ids and not self.side_by_side:
-            raise ValueError("--gpu-ids is for --side-by-side")
-        if self.gpu_ids and len(self.gpu_ids) != len(self.modes):
-            raise ValueError(f"{len(self.gpu_ids)} --gpu-ids for {len(self.modes)} --modes")
-        return self
-
-
-def _is_path(data: str) -> bool:
-    """Ids of data sets are `name` or `owner/name`."""
-    return data.startswith((".", "/", "~")) or data.count("/") > 1
+    def hand_off(self, redis_url: str, run: RunDirectory, weights_socket: Path) -> HandOff:
+        """How the weights of a run travel from the trainer to the server."""
+        return HandOff(
+            options=self,
+            restart_every_steps=self.sizes.vllm_restart_interval,
+            target_modules=tuple(self.sizes.lora_target_modules),
+            redis_url=redis_url,
+            run_id=run.run_id,
+            save_path=run.checkpoints,
+            weights_socket=weights_socket,
+            bridge_config=run.path / bridge_config.FILE_NAME,
+        )
