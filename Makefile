@@ -44,7 +44,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 # Beside the tiny model: a fresh clone is checked in 2 s instead of 40.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo/mypy
 
-# What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
+# What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/how-to/gpu.md).
 PART ?= proof modes swaps memory precision
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
