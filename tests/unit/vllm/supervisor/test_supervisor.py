@@ -202,9 +202,9 @@ def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict
     (half / "adapter_model.safetensors").unlink()
     digest = {"sha256": "0" * 64}
     return {
-        "is not below": (link, digest),
+        "is not in": (link, digest),
         "File name too long": (server.weights / ("x" * 300), digest),
-        "not a whole adapter": (half, digest),
+        "not a complete adapter": (half, digest),
         "checksum": (server.adapter("other-bytes"), digest),
         "rank 64, the server accepts at most 16": (server.adapter("large", rank=64), {}),
         "not newer than": (server.adapter("old"), {"step": str(served_step)}),

@@ -84,8 +84,8 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     _, *lines, advice = str(raised.value).splitlines()
     problems = {
         "explicit": "no such file",
-        "logs": "of generation old, another or earlier server",
-        "cwd": "not of this format: dtype: Field required (and 4 more)",
+        "logs": "generation old, of another or an earlier server",
+        "cwd": "not of this format: dtype: Field required",
         "common": "not readable: belongs to another user",
     }
     for line, (place, problem) in zip(lines, problems.items(), strict=True):
@@ -99,7 +99,7 @@ def test_the_file_is_private_and_not_written_where_others_could_replace_it(root:
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == [FILE_NAME]
     path.parent.chmod(0o777)
-    with pytest.raises(BridgeConfigUnwritable, match="every user may replace files"):
+    with pytest.raises(BridgeConfigUnwritable, match="every user can replace files"):
         write_bridge_config(config("g1"), path)
 
 
