@@ -69,7 +69,7 @@ class ServiceClient(ClosesOnExit):
         deadline_s: how long one call may retry
         timeout_s: limit on one attempt
         token: sent with every request; None if the service needs none
-        hint: for the log line if nothing listens at the URL; None to log nothing
+        hint: the fix to log if nothing listens at the URL; None to log nothing
 
     `has_ended`: returns true once the service has ended, so that a retry is useless.
     """

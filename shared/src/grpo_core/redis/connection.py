@@ -100,7 +100,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
             else:
                 if self._is_away:
                     self._is_away = False
-                    log.info("redis.reachable", redis=self._where)
+                    log.info("redis.reconnected", redis=self._where)
                 return answer
 
     async def attempt(self, *command: Any, within_s: float | None = None) -> Any:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
-from grpo_core.settings.fields import missing_directory, missing_model
+from grpo_core.settings.machine import missing_directory, missing_model
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.settings import Command, CommaSeparated, HttpUrl, LogLevel, Mistake, Shown
-from grpo_core.settings.fields import missing_model
+from grpo_core.settings.machine import missing_model
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
 from grpo_local.settings.with_services import WithServiceOptions
