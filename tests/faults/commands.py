@@ -117,7 +117,7 @@ class Commands:
             "mode": self.mode,
             "run-api-url": self.url(RUN_API),
             "inference-url": self.url(SERVER),
-            "steps": 100_000,  # more than any test waits for
+            "steps": 100_000,  # more than any test needs
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
             "lr": 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4,

@@ -35,7 +35,7 @@ from tests.support.wait import wait_for
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""Deadline of a start: engines start, and other runs may share the machine."""
+"""Long, because engines start and other runs may share the machine."""
 NOISE = 1e-4
 """Bound on |served - trained logprob| in float32: sixty times the measured value."""
 MOVED = 100 * NOISE
@@ -190,7 +190,7 @@ class Rig:
         return self._processes[name].log_path.read_text()
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each step that survives so far."""
+        """One metrics record for each step that no restart has undone."""
         return whole_lines(self._directory / "metrics.jsonl")
 
     def journal(self) -> list[dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""Counts the copies of the weights in GPU memory, by the driver and by torch. Prints the numbers
-(`-s`)."""
+"""Counts the copies of the weights in GPU memory, by the driver and by torch; `-s` prints them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def adapted() -> Any:
 
 
 def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True) -> Batch:
-    """One group. The third sequence, and the first two tokens of each other, are not trained on."""
+    """One group. The third sequence, and the first two tokens of the others, are not trained on."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
     masks = [[MASKED] * len(row[:2]) + row[2:] for row in tokens]

@@ -88,8 +88,8 @@ def judged(
         (1.0, -2.0, 2.0, 2.0),
         (0.9, -2.0, 1.8, 1.8),
         (0.5, -2.0, 1.6, 0.0),  # min(-1.0, -1.6)
-        # min(-3.0, -2.4). A maximum, as in the archived trainer, gives loss 2.4 and no gradient: it
-        # does not make a bad token that became likelier rare again.
+        # min(-3.0, -2.4). A maximum, as in the archived trainer, gives loss 2.4 and no gradient, so
+        # a bad token that became likelier stays likely.
         (1.5, -2.0, 3.0, 3.0),
     ],
 )

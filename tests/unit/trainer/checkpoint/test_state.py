@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_and_leaves_the_previous_state(store: StateStore) -
 def test_a_state_comes_to_the_host_one_bounded_part_at_a_time(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors on a GPU; their copies on the host are counted."""
+    """Stands for tensors on a GPU, and counts their copies on the host."""
     copies: list[weakref.ref[Tensor]] = []
     most = 0
 

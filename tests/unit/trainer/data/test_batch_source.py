@@ -1,4 +1,4 @@
-"""The trainer gives up when its environments have left; the clock is the test's."""
+"""The run ends if all environments have left; a fake clock replaces waiting."""
 
 from __future__ import annotations
 

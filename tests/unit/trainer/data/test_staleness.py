@@ -31,7 +31,7 @@ OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
         ((2, 6), 9, 3),
         ((3, 8), 9, 1),  # the server returned under a new epoch
         ((1, 6), 9, 3),
-        ((1, 5), 7, 2),  # as without a restart in between
+        ((1, 5), 7, 2),  # the same age as without a restart
         ((1, 8), 9, 5),  # two lost steps, and three of this trainer
     ],
 )

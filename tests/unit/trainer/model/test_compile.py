@@ -27,8 +27,8 @@ TRACED = "aot_eager"
 FAST = FastForward(packed, EAGER)
 EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
 
-# torch.compile uses deprecated functions of torch. Its log hides such warnings from tracing, but
-# pytest turns them into errors.
+# torch.compile uses deprecated functions of torch. It suppresses its own warnings, but not those
+# that pytest turns into errors.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -104,8 +104,9 @@ def test_a_non_finite_loss_stops_the_run_by_name() -> None:
 @pytest.mark.parametrize("choices", FAST.values(), ids=FAST)
 def test_bfloat16_stays_within_its_rounding(choices: tuple[Choice, Choice]) -> None:
     """Each way has nearly the plain way's distance to float32; kernels of different widths stay
-    within a factor of 1.2. A temperature that is wrong by 2 % increases the logprobs' distance by
-    3.5, and hidden states in float8 by 2.5 (the gradients' by 30)."""
+    within a factor of 1.2. A temperature that is wrong by 2 % makes the logprobs' distance 3.5
+    times as large. Hidden states in float8 make it 2.5 times as large, and that of gradients 30
+    times."""
     micro = ragged()
     exact, rounded = qwen(), qwen(torch.bfloat16)
     exact.load_state_dict(rounded.state_dict())

@@ -108,7 +108,7 @@ def test_steps_after_a_saved_state_are_the_same_to_the_last_bit(
     again.optimizer.write_into_parameters()
     assert differing(again.tensors(), killed.tensors()) == []
     held = sum(tensor.nbytes for tensor in killed.optimizer.tensors(killed.names).values())
-    moments_of_unused = 4 * (4 + 4) + 4  # its step too; it has none yet
+    moments_of_unused = 4 * (4 + 4) + 4  # and its step count; it has no state yet
     assert again.optimizer.state_bytes() == held + moments_of_unused
     assert again.steps(3, 6) == expected[3:]
     assert differing(again.tensors(), alone.tensors()) == []

@@ -48,7 +48,7 @@ def init(project, group, config, settings):
 """The part of W&B's interface that the child process calls."""
 HANG = "time.sleep(600)"
 NAMED = {"lr": 0.25, "model": "m", "mode": "shared_vllm", "pause_lease_s": 30.0}
-"""Of the options, some of every kind."""
+"""Some options of every kind."""
 
 
 def settings(**changes: Any) -> TrainerSettings:

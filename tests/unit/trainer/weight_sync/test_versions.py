@@ -110,10 +110,10 @@ class LostAttachment:
         return self.ended
 
     def wait_until_written(self) -> None:
-        """Write nothing."""
+        """There is nothing to wait for."""
 
     def write_into_parameters(self) -> None:
-        """Acts as an optimizer."""
+        """Stands for the optimizer's method."""
 
     def close(self) -> None:
         """Nothing to close."""
