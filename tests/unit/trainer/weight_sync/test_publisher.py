@@ -171,7 +171,7 @@ def test_a_command_is_sent_once_over_a_connection_that_breaks(
 
 def test_a_redis_that_stays_away_is_named_without_its_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    told = r"Redis not usable at redis://127\.0\.0\.1"
+    told = r"Redis at redis://127\.0\.0\.1"
     with (
         SupervisorClient(url, "run", deadline_s=0.05) as link,
         pytest.raises(ServiceUnavailable, match=told) as raised,
