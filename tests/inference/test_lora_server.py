@@ -23,7 +23,7 @@ SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
 """The second prompt is longer than two blocks of the KV cache."""
 
 Sample = tuple[list[int], torch.Tensor, Any]
-"""As `HandedOffServer.sample` returns it."""
+"""Token ids, their logprobs and the policy versions."""
 
 
 def completion_logprobs(lora: HandedOffServer, model: str | None, chat: bool) -> torch.Tensor:
