@@ -117,8 +117,8 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
             assert taken == {0}  # the environment process is the same, so it lost no state
 
             httpx.get(f"{url}/reset_data").raise_for_status()
-            process.wait_until(lambda: "registering again" in log.read_text(), DEADLINE_S)
+            process.wait_until(lambda: "environment.unknown" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
             assert process.wait(DEADLINE_S) == 0
-    assert log.read_text().count("[info     ] registered ") == 2
+    assert log.read_text().count("[info     ] environment.registered ") == 2

@@ -250,7 +250,10 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
 
 
 def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
-    """Args: wanted: --dtype.
+    """The data type to load the model in.
+
+    Args:
+        wanted: the value of --dtype
 
     Raises:
         PolicyMismatch: the server has another data type, or does not report one.
