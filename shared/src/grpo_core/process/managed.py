@@ -18,6 +18,8 @@ from grpo_core.process.orphans import end_with_parent
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
+_SHOWN_CHARACTERS = 240
+"""Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
 
 
@@ -43,6 +45,7 @@ class ManagedProcess:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
+            self._log_start = log.tell()  # a resumed run appends to the logs of earlier processes
             self._child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -126,10 +129,11 @@ class ManagedProcess:
     def log_tail(self, lines: int = 15) -> str:
         """Why it ended, as far as the log says: its last lines that are marked as errors, or
         where none are, its last lines."""
-        written = self.log_path.read_text(errors="replace").splitlines()
+        own = self.log_path.read_bytes()[self._log_start :]
+        written = own.decode(errors="replace").splitlines()
         # What an interpreter prints on its way out can be longer than the reason.
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
-        return "\n".join((errors or written)[-lines:])
+        return "\n".join(line[:_SHOWN_CHARACTERS] for line in (errors or written)[-lines:])
 
 
 def describe_exit(code: int | None) -> str:
