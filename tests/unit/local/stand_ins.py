@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.unit.local.records import metrics_object
 
 COMMON = """
-import json, os, pathlib, signal, subprocess, sys, time, urllib.request
+import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 def option(name):
@@ -23,7 +23,11 @@ def post(url):
 
 def fetch(request):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(request, timeout=10).read()
+    while True:
+        try:
+            return opener.open(request, timeout=10).read()
+        except urllib.error.URLError:  # services start side by side
+            time.sleep(0.05)
 
 def note_pid(name):
     folder = os.environ["STAND_IN_PIDS"]
