@@ -1,6 +1,9 @@
 # The stack in containers. A mode is a Compose project of its own, so modes run side by side, each with
 # its volumes: `make up MODE=none RUN_API_PORT=8001 VLLM_PORT=9101 GPU_ID=1` beside another one.
 
+# Label of the images that Compose builds.
+export STACK_VERSION := $(file < shared/src/grpo_core/VERSION)
+
 STACK_MODES := shared_vllm lora_only lora_restart none
 PROJECT ?= grpo-$(MODE)
 COMPOSE = docker compose --project-name $(PROJECT) --profile $(MODE)

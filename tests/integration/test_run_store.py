@@ -1,4 +1,4 @@
-"""Lost answers and concurrent calls, on a real Redis."""
+"""The store keeps its promises with lost answers and concurrent calls, on a real Redis."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None
         assert third is not None
         await run.store.batches.mark_delivered(third)
     assert await run.poll(delivered=False) == [3, 4]
-    assert await run.payloads() == 3  # the third was let go of, its last group is still shown
+    assert await run.payloads() == 3  # two, and the latest example
     await run.register()
     assert [await run.poll() for _ in range(2)] == [[3, 4], None]
     assert await run.status() == (3, 0)
@@ -130,7 +130,7 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
 async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run) -> None:
     former = f"{run.link.run_prefix}2:"
     await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
-    with pytest.raises(Refused, match="stored by a former version"):
+    with pytest.raises(Refused, match="an older version of run-api stored"):
         await run.register()
     assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
     await run.store.reset()

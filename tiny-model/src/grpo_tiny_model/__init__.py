@@ -1,1 +1,1 @@
-"""The tiny model of the demos, tests and benchmarks. No product code imports it."""
+"""The tiny model for demos, tests and benchmarks. No product code imports it."""

@@ -1,9 +1,9 @@
-"""A model small enough to train on a laptop and real enough to learn.
+"""Makes a model that is small enough to train on a laptop and real enough to learn.
 
-The demo, the end-to-end tests and the benchmarks need a model that every service loads the
-ordinary way, on machines that reach no model hub. This module makes one: Qwen2 architecture,
-about one million parameters, a byte-level tokenizer with a ChatML template, taught one-digit
-sums by supervised training until it answers roughly a third of them. GRPO does the rest.
+The demo, the end-to-end tests and the benchmarks need a model in the ordinary format, on machines
+without access to a model hub. This module makes one: Qwen2 architecture, about one million
+parameters, a byte-level tokenizer with a ChatML template. Supervised training teaches it one-digit
+sums until about a third of its answers are right. GRPO does the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which weights come out. Its hash names the cache entry."""
+    """Everything that determines the weights. Its hash names the cache entry."""
 
     layers: int = 4
     width: int = 128
@@ -45,7 +45,7 @@ class Recipe:
     kv_heads: int = 2
     max_positions: int = 2048
     target_accuracy: float = 0.30
-    """Stop supervised training once this share of sampled answers is right."""
+    """Supervised training stops once this share of sampled answers is right."""
     max_steps: int = 600
     batch_size: int = 32
     lr: float = 1e-3
@@ -58,10 +58,10 @@ class Recipe:
 
 
 def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = None) -> Path:
-    """Return a directory that holds the tiny model, making it on first use.
+    """Return the tiny model's directory; creates the model on first use.
 
-    Safe to call from several processes at once: the model is written beside its final place and
-    renamed, and whoever comes second finds it there.
+    Several processes may call it at once: each writes to a temporary directory and renames it, and
+    the first one wins.
     """
     recipe = recipe or Recipe()
     target = directory or default_cache_directory() / f"tiny-qwen2-{recipe.digest()}"
@@ -95,11 +95,11 @@ def make_tiny_model(directory: Path, recipe: Recipe) -> None:
     accuracy = teach_sums(model, tokenizer, recipe)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    log.info("tiny model made", directory=str(directory), accuracy=round(accuracy, 3))
+    log.info("model.created", directory=str(directory), accuracy=round(accuracy, 3))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte plus three specials: no vocabulary file, no merges."""
+    """One token per byte plus three special tokens; no vocabulary file, no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -137,7 +137,7 @@ def build_model(vocab_size: int, recipe: Recipe) -> PreTrainedModel:
 
 
 def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> float:
-    """Supervised training on one-digit sums; returns the accuracy it stopped at, in [0, 1]."""
+    """Train on one-digit sums; returns the final accuracy, in [0, 1]."""
     import torch
 
     inputs, labels = sum_examples(tokenizer)  # [100, T] each
@@ -179,7 +179,7 @@ def sum_examples(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torc
 
 
 def expected_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean probability of the whole right answer when sampling at temperature 1."""
+    """Mean probability that the whole answer is right when sampled at temperature 1."""
     import torch
 
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""Environments: a prompt out, a scored group in."""
+"""The environment: samples completions for a task, grades them and submits scored groups."""

@@ -1,4 +1,4 @@
-"""Joining a run: register until run-api has a trainer to feed."""
+"""Registers the environment with run-api, waits for a trainer and detects a stalled run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _POLL_S = 0.5
 
 
 ENDLESS = sys.maxsize
-"""Steps of a run that nobody bounds."""
+"""The number of steps of a run without a limit."""
 
 
 class NoTrainer(GrpoError):
-    """run-api answers, but no trainer asks for batches."""
+    """run-api answers, but no trainer takes batches."""
 
 
 class Membership(WireModel):
@@ -39,12 +39,12 @@ class Membership(WireModel):
     num_steps: int
 
     def total_steps(self, own: int, latest: int | None = None) -> int:
-        """Where the run ends; a trainer whose number is below 1 leaves it open.
+        """The step at which the run ends; `ENDLESS` if the trainer's number is below 1.
 
         Args:
-            own: this environment's setting, -1 for the trainer's number
-            latest: what the trainer says now, if it does; it may be another one than that of this
-                membership
+            own: this environment's setting; -1 to use the trainer's number
+            latest: the number of the current trainer, if known. The trainer may have been replaced
+                since this environment registered.
         """
         if own != -1:
             return own
@@ -53,7 +53,7 @@ class Membership(WireModel):
 
 
 def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
-    """What this environment announces."""
+    """The environment's settings, as run-api needs them."""
     return EnvironmentRegistration(
         max_token_length=settings.seq_len,
         desired_name=settings.display_name,
@@ -66,12 +66,12 @@ def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
 async def join_run(
     api: EnvironmentClient, registration: EnvironmentRegistration, trainer_deadline_s: float
 ) -> Membership:
-    """Register, waiting for a trainer where there is none yet.
+    """Register. If there is no trainer yet, wait for one.
 
     Raises:
-        NoTrainer: none came within `trainer_deadline_s` seconds.
-        ServiceUnavailable: run-api is gone.
-        RequestRefused: run-api does not take this environment.
+        NoTrainer: no trainer registered within `trainer_deadline_s` seconds.
+        ServiceUnavailable: run-api does not answer.
+        RequestRefused: run-api refuses this environment.
     """
     deadline = Deadline(trainer_deadline_s)
     waiting = False
@@ -80,7 +80,7 @@ async def join_run(
         if answer is not None:
             return parse(Membership, answer)
         if not waiting:
-            log.info("waiting for a trainer", deadline_s=trainer_deadline_s)
+            log.info("trainer.awaited", deadline_s=trainer_deadline_s)
             waiting = True
         if deadline.has_passed:
             raise NoTrainer(
@@ -91,7 +91,7 @@ async def join_run(
 
 
 class StallDetector:
-    """Ends the work if no batch is taken for `deadline_s` while there is nothing to do."""
+    """Ends the environment if it is idle and no batch is taken for `deadline_s` seconds."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._deadline_s = deadline_s
@@ -100,16 +100,16 @@ class StallDetector:
         self._since = clock()
 
     def observe(self, step: int, idle: bool) -> None:
-        """Note how far the run is.
+        """Record the run's current step.
 
         Raises:
-            NoTrainer: idle, and no step was taken for the deadline.
+            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
         """
         if step != self._step or not idle:
             self._step, self._since = step, self._clock()
         elif self._clock() - self._since >= self._deadline_s:
             raise NoTrainer(
-                f"no batch was taken for {self._deadline_s:g} s, and the queue holds all that this "
-                "environment may send: is the trainer alive, and do the other environments send? "
-                "Look at /status and /environments of run-api"
+                f"no batch was taken for {self._deadline_s:g} s, and the queue is full for this "
+                "environment; check that the trainer runs and that the other environments submit "
+                "groups (/status and /environments of run-api)"
             )

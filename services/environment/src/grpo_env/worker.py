@@ -1,4 +1,4 @@
-"""The environment's loop: poll run-api, start groups as flow control says, until the run ends."""
+"""The environment's main loop: polls run-api and samples groups until the run is complete."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 class ReadyFileNotWritten(GrpoError):
-    """The health check would wait for it for ever."""
+    """The file of --ready-file cannot be created, so health checks would always fail."""
 
 
 class GroupLargerThanBatch(GrpoError):
-    """No batch can ever hold a group of this environment."""
+    """The trainer's batch is too small for one group of this environment."""
 
 
 async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
-    """Feed the trainer until its run is complete; returns then.
+    """Submit groups until the run is complete.
 
-    Cancelling drops the connections of the groups being sampled and says goodbye to run-api.
+    Cancelling aborts the groups that are being sampled and disconnects from run-api.
 
     Raises:
-        GrpoError: what ended the work, by name.
+        GrpoError: the environment cannot continue.
     """
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
@@ -71,7 +71,7 @@ async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None
 
 @contextlib.contextmanager
 def _ready_file(path: Path | None) -> Iterator[None]:
-    """Keep the file there, for a health check, while the context is open; None: no file."""
+    """The file exists while the context is open, for a health check. None: no file."""
     if path is None:
         yield
         return
@@ -79,7 +79,7 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         path.touch()
     except OSError as error:
         raise ReadyFileNotWritten(
-            f"--ready-file {path}: {error}; name a file that this user can write"
+            f"--ready-file {path}: {error}; choose a path that this user can write"
         ) from error
     try:
         yield
@@ -88,7 +88,7 @@ def _ready_file(path: Path | None) -> Iterator[None]:
 
 
 class Worker:
-    """One environment's membership in a run, and the groups it has under way."""
+    """One environment's membership in a run, and the groups that it is sampling."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Worker:
         self._api = api
         self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
-        # of its own: a status that is answered says nothing of groups that are not taken
+        # A separate budget, because /status may work while submissions fail.
         self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._producer = GroupProducer(
             task, encode, generation, api, self._inference, self._submissions
@@ -111,7 +111,7 @@ class Worker:
         self._completion_tokens = settings.max_completion_tokens or task.max_completion_tokens
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
-        self._prompts_fit: int | None = None  # the max_token_length that they were chosen for
+        self._prompts_fit: int | None = None  # the max_token_length that prompts were filtered for
         self._stall = StallDetector(settings.trainer_deadline_s)
         self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
@@ -135,7 +135,7 @@ class Worker:
                     await self._wait_for_a_group(_POLL_S)
                     continue
                 log.info(
-                    "run complete",
+                    "run.completed",
                     step=status.current_step,
                     groups_sent=self._producer.progress.groups_sent,
                 )
@@ -144,18 +144,19 @@ class Worker:
             await self._report()
 
     def _waits_for_the_next_run(self) -> bool:
-        """Where the run was complete before this environment came, a trainer may prolong it. One
-        that has sent groups saw it end."""
+        """True if the run was complete before this environment joined, because another trainer may
+        then extend it. False if the environment sent groups, and so saw the run end."""
         if self._producer.progress.groups_sent:
             return False
         if self._next_run is None:
             self._next_run = Deadline(self._settings.next_run_deadline_s)
             if not self._next_run.has_passed:
-                log.info("run complete, waiting for a trainer", deadline_s=self._next_run.seconds)
+                log.info("next_run.awaited", deadline_s=self._next_run.seconds)
         return not self._next_run.has_passed
 
     async def _join(self) -> Membership:
-        # Before registering, by our own limit: run-api counts on environments that it knows.
+        # Filter with our own limit before registering, because run-api expects groups from
+        # registered environments.
         await self._skip_long_prompts()
         membership = await self._retry(
             lambda: join_run(self._api, self._registration, self._settings.trainer_deadline_s)
@@ -165,7 +166,7 @@ class Worker:
         await self._retry(self._ask_trainer_info)
         await self._skip_long_prompts()
         log.info(
-            "registered",
+            "environment.registered",
             env_id=membership.env_id,
             name=membership.wandb_name,
             step=membership.starting_step,
@@ -179,8 +180,8 @@ class Worker:
         if 0 < self._trainer.batch_size < self._settings.group_size:
             raise GroupLargerThanBatch(
                 f"group size {self._settings.group_size} is larger than the trainer's batch of "
-                f"{self._trainer.batch_size} sequences; pass a smaller --group-size or a "
-                "larger batch size to the trainer"
+                f"{self._trainer.batch_size} sequences; use a smaller --group-size, or start "
+                "the trainer with a larger batch"
             )
 
     async def _skip_long_prompts(self) -> None:
@@ -190,22 +191,22 @@ class Worker:
             self._prompts_fit = plan.max_token_length
 
     async def _poll_status(self, env_id: int) -> EnvironmentStatus | None:
-        """None where run-api does not know this environment any more: it was reset."""
+        """None if run-api was reset and no longer has this environment."""
         try:
             return await self._retry(lambda: self._api.status(env_id))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-        log.warning("run-api forgot this environment, registering again", env_id=env_id)
+        log.warning("environment.unknown", env_id=env_id, reason="run-api was reset")
         self._membership = None
         await asyncio.sleep(_POLL_S)
         return None
 
     async def _retry(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask run-api again and again while it fails.
+        """Repeat a request to run-api while it fails.
 
         Raises:
-            ServiceUnavailable: it has failed for longer than its deadline.
+            ServiceUnavailable: run-api has failed for longer than its deadline.
         """
         while True:
             try:
@@ -218,7 +219,7 @@ class Worker:
                 return answer
 
     async def _work_until_next_poll(self, status: EnvironmentStatus, total_steps: int) -> None:
-        """Keep the slots filled for one poll interval."""
+        """Sample as many groups as allowed, for one poll interval."""
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.progress.groups_sent
         while True:
@@ -255,8 +256,8 @@ class Worker:
         fields = self._producer.progress.report_if_due()
         if fields is None:
             return
-        log.info("progress", in_flight=len(self._in_flight), **fields)
-        # A trainer that registers again may bring another batch size.
+        log.info("groups.sampled", in_flight=len(self._in_flight), **fields)
+        # A restarted trainer may use another batch size.
         await self._retry(self._ask_trainer_info)
 
     async def _leave(self) -> None:

@@ -1,1 +1,1 @@
-"""Trajectory server: scored groups in, training batches out, state in Redis."""
+"""run-api: queues scored groups in Redis and hands them to the trainer as batches."""

@@ -9,7 +9,7 @@ from grpo_core.settings import load_settings
 
 
 def main() -> None:
-    settings = load_settings(RunApiSettings, sys.argv[1:])
+    settings = load_settings(RunApiSettings, sys.argv[1:], at_start=True)
 
     from grpo_api.app import serve
 

@@ -1,4 +1,4 @@
-"""Builds the application from its parts, and serves it until the process is told to stop."""
+"""Builds the run-api application and serves it until a stop signal."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly, listed
 
 _HELD_BODIES = 4
-"""Of the largest size: what submissions may hold while they wait for a full queue."""
+"""Waiting submissions may hold this many bodies of the largest size in memory."""
 _BODIES_AT_ONCE = 8
-"""Of the largest size: what all requests under way may hold, those above included."""
+"""All requests together, waiting or not, may hold this many bodies of the largest size."""
 
 
 def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) -> FastAPI:
-    """Build the application on `store`, which is closed when the application shuts down.
+    """Build the application on `store`, which it closes when it shuts down.
 
-    Whoever runs it sets `lifetime.closing` as soon as it is told to stop.
+    The caller sets `lifetime.closing` when the process receives a stop signal.
     """
 
     @asynccontextmanager
@@ -58,11 +58,11 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     app = FastAPI(
         title="run-api",
         lifespan=lifespan,
-        # the pages that FastAPI offers for people load their scripts from elsewhere
+        # FastAPI's documentation pages load scripts from the internet
         docs_url=None,
         redoc_url=None,
         openapi_url=OPENAPI_PATH,
-        # operations are called like their handlers
+        # an operation id is the name of its handler
         generate_unique_id_function=lambda route: route.name,
     )
     limits = Limits(settings.max_queued_groups, settings.max_queued_bytes)
@@ -85,7 +85,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     app.state.services = services
     for routes in (admin, trainer, environments, groups):
         app.include_router(routes.router)
-    # the one added last is the outermost
+    # the middleware added last is the outermost
     app.add_middleware(CompressionMiddleware)
     if settings.token is not None:
         app.add_middleware(BearerTokenGuard, token=settings.token, open_paths=OPEN_PATHS)
@@ -102,14 +102,14 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
 
 
 def serve(settings: RunApiSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Redis need not be up yet: `/readyz` says whether it is."""
+    """Serve until SIGTERM or SIGINT. Redis may start later; `/readyz` shows if it is up."""
     configure_logging("run-api", settings.log_level)
     forward_library_logs()
     structlog.get_logger().info(
-        "starting", run_id=settings.run_id, token_needed=settings.token is not None
+        "run_api.starting", run_id=settings.run_id, token_needed=settings.token is not None
     )
     keep_freed_memory()
-    # What was made until here stays: the collector need not go through it again and again.
+    # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings))

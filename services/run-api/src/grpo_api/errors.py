@@ -1,21 +1,21 @@
-"""Why a well-formed request is not served.
+"""Errors that run-api answers with a 4xx status or 503.
 
 GrpoError
-├── Refused               4xx: it conflicts with the run's state, or can never be served
-├── GroupRefused          the same, of one group of a submission
-├── TrainerNotRegistered  a poll for a batch before any registration
-├── Conflict              409, with a problem type by which a client tells them apart
+├── Refused               4xx: the request conflicts with the run's state, or can never succeed
+├── GroupRefused          one group of a submission cannot be accepted
+├── TrainerNotRegistered  a request for a batch before any trainer registered
+├── Conflict              409; each subclass has its own problem type
 │   ├── TrainerSuperseded     another trainer has registered since
-│   ├── BatchesByLease        a poll that acknowledges, while the run's trainer takes leases
-│   ├── BatchUnknown          no batch of the run has this id; 404 to an acknowledgement
-│   ├── LeasesFull            unacknowledged batches hold all that they may
-│   └── BatchGone             a batch was let go of, handed out again or reset while it was sent
-├── BodyTooSlow           408: a body did not arrive in full in time
+│   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
+│   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
+│   ├── LeasesFull            unacknowledged batches have reached their limit in bytes
+│   └── BatchGone             the batch was deleted or handed out again while it was sent
+├── BodyTooSlow           408: a request body did not arrive within the deadline
 └── Unavailable           503: the same request may succeed later
-    ├── BodiesFull            bodies under way hold all that they may
+    ├── BodiesFull            request bodies have reached their limit in memory
     ├── QueueFull             the queue stayed full for as long as a submission may wait
-    ├── StoreUnavailable      Redis did not answer in time, or cannot take writes
-    └── ShuttingDown          the server was told to stop
+    ├── StoreUnavailable      Redis did not answer in time, or does not accept writes
+    └── ShuttingDown          the server has received a stop signal
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_core.errors import GrpoError
 
 
 class Refused(GrpoError):
-    """The request changed nothing. `detail` is what the caller reads."""
+    """The request changed nothing. `detail` becomes the body of the answer."""
 
     def __init__(self, status: int, detail: str | list[dict[str, Any]]) -> None:
         super().__init__(str(detail))
@@ -34,15 +34,15 @@ class Refused(GrpoError):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
-        """For the way between processes."""
+        """Pickled when the decoder process sends this error back to the server."""
         return Refused, (self.status, self.detail)
 
 
 class GroupRefused(GrpoError):
-    """Group `index` of a submission cannot be taken, so none of them is.
+    """Group `index` cannot be accepted, so the whole submission is rejected.
 
     Attributes:
-        is_final: False where the same group may be taken later.
+        is_final: False if the same group may be accepted later.
     """
 
     def __init__(self, index: int, reason: str, *, is_final: bool = True) -> None:
@@ -51,14 +51,14 @@ class GroupRefused(GrpoError):
         self.is_final = is_final
 
     def at(self, *location: str | int) -> Refused:
-        """As an answer that names where in the body the group stands."""
+        """The HTTP answer; `location` is the group's place in the request body."""
         if self.is_final:
             return unprocessable([*location], str(self))
         return Refused(409, [_problem([*location], str(self), "buffer_full")])
 
 
 class TrainerNotRegistered(GrpoError):
-    """There is no run to hand batches out for."""
+    """No trainer has registered for the run."""
 
     def __init__(self) -> None:
         super().__init__("Trainer not registered. Call /register first.")
@@ -66,8 +66,8 @@ class TrainerNotRegistered(GrpoError):
 
 class Conflict(GrpoError):
     """Attributes:
-    parameter: the one of the query that conflicts.
-    kind: what the answer gives as the problem's type.
+    parameter: the query parameter that conflicts.
+    kind: the problem's `type` in the answer.
     """
 
     parameter: ClassVar[str]
@@ -82,8 +82,8 @@ class TrainerSuperseded(Conflict):
 
     def __init__(self) -> None:
         super().__init__(
-            "another trainer has registered for this run, and its batches are that trainer's now; "
-            "stop one of the two, or give them run ids of their own"
+            "another trainer has registered for this run and now receives its batches; stop one "
+            "of the two trainers, or give each its own run (--run-id of run-api)"
         )
 
 
@@ -92,8 +92,8 @@ class BatchesByLease(Conflict):
 
     def __init__(self) -> None:
         super().__init__(
-            "the run's trainer takes batches by lease, and this poll would take one away from it; "
-            "POST /register first, or ask with ?trainer=<uuid>&after=<batch id>"
+            "the run's trainer leases its batches, and a GET /batch without ?trainer= would take "
+            "one away from it; POST /register first, or add ?trainer=<uuid>&after=<batch id>"
         )
 
 
@@ -102,8 +102,8 @@ class BatchUnknown(Conflict):
 
     def __init__(self, batch_id: int, last: int) -> None:
         super().__init__(
-            f"no batch {batch_id} was ever handed out in this run: the last one is {last}; was the "
-            "run reset, or does the id come from another run?"
+            f"this run never handed out batch {batch_id}; its last batch is {last}. The run may "
+            "have been reset, or the id may belong to another run"
         )
 
 
@@ -112,8 +112,8 @@ class LeasesFull(Conflict):
 
     def __init__(self, stored_bytes: int, limit: int) -> None:
         super().__init__(
-            f"batches that are not acknowledged hold {stored_bytes} bytes, and --max-leased-bytes "
-            f"is {limit}; save the trainer's state and POST /batch/<id>/ack"
+            f"unacknowledged batches hold {stored_bytes} bytes, and --max-leased-bytes is {limit}; "
+            "write a checkpoint and POST /batch/<id>/ack"
         )
 
 
@@ -122,16 +122,16 @@ class BatchGone(Conflict):
 
     def __init__(self, batch_id: int) -> None:
         super().__init__(
-            f"batch {batch_id} was acknowledged, handed out again, or the run reset, while "
-            "it was sent"
+            f"batch {batch_id} was acknowledged, handed out again or reset while it was sent; ask "
+            "for the next batch"
         )
 
 
 class BodyTooSlow(GrpoError):
     def __init__(self, received_bytes: int, deadline_s: float) -> None:
         super().__init__(
-            f"of the body {received_bytes} bytes arrived within {deadline_s:g} s; send it again, "
-            "as gzip or in smaller parts where the connection is slow"
+            f"only {received_bytes} bytes of the body arrived within {deadline_s:g} s; send it "
+            "again, gzip-encoded or with fewer groups if the connection is slow"
         )
 
 
@@ -142,21 +142,21 @@ class Unavailable(GrpoError):
 class BodiesFull(Unavailable):
     def __init__(self, held_bytes: int) -> None:
         super().__init__(
-            f"requests under way hold {held_bytes} bytes of bodies, and there is no room for this "
-            "one; nothing was queued: send it again in a moment"
+            f"request bodies already hold {held_bytes} bytes of memory, and this one does not fit; "
+            "nothing was queued, send it again in a moment"
         )
 
 
 class QueueFull(Unavailable):
     def __init__(self, waited_s: float) -> None:
         super().__init__(
-            f"the queue has been full for {waited_s:.0f} s; the trainer does not keep up or is "
-            "gone. Nothing was queued: send the same groups again later"
+            f"the queue has been full for {waited_s:.0f} s because the trainer is too slow or has "
+            "stopped; nothing was queued, send the same groups again later"
         )
 
 
 class StoreUnavailable(Unavailable):
-    """Redis did not answer within the deadline, or cannot take writes."""
+    """Redis did not answer within the deadline, or does not accept writes."""
 
 
 class ShuttingDown(Unavailable):
@@ -165,7 +165,7 @@ class ShuttingDown(Unavailable):
 
 
 def unprocessable(location: list[str | int], message: str) -> Refused:
-    """A 422 of the same shape as a validation error, for rules that depend on the run's state."""
+    """A 422 shaped like a validation error, for rules that depend on the run's state."""
     return Refused(422, [_problem(location, message, "unservable")])
 
 

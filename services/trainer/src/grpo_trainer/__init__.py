@@ -1,1 +1,1 @@
-"""GRPO trainer: batch, advantages, loss, update, served weights."""
+"""The GRPO trainer: takes batches from run-api, updates the policy and publishes its weights."""

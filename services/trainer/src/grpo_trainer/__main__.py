@@ -10,6 +10,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import parse_settings
 
 EXIT_FAILED = 1
@@ -18,6 +19,7 @@ EXIT_FAILED = 1
 def main(argv: Sequence[str] | None = None) -> None:
     settings = parse_settings(sys.argv[1:] if argv is None else argv)
     configure_logging("trainer", settings.log_level)
+    _warn_without_run_api(settings.run_api_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
 
@@ -28,6 +30,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
+
+
+def _warn_without_run_api(url: str) -> None:
+    """Before the imports, which take seconds: a wrong URL shows at once."""
+    if reason := does_not_answer(url):
+        structlog.get_logger().warning(
+            "service.unreachable",
+            name="run-api",
+            url=url,
+            reason=reason,
+            hint="start run-api, or check --run-api-url; the trainer retries",
+        )
 
 
 def _stop(number: int, _frame: object) -> None:

@@ -1,37 +1,37 @@
 """Errors that end a training run.
 
 GrpoError (grpo_core)
-├── UnusableGroup           a scored group lacks what GRPO needs, or carries what breaks it
-├── DuplicatedBatch         a batch was handed out that had been trained on
-├── RolloutMismatch         completions were not sampled the way their group says
-├── UnusableSavePath        the trained model would have nowhere to go
-├── CheckpointNotSaved      a model or a state could not be written: the disk is full, or the like
-├── StateError              a saved state cannot be gone on from
-│   ├── NoSuchState         --resume names a directory that holds none
-│   ├── DamagedState        its files are not what was written
-│   ├── StateMismatch       it is of another model, mode, adapter or optimizer
-│   └── StateOfAnotherRun   the run at run-api is not the one that it was saved in
+├── UnusableGroup           a scored group lacks data that GRPO needs, or its data is wrong
+├── DuplicatedBatch         run-api delivered a batch that was already trained on
+├── RolloutMismatch         completions do not match the weights or temperature of their group
+├── UnusableSavePath        --save-path cannot be written, or another trainer uses it
+├── CheckpointNotSaved      a model or a checkpoint could not be written, e.g. the disk is full
+├── StateError              the run cannot resume from a checkpoint
+│   ├── NoSuchState         --resume names a directory without a checkpoint
+│   ├── DamagedState        files of the checkpoint are missing or have changed
+│   ├── StateMismatch       the checkpoint has another model, mode, adapter or optimizer
+│   └── StateOfAnotherRun   the checkpoint belongs to another run than the one at run-api
 ├── MissingPackage          an option needs a package that is not installed
-├── NoSuchDevice            --device or --vllm-gpu names a GPU that this process does not see
-├── FastPathRefused         a faster way of computing was asked for that the model does not allow
-├── UnusableOptimizer       the weights, or their device, do not go with the optimizer's options
-├── NoInferenceServer       nothing answers at the server's URL; says what to start
-├── NoEnvironmentLeft       every environment of the run has left, and none came back
-├── StaleData               every batch that comes is older than --max-staleness
-├── WandbUnavailable        Weights & Biases was asked for and does not start
-├── NonFiniteStep           a step cannot be taken; no weight was changed
+├── NoSuchDevice            --device or --vllm-gpu names a GPU that this process cannot see
+├── FastPathRefused         the model does not support a faster computation that was requested
+├── UnusableOptimizer       the optimizer's options do not fit the weights or their device
+├── NoInferenceServer       nothing answers at the server's URL
+├── NoEnvironmentLeft       all environments of the run have left, and none came back
+├── StaleData               every batch is older than --max-staleness
+├── WandbUnavailable        Weights & Biases was requested and does not start
+├── NonFiniteStep           the step is impossible; no weight was changed
 │   ├── NonFiniteLoss       the loss of a micro-batch is NaN or infinite
 │   └── NonFiniteGradient   the gradient norm of a step is NaN or infinite
-├── PolicyDiverged          no step could be taken on several batches in a row
+├── PolicyDiverged          several batches in a row ended with NonFiniteStep
 └── WeightSyncError         trainer and server do not hold the same weights
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
-    ├── UnreachableWeights  the server's weights are on a GPU, and this process cannot open them
-    ├── MovedParameters     parameters left the memory they share with the server
-    ├── TornWeights         the server may hold half an update of an earlier trainer
-    ├── LostServer          the server is gone
-    ├── WeightsRefused      the server takes no such weights
-    ├── NotPublished        the server did not come to serve new weights in time
-    └── ServedWeightsDiffer the server answers with other weights than the trainer's
+    ├── UnreachableWeights  the server's weights are on a GPU that this process cannot share
+    ├── MovedParameters     parameters are no longer in the memory shared with the server
+    ├── TornWeights         the server may hold part of an update of an earlier trainer
+    ├── LostServer          the server stopped and did not come back in time
+    ├── WeightsRefused      the server refuses the new weights
+    ├── NotPublished        the server did not serve the new weights in time
+    └── ServedWeightsDiffer the server's logprobs do not match the trainer's weights
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from grpo_core.errors import GrpoError
 NO_INFERENCE_LOGPROBS = """\
 GRPO requires inference_logprobs for importance sampling!
 
-Group {index} of the batch (env_id {env_id}) carries none. To fix:
+Group {index} of the batch (env_id {env_id}) has none. To fix:
   1. run the environment with --openai.server_type vllm (not "openai")
   2. check that the inference server returns logprobs on /generate
   3. check that the environment copies them into inference_logprobs"""
 
 
 class UnusableReason(StrEnum):
-    """Why a scored group cannot be trained on."""
+    """Why a scored group cannot be trained on. Log events use these names."""
 
     NO_LOGPROBS = "no_inference_logprobs"
     POSITIVE_LOGPROBS = "positive_inference_logprobs"
@@ -72,68 +72,67 @@ class UnusableGroup(GrpoError):
 
 
 class DuplicatedBatch(GrpoError):
-    """A batch whose groups were all in one earlier batch of this process."""
+    """All groups of a batch were in one earlier batch of this process."""
 
 
 class RolloutMismatch(GrpoError):
-    """The logged log-probabilities are not those of the weights, tokens and temperature that the
-    group names."""
+    """The behaviour logprobs do not fit the weights, tokens and temperature of their group."""
 
 
 class UnusableSavePath(GrpoError):
-    """The directory for checkpoints cannot be written, or another trainer writes there."""
+    """`--save-path` cannot be written, or another trainer uses it."""
 
 
 class CheckpointNotSaved(GrpoError):
-    """A model or a state could not be written. What was saved before is intact."""
+    """A model or a checkpoint could not be written. Earlier ones are intact."""
 
 
 class StateError(GrpoError):
-    """A saved state cannot be gone on from."""
+    """The run cannot resume from a checkpoint."""
 
 
 class NoSuchState(StateError):
-    """`--resume` names a directory without a state."""
+    """`--resume` names a directory without a checkpoint."""
 
 
 class DamagedState(StateError):
-    """Files of a state are missing or are not what was written."""
+    """Files of a checkpoint are missing or have changed since they were written."""
 
 
 class StateMismatch(StateError):
-    """A state of another model, mode, adapter or optimizer. Lists every difference."""
+    """A checkpoint has another model, mode, adapter or optimizer. Lists every difference."""
 
 
 class StateOfAnotherRun(StateError):
-    """A state whose batches are not those of the run at run-api."""
+    """The batches of a checkpoint belong to another run than the one at run-api."""
 
 
 class MissingPackage(GrpoError):
-    """An optional package is needed and not installed. Names the install line."""
+    """An option needs a package that is not installed. Names the install command."""
 
 
 class NoSuchDevice(GrpoError):
-    """The device to train or to serve on is not there."""
+    """This process cannot see the GPU that an option names."""
 
 
 class FastPathRefused(GrpoError):
-    """The model does not allow a faster way of computing. Says why."""
+    """The model does not support a faster computation that was requested. Gives the reason."""
 
 
 class UnusableOptimizer(GrpoError):
-    """The optimizer's options do not go with the weights, or with the device that they are on."""
+    """The optimizer's options do not fit the weights or their device."""
 
 
 class NoInferenceServer(GrpoError):
-    """No inference server answers, or the one that was started ended. Says what to start."""
+    """No inference server answers, or the one that was started ended. Names the start command."""
 
 
 class NoEnvironmentLeft(GrpoError):
-    """All environments have left, and none came back within --environment-return-deadline-s."""
+    """All environments left, and none came back within --environment-return-deadline-s."""
 
 
 class StaleData(GrpoError):
-    """Nothing that came was young enough for --max-staleness until the deadline."""
+    """Until the deadline, every group was older than --max-staleness allows."""
 
 
 class WandbUnavailable(GrpoError):
@@ -141,11 +140,11 @@ class WandbUnavailable(GrpoError):
 
 
 class NonFiniteStep(GrpoError):
-    """A step cannot be taken. No weight was changed."""
+    """The loss or the gradient of a step is not finite. No weight was changed."""
 
 
 class NonFiniteLoss(NonFiniteStep):
-    """The loss is NaN or infinite; training on would spread it into every weight."""
+    """The loss is NaN or infinite. Its gradient would make every weight NaN."""
 
 
 class NonFiniteGradient(NonFiniteStep):
@@ -153,7 +152,7 @@ class NonFiniteGradient(NonFiniteStep):
 
 
 class PolicyDiverged(GrpoError):
-    """No step could be taken on several batches in a row."""
+    """Several batches in a row ended with `NonFiniteStep`."""
 
 
 class WeightSyncError(GrpoError):
@@ -165,28 +164,28 @@ class PolicyMismatch(WeightSyncError):
 
 
 class UnreachableWeights(WeightSyncError):
-    """The server's memory on a GPU cannot be opened here. Lists everything in the way."""
+    """This process cannot share the server's GPU memory. Lists every reason."""
 
 
 class MovedParameters(WeightSyncError):
-    """Parameters left the memory shared with the server. Lists all of them."""
+    """Parameters are no longer in the memory shared with the server. Lists all of them."""
 
 
 class TornWeights(WeightSyncError):
-    """The served weights may be half of an update."""
+    """The served weights may be part of an unfinished update."""
 
 
 class LostServer(WeightSyncError):
-    """The inference server went away and did not come back in time."""
+    """The inference server stopped and did not come back in time."""
 
 
 class WeightsRefused(WeightSyncError):
-    """The server takes no such weights, for the reason that it gives. It serves those before."""
+    """The server refuses the new weights, gives the reason, and serves the previous ones."""
 
 
 class NotPublished(WeightSyncError):
-    """The server did not come to serve new weights within the deadline."""
+    """The server did not serve the new weights before the deadline."""
 
 
 class ServedWeightsDiffer(WeightSyncError):
-    """The server's log-probabilities are not those of the trainer's weights."""
+    """The server's logprobs do not match the trainer's weights."""

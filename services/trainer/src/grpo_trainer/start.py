@@ -1,4 +1,4 @@
-"""Starts a run: loads or restores what every step works with, and serves the first weights."""
+"""Starts a run: loads the policy or resumes it from a checkpoint, then serves the first weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from grpo_trainer.weight_sync.base import WeightSync
 
 @dataclass(frozen=True)
 class Run:
-    """What every step of a run works with.
+    """The objects that every training step uses.
 
-    `shared_memory`: None in modes that check every publication, and where no check is wanted
+    `shared_memory` is None if the mode checks every publication, or if checks are off.
     """
 
     settings: TrainerSettings
@@ -54,8 +54,8 @@ def start_run(
     saved: SavedState | None,
     write_record: Write,
 ) -> tuple[Run, Position]:
-    """Load the policy, go on from the state where there is one, and serve what is trained from."""
-    # Dropout would make the trainer's log-probabilities differ from the server's at random.
+    """Load the policy, restore the checkpoint if there is one, and publish the first weights."""
+    # Dropout would make the trainer's logprobs differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
     forward = build_forward_pass(policy, settings)
     optimizer = build_optimizer(policy, settings)
@@ -84,7 +84,7 @@ def start_run(
             probe, optimizer, sync.served_logprobs, settings.verify_every_steps
         )
     saver = Saver(settings, policy, optimizer, api, store, bound)
-    # A state that the user named may lie elsewhere, and may be gone on from in another run.
+    # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     limits = GroupLimits(policy.config.vocab_size, settings.seq_len)

@@ -1,4 +1,4 @@
-"""The training loop: batch → advantages → loss → update → served weights."""
+"""The training loop: batch → advantages → loss → update → publication."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.logprob_comparison import Distance
-from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished
+from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.config.packages import require_packages
+from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Update:
-    """`fresh`: of the tokens that the trainer's own weights sampled."""
+    """`fresh`: the logprob difference over fresh tokens."""
 
     gradients: GradientStats
     fresh: Distance
@@ -41,14 +41,13 @@ class Update:
 
 
 def train(settings: TrainerSettings) -> None:
-    """Run up to `settings.steps` steps, from a saved state where there is one, and save
-    the final model.
+    """Train up to step `settings.steps`, from a checkpoint if there is one, and save the
+    final model.
 
     Raises:
-        GrpoError: any of the named errors; the server is left serving in every case.
+        GrpoError: any of the named errors. The server keeps serving in every case.
     """
     torch.manual_seed(settings.seed)
-    require_packages(settings)
     with hold_save_path(settings.save_path), _run_api_client(settings) as api:
         store = StateStore(settings.save_path)
         remove_unfinished(store.directory)
@@ -56,14 +55,15 @@ def train(settings: TrainerSettings) -> None:
         if saved is not None and saved.record.step >= settings.steps:
             rejoin(api, settings, saved)
             log.info(
-                "all steps were taken before",
+                "run.already_complete",
                 steps=saved.record.step,
-                state=str(saved.directory),
-                more="--training-steps",
-                anew="--resume never, or another --save-path",
+                checkpoint=str(saved.directory),
+                hint="raise --steps to continue; pass --resume never or another "
+                "--save-path to start again",
             )
             return
         settings = continued_settings(settings, saved)
+        write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
             open_sinks(settings) as write_record,
             inference_server(settings),
@@ -72,19 +72,19 @@ def train(settings: TrainerSettings) -> None:
             run, position = start_run(settings, api, sync, store, saved, write_record)
             while position.step < settings.steps:
                 position = run_step(run, position)
-                # After the record: a state must not hold a step that nobody knows of.
+                # After the record: a checkpoint must not include a step that no record mentions.
                 run.saver.step_taken(position)
             if settings.benchmark:
                 run.recorder.report_times()
 
 
 def run_step(run: Run, position: Position) -> Position:
-    """One optimizer step and its record. A batch on which none can be taken is passed over.
+    """Take one optimizer step and record it. Batches that cannot be trained on are skipped.
 
     Args:
-        position: steps taken so far; its epoch and step name the weights that are served.
+        position: the steps taken so far; its epoch and step are the served policy version
     Returns:
-        That after the step.
+        The position after the step.
     """
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
@@ -118,11 +118,11 @@ def run_step(run: Run, position: Position) -> Position:
 
 
 def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) -> Update:
-    """Gradients, the check of the rollouts, the update. If that fails it is tried once more: the
-    machine may have been to blame.
+    """Compute gradients, check the rollouts and update the weights. A failed attempt is repeated
+    once, because the machine may have caused it.
 
     Raises:
-        NonFiniteStep: twice; no weight was changed.
+        NonFiniteStep: both attempts failed; no weight was changed.
     """
     step, optimizer = position.step, run.optimizer
     held = PolicyVersion(position.epoch, step)
@@ -137,7 +137,7 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
                 run.forward,
                 optimizer.loss_scale,
             )
-            if fresh is None:  # the check remembers what it has seen
+            if fresh is None:  # the check keeps counts: run it once for each batch
                 fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
             watch.computed()
             return Update(gradients, fresh, run.sync.apply(optimizer, step))
@@ -146,7 +146,7 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
             if is_repeated:
                 raise
             is_repeated = True
-            log.warning("step.repeated", step=step, reason=str(error))
+            log.warning("step.retried", step=step, reason=str(error))
 
 
 def _run_api_client(settings: TrainerSettings) -> TrainerClient:

@@ -1,1 +1,1 @@
-"""Inference server: vLLM whose weights a trainer can share, and control over updates."""
+"""The inference server: vLLM, with weights that a trainer can replace while requests run."""

@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else list(argv)
-    settings = load_server_settings(arguments)
+    settings = load_server_settings(arguments, at_start=True)
     configure_logging("vllm-server", settings.log_level)
 
     from grpo_vllm.supervisor.main import supervise

@@ -22,7 +22,7 @@ from grpo_core.settings import (
     Shown,
     load_settings,
 )
-from grpo_core.settings.fields import missing_model
+from grpo_core.settings.machine import cannot_listen, missing_model
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
@@ -127,12 +127,13 @@ class ServerSettings(CommandSettings):
         "--no-await-weights serves --model under a new policy version instead",
     )
     write_back_hold_s: float = Field(
-        20.0, gt=0, description="Seconds that one request is held until then"
+        20.0, gt=0, description="Seconds that a request waits for the weights to be written back"
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a trainer may take to write back; then requests are refused",
+        description="Seconds that a trainer may take to write weights back; after them requests "
+        "are refused",
     )
     enable_lora: bool = Field(
         False,
@@ -157,7 +158,7 @@ class ServerSettings(CommandSettings):
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Key that clients must send as Authorization: Bearer <key>. Without one "
+        description="Key that clients must send as Authorization: Bearer <key>. Without one, "
         "everybody who reaches a port may send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
@@ -168,7 +169,7 @@ class ServerSettings(CommandSettings):
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds for requests in flight before a restart, then 503",
+        description="Seconds that requests in flight may take before a restart; the rest get 503",
     )
     stop_grace_s: float = Field(
         8.0, gt=0, description="Seconds that the engine may take to stop before it is killed"
@@ -228,8 +229,6 @@ class ServerSettings(CommandSettings):
         return value
 
     def mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
         if self.share_weights and self.enable_lora:
             yield Mistake(
                 None,
@@ -253,6 +252,18 @@ class ServerSettings(CommandSettings):
                 "socket's path; choose a shorter one",
             )
 
+    def start_mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        for name, host in (
+            ("port", self.host),
+            ("control_port", self.control_host),
+            ("health_port", self.control_host),
+        ):
+            port = getattr(self, name)
+            if port is not None and (problem := cannot_listen(host, port)):
+                yield Mistake(name, problem)
+
     def resolved(self) -> dict[str, Any]:
         held = super().resolved()
         if not self.bridge_config_required:  # these two count as given by being there
@@ -260,6 +271,10 @@ class ServerSettings(CommandSettings):
         return held
 
 
-def load_server_settings(argv: Sequence[str]) -> ServerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(ServerSettings, argv)
+def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:
+    """Settings of a command line. A mistake ends the process with status 2 and one line.
+
+    Args:
+        at_start: check ports and files too
+    """
+    return load_settings(ServerSettings, argv, at_start=at_start)

@@ -1,4 +1,4 @@
-"""HTTP to one of our services: a deadline, a retry rule, and errors that name the service."""
+"""Base HTTP clients with a deadline, retries, and errors that name the service."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import structlog
 
 from grpo_core.clients.retry import (
     TransientAnswer,
@@ -22,21 +23,55 @@ from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.security.bearer_token import authorization
 
 Rule = Callable[[BaseException], bool]
-"""Which errors are tried again."""
+"""Whether a request is retried after an error."""
+log = structlog.get_logger()
+
 CONNECT_S = 10.0
-"""However long an answer may take."""
+"""Limit on opening a connection, independent of the limit on the answer."""
 _LEAST_S = 1.0
 
 
-class ServiceClient(ClosesOnExit):
-    """Args:
-    service: its name in messages
-    base_url: a trailing /v1 is dropped
-    deadline_s: how long one call may keep trying
-    timeout_s: how long one attempt may take
-    token: sent with every request; None where the service asks for none
+class Reachability:
+    """Logs once that a service cannot be reached, and once that it can be again.
 
-    `has_ended`: True once the service is known to have ended, so that no repeat can help.
+    Args:
+        hint: the fix to log; None to log nothing
+    """
+
+    def __init__(self, service: str, url: str, hint: str | None) -> None:
+        self._service, self._url, self._hint = service, url, hint
+        self._is_away = False
+
+    def failed(self, error: BaseException) -> None:
+        if self._hint is None or self._is_away or not isinstance(error, httpx.ConnectError):
+            return
+        self._is_away = True
+        log.warning(
+            "service.unreachable",
+            name=self._service,
+            url=self._url,
+            reason=str(error),
+            hint=self._hint,
+        )
+
+    def answered(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            log.info("service.reachable", name=self._service, url=self._url)
+
+
+class ServiceClient(ClosesOnExit):
+    """A blocking HTTP client of one service.
+
+    Args:
+        service: its name in messages
+        base_url: a trailing /v1 is dropped
+        deadline_s: how long one call may retry
+        timeout_s: limit on one attempt
+        token: sent with every request; None if the service needs none
+        hint: the fix to log if nothing listens at the URL; None to log nothing
+
+    `has_ended`: returns true once the service has ended, so that a retry is useless.
     """
 
     def __init__(
@@ -46,10 +81,12 @@ class ServiceClient(ClosesOnExit):
         deadline_s: float,
         timeout_s: float,
         token: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
+        self._reachability = Reachability(service, self.base_url, hint)
         self.has_ended: Callable[[], bool] = lambda: False
         self._http = httpx.Client(
             base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
@@ -66,34 +103,37 @@ class ServiceClient(ClosesOnExit):
         deadline_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """Send until an answer comes, for `deadline_s` seconds or the client's own deadline. A
-        request whose answer may have been lost is repeated only where `repeat_lost_answers` says
-        that this does no harm.
+        """Send a request, and retry it for `deadline_s` seconds or the client's own deadline.
 
+        Args:
+            repeat_lost_answers: retry even if the service may have carried out the request.
         Raises:
             RequestRefused: the service answered 4xx.
-            AnswerLost: the connection broke behind a request that is not repeated.
-            ServiceUnavailable: no good answer within the deadline, or another error status.
+            AnswerLost: the connection broke after a request that must not be repeated.
+            ServiceUnavailable: no 2xx answer within the deadline.
         """
         deadline_s, rule = deadline_s or self._deadline_s, _rule(repeat_lost_answers)
         try:
-            for attempt in retrying(deadline_s, lambda e: rule(e) and not self.has_ended()):
+            for attempt in retrying(
+                deadline_s, lambda e: rule(e) and not self.has_ended(), self._reachability.failed
+            ):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
             if self.has_ended():
                 raise ServiceUnavailable(
-                    f"{self._service} at {self.base_url} has ended ({error})"
+                    f"{self._service} at {self.base_url} has ended ({error}); see its log"
                 ) from error
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
+        self._reachability.answered()
         return response
 
 
 class AsyncServiceClient(ClosesOnAsyncExit):
-    """The same for coroutines; `max_connections` bounds the requests under way."""
+    """The same for coroutines. `max_connections`: limit on concurrent requests."""
 
     def __init__(
         self,
@@ -103,10 +143,12 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         timeout_s: float,
         max_connections: int = 100,
         token: str | None = None,
+        hint: str | None = None,
     ) -> None:
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
+        self._reachability = Reachability(service, self.base_url, hint)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=authorization(token),
@@ -126,12 +168,15 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         answer_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """As `ServiceClient.send`. `answer_s`: what all attempts may take together, where that is
-        not the client's time for each."""
+        """As `ServiceClient.send`. `answer_s`: limit on all attempts together.
+
+        Without it, the client's limit applies to each attempt.
+        """
         deadline_s = deadline_s or self._deadline_s
         started = time.monotonic()
         try:
-            async for attempt in async_retrying(deadline_s, _rule(repeat_lost_answers)):
+            rule, note = _rule(repeat_lost_answers), self._reachability.failed
+            async for attempt in async_retrying(deadline_s, rule, note):
                 with attempt:
                     if answer_s is not None:
                         left_s = answer_s - (time.monotonic() - started)
@@ -142,6 +187,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
+        self._reachability.answered()
         return response
 
 
@@ -161,7 +207,7 @@ def _rule(repeat_lost_answers: bool) -> Rule:
 
 
 def _timeout(seconds: float) -> httpx.Timeout:
-    """Nothing bounds the wait for one of the client's own connections."""
+    """No limit on waiting for a free connection of the client."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S), pool=None)
 
 

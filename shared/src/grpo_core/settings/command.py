@@ -100,7 +100,11 @@ class CommandSettings(BaseModel):
         return content
 
     def mistakes(self) -> Iterator[Mistake]:
-        """Hook: mistakes that no single field shows, such as a directory that does not exist."""
+        """Hook: mistakes that no single field shows, such as options that exclude each other."""
+        yield from ()
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        """Hook: mistakes that depend on this machine, such as a directory that does not exist."""
         yield from ()
 
     def resolved(self) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
 T = TypeVar("T")
 
-_PATH_STARTS = (".", "/", "~")
+
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
+def _level(value: Any) -> Any:
+    upper = str(value).upper()
+    return upper if upper in get_args(_Level) else value
 
 
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
+LogLevel = Annotated[_Level, BeforeValidator(_level)]
+"""In capitals; lower case is accepted."""
 
 
 def _split(value: Any) -> Any:
@@ -51,20 +53,3 @@ def _without_v1(value: str) -> str:
 
 InferenceUrl = Annotated[HttpUrl, AfterValidator(_without_v1)]
 """URL of an inference server. OpenAI clients write it with /v1 at its end."""
-
-
-def missing_directory(name: str) -> str | None:
-    """The problem of a path that does not exist; None for an id on the hub, such as owner/name."""
-    if not name.startswith(_PATH_STARTS) and name.count("/") <= 1:
-        return None
-    if Path(name).expanduser().is_dir():
-        return None
-    return f"no such directory: {name}; name a directory or an id on the hub"
-
-
-def missing_model(model: str) -> str | None:
-    """The same for a model, which is a directory with config.json."""
-    path = Path(model).expanduser()
-    if path.is_dir() and model.startswith(_PATH_STARTS) and not (path / "config.json").is_file():
-        return f"no config.json in {model}; name the directory of a model or an id on the hub"
-    return missing_directory(model)

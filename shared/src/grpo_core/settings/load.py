@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -24,13 +23,22 @@ from grpo_core.settings.resolved import resolved_yaml
 
 EXIT_USAGE = 2
 
+VERSION = (Path(__file__).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
+
 S = TypeVar("S", bound=CommandSettings)
 
 
 def load_settings(
-    settings_type: type[S], argv: Sequence[str], environment: Mapping[str, str] = os.environ
+    settings_type: type[S],
+    argv: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    at_start: bool = False,
 ) -> S:
     """Parse a command's settings. Options win over variables, and those over `--config FILE`.
+
+    Args:
+        at_start: check this machine too, as `--dry-run` does in any case
 
     Raises:
         SystemExit: with status 2 and a line per mistake on stderr; with status 0 after `--help`,
@@ -41,7 +49,7 @@ def load_settings(
     if "help" in line.common:
         _print_and_exit(help_text(settings_type, options))
     if "version" in line.common:
-        _print_and_exit(f"{command.prog} {version('grpo-core')}\n")
+        _print_and_exit(f"{command.prog} {VERSION}\n")
     file = ConfigFile()
     if path := line.common.get("config"):
         file = read_config_file(settings_type, options, Path(path))
@@ -57,11 +65,14 @@ def load_settings(
     except ValidationError as error:
         _end_on_mistakes(command, lines_of(error, command, options, given))
         raise  # not reached: a ValidationError has at least one line
+    mistakes = [*settings.mistakes()]
+    if at_start or "dry-run" in line.common:
+        mistakes += settings.start_mistakes()
     _end_on_mistakes(
         command,
         (
             f"{name_of(command, options[name], given)}: {message}" if name else message
-            for name, message in settings.mistakes()
+            for name, message in mistakes
         ),
     )
     if "dry-run" in line.common:
@@ -99,5 +110,11 @@ def _end_on_mistakes(command: Command, lines: Iterable[str]) -> None:
 
 
 def _print_and_exit(text: str) -> NoReturn:
-    sys.stdout.write(text)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stderr.write(f"cannot write to standard output: {error.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        raise SystemExit(1) from None
     raise SystemExit(0)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from grpo_core.settings.command import Command
 from grpo_core.settings.options import COMMON, Option
 
+NEAR_RATIO = 0.7
 TYPO_RATIO = 0.8
 TYPO_LENGTH = 1
-"""Words of another program pass unless they are this near to an option."""
+"""How alike a misspelt name and an option of ours are. A name that is passed on must be nearer."""
 
 
 class Found(NamedTuple):
@@ -45,13 +46,13 @@ class Names:
         """Tells what is wrong with a name that was not found, and what to write."""
         if reason := self._command.refused.get(name):
             return reason
-        near = [f"--{found}" for found in self._nearest(name, 0.7)]
+        names = [*self._found, *self._negated, *COMMON]
+        near = [
+            f"--{found}" for found in difflib.get_close_matches(name, names, n=2, cutoff=NEAR_RATIO)
+        ]
         return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
 
     def one_typo_from(self, name: str) -> str | None:
-        near = self._nearest(name, TYPO_RATIO)[:1]
+        """The option that this name misspells. Nearly all names of other programs pass."""
+        near = difflib.get_close_matches(name, self._found, n=1, cutoff=TYPO_RATIO)
         return next((found for found in near if abs(len(found) - len(name)) <= TYPO_LENGTH), None)
-
-    def _nearest(self, name: str, ratio: float) -> list[str]:
-        names = [*self._found, *self._negated, *COMMON]
-        return difflib.get_close_matches(name, names, n=2, cutoff=ratio)

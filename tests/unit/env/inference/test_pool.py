@@ -101,7 +101,7 @@ async def test_a_completion_may_take_as_long_as_its_request(
         await pool.generate(PROMPT)
     first, second = (each["read"] for each in waits)
     assert first == pytest.approx(7200.0, rel=0.1)
-    assert second < first  # what is left
+    assert second < first  # the remaining time
     assert [each["connect"] for each in waits] == [CONNECT_S] * 2
 
 
@@ -115,7 +115,7 @@ def healthy_with(info: Route) -> Iterator[StubServer]:
 async def test_something_else_at_the_url_is_not_waited_for() -> None:
     with (
         stub_server({"GET /health": missing}) as server,
-        pytest.raises(NotAnInferenceServer, match=f"{server.url} is not the URL of vllm-api-serv"),
+        pytest.raises(NotAnInferenceServer, match=f"{server.url} is not vllm-api-server"),
     ):
         await wait_for_servers([server.url], GENEROUS_S)
 
@@ -128,5 +128,5 @@ async def test_weights_that_are_written_in_place_have_one_server() -> None:
     ):
         await wait_for_servers([shared.url], GENEROUS_S)
         await wait_for_servers([alone.url, without_bridge.url], GENEROUS_S)
-        with pytest.raises(SharedWeightsHaveOneServer, match=f"{shared.url} gets its weights writ"):
+        with pytest.raises(SharedWeightsHaveOneServer, match=f"weights of {shared.url} in place"):
             await wait_for_servers([alone.url, shared.url], GENEROUS_S)

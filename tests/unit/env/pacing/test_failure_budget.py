@@ -1,4 +1,4 @@
-"""What counts seconds, by a clock that the test moves."""
+"""Deadlines in seconds, measured by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
     for _ in range(15):
         limit.refused("no")
 
-    with pytest.raises(EveryGroupRefused, match=r"16 groups in a row .* generation.*context"):
+    with pytest.raises(EveryGroupRefused, match=r"generation of 16 groups in a row .*context"):
         limit.refused("beyond the context")
 
 
@@ -51,7 +51,7 @@ def test_a_stall_is_allowed_until_the_deadline() -> None:
     clock = Clock()
     stall = StallDetector(10.0, clock)
     stall.observe(step=3, idle=True)
-    # A step, or work to do, starts the count again.
+    # A new step, or work in progress, restarts the deadline.
     for step, idle in ((4, True), (4, False), (4, True)):
         clock.now += 9.9
         stall.observe(step, idle)

@@ -42,9 +42,9 @@ FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it 
 
 
 def same_text(answer: str, gold: str) -> bool:
-    """Stands for the grading process, which has tests of its own."""
+    """Stands in for the grading process, which has its own tests."""
     if "^" in answer:
-        raise NotGraded(f"{answer!r}: no verdict within 2 s")
+        raise NotGraded(f"{answer!r}: not graded within 2 s")
     return answer == gold
 
 
@@ -62,7 +62,7 @@ def asked(share: float = 0.3) -> AskedProblem:
         ("it is 11", True, 0.1),
         ("#### 18\nGood luck!", True, 1.0),
         ("no idea", True, 0.0),
-        # Cut off in its last line, whose number may lack digits.
+        # The answer is cut off in its last line, so the number may lack digits.
         ("#### 18", False, 0.0),
         ("#### 18\n#### 1", False, 1.0),
     ],
@@ -121,16 +121,16 @@ def test_json_lines_are_read_in_order_and_every_bad_line_is_listed(tmp_path: Pat
     lines = [json.dumps(row) for row in good]
     bad = {
         "{": "not JSON",
-        '{"answer": "#### 1"}': "no text in question",
-        '{"question": "How?", "answer": "13"}': "no '####' before a number in answer",
-        '{"question": "How?", "answer": "#### many"}': "no number behind '####', but 'many'",
+        '{"answer": "#### 1"}': "question is empty",
+        '{"question": "How?", "answer": "13"}': "answer has no '####' before its result",
+        '{"question": "How?", "answer": "#### many"}': "expected a number after '####', got 'many'",
     }
     assert read_problems(write_lines(tmp_path, *lines), "main", "train") == PROBLEMS
     with pytest.raises(DataUnusable) as failure:
         read_problems(write_lines(tmp_path, *lines, *bad), "main", "train")
 
     first, *listed = str(failure.value).splitlines()
-    assert first == "4 of 6 rows unusable:"
+    assert first.endswith(": 4 of 6 rows are invalid:")
     for number, (line, problem) in enumerate(zip(listed, bad.values(), strict=True), start=3):
         assert line.startswith(f"{tmp_path}/train.jsonl line {number}: {problem}")
 
@@ -150,13 +150,13 @@ def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
 def test_what_is_neither_a_directory_nor_a_hub_id_or_is_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match="/no/such/directory: no such directory"):
         read_problems("/no/such/directory", "main", "train")
-    with pytest.raises(DataUnusable, match=r"train\.jsonl: empty"):
+    with pytest.raises(DataUnusable, match=r"train\.jsonl: no rows"):
         read_problems(write_lines(tmp_path), "main", "train")
 
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:
-    """The real process; a machine that is merely busy never reaches its deadline."""
+    """The real process, with a deadline that even a busy machine meets."""
     before = set(active_children())
     with MathGrader(deadline_s=60.0) as grader:
         yield grader
@@ -187,7 +187,7 @@ def test_an_endless_computation_is_not_graded_and_the_next_one_is(
 ) -> None:
     with monkeypatch.context() as short:
         short.setattr(grader, "_deadline_s", 1.0)
-        with pytest.raises(NotGraded, match="no verdict within 1 s"):
+        with pytest.raises(NotGraded, match="not graded within 1 s"):
             grader.is_equal("9^9^9^9^9", "18")
     assert grader.is_equal("18", "18")
 

@@ -1,22 +1,26 @@
-"""Options of the trainer: one error per mistake, secrets stay secret, modes read their own."""
+"""The trainer's options: one error per mistake, secrets stay secret, modes read their own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_core.settings import load_settings
+from grpo_trainer import train
 from grpo_trainer.config.cli import CommandLine, parse_settings
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.errors import NoInferenceServer
 
 REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
 
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
     redis = () if mode == "shared_vllm" or "--redis-url" in flags else REDIS
-    return parse_settings(["--model", "m", "--weight-bridge-mode", mode, *redis, *flags])
+    return parse_settings(["--model", "m", "--mode", mode, *redis, *flags])
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +63,12 @@ def test_a_mistake_ends_it_with_the_name_of_the_option(
 def test_secrets_come_from_variables_and_are_never_shown(
     variable: str, right: str, wrong: str, capsys: pytest.CaptureFixture[Any]
 ) -> None:
-    required = ["--model-name", "m", "--weight-bridge-mode", "lora_only"]
+    required = ["--model", "m", "--mode", "lora_only"]
     variables = {"REDIS_URL": "redis://host"}
     chosen = load_settings(CommandLine, required, {**variables, variable: right})
     held = getattr(chosen, variable.lower())
     assert held.get_secret_value() == right
-    assert "a-secret" not in chosen.model_dump_json()  # W&B gets that
+    assert "a-secret" not in chosen.model_dump_json()  # W&B receives these
     with pytest.raises(SystemExit):
         load_settings(CommandLine, required, {**variables, variable: wrong})
     told = capsys.readouterr().err
@@ -123,3 +127,11 @@ def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:
     assert (told.wandb_project, told.wandb_group) == ("p", "g")
     chosen = settings("none", *flags)  # without a group, a random one is chosen once
     assert chosen.registration(0).wandb_group == chosen.wandb_group != ""
+
+
+def test_a_run_writes_its_configuration_before_it_needs_a_server(tmp_path: Path) -> None:
+    nobody = ("--inference-url", "http://127.0.0.1:1", "--service-deadline-s", "0.1")
+    with pytest.raises(NoInferenceServer):
+        train.train(settings("shared_vllm", *nobody, "--save-path", str(tmp_path), "--lr", "3e-6"))
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (written["model"], written["lr"], written["steps"]) == ("m", 3e-6, 10)

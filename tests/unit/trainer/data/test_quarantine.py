@@ -1,4 +1,4 @@
-"""A batch on which no step can be taken is kept and passed over as if it had never come."""
+"""A batch that cannot be trained on is kept in quarantine and skipped without a trace."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ HARMS: dict[str, Harm] = {
     "gradient": lambda logp, weight: logp + (0 * weight).sqrt(),  # infinite slope times 0
 }
 POISON = 2.0
-"""Temperature of sequences that the forward pass harms."""
+"""The forward pass gives harmful values for sequences with this temperature."""
 
 
 class Bench:
-    """The loop on a tiny model; run-api, server and saver only note what they are told."""
+    """The training loop on a tiny model; run-api, server and saver only record calls."""
 
     def __init__(self, save_path: Path, harm: str = "loss", times: int = 100) -> None:
         torch.manual_seed(0)
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
         self.optimizer = MasterOptimizer(self.policy.parameters(), 0.1, 0, 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
-        self.passed_over: list[int] = []
+        self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
         self.mismatch = False
 
@@ -73,8 +73,8 @@ class Bench:
 
     def train(self, batches: Sequence[bool], missing: Sequence[int] = ()) -> Position:
         """Args:
-        batches: in turn, whether the second of two micro-batches is poisoned
-        missing: ids of those that do not come
+        batches: for each batch, whether the second of two micro-batches is harmful
+        missing: ids of batches that do not arrive
         """
         groups = [
             [good(2 * i), good(2 * i + 1, generation_params={"temperature": POISON if bad else 1})]
@@ -94,7 +94,7 @@ class Bench:
         sync: Any = SimpleNamespace(apply=self.apply)
         rollouts: Any = SimpleNamespace(require_match=self.require_match)
         saver: Any = SimpleNamespace(
-            seconds=None, batch_passed_over=lambda at: self.passed_over.append(at.batch_id)
+            seconds=None, batch_skipped=lambda at: self.skipped.append(at.batch_id)
         )
         source = BatchSource(
             settings=settings,
@@ -121,7 +121,7 @@ def test_a_batch_that_fails_twice_is_passed_over_without_a_trace(harm: str, tmp_
     bench, without = Bench(tmp_path, harm), Bench(tmp_path)
     with capture_logs() as logs:
         assert bench.train([False, True, True, False]) == Position(step=2, batch_id=4, epoch=1)
-    assert bench.passed_over == [2, 3]
+    assert bench.skipped == [2, 3]
     assert [record["data/quarantined_batches"] for record in bench.records] == [0, 2]
     warned = [entry["batch_id"] for entry in logs if entry["event"] == "batch.quarantined"]
     assert warned == [2, 3]
@@ -140,7 +140,7 @@ def test_a_step_that_fails_once_is_taken_as_if_it_had_not(tmp_path: Path) -> Non
     for one in (bench, alone):
         one.train([False, True])
     assert bench.left == 0
-    assert bench.passed_over == []
+    assert bench.skipped == []
     assert bench.masters() == alone.masters()
 
 
@@ -148,10 +148,10 @@ def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(PolicyDiverged, match="3 batches in a row"):
         bench.train([False, True, True, False, True, True, True])
-    assert bench.passed_over == [2, 3, 5, 6]
-    again = Bench(tmp_path)  # no step is tried on what is kept
+    assert bench.skipped == [2, 3, 5, 6]
+    again = Bench(tmp_path)  # quarantined batches are not tried
     again.train([False, True, True, False, True, True, True, False])
-    assert (again.left, again.passed_over) == (100, [2, 3, 5, 6, 7])
+    assert (again.left, again.skipped) == (100, [2, 3, 5, 6, 7])
 
 
 def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Path) -> None:

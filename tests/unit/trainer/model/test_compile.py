@@ -1,7 +1,7 @@
-"""torch.compile of the layers: the same numbers, in parameters that stay where they are.
+"""torch.compile of the layers gives the same numbers and keeps the parameters' addresses.
 
-What is traced and differentiated does not depend on the code that comes out of it: backend
-"aot_eager" runs the traced operations one by one, without the slow part.
+Tracing and differentiation do not depend on the generated code. So backend "aot_eager" is enough:
+it runs the traced operations one by one and skips the slow code generation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TRACED = "aot_eager"
 FAST = FastForward(packed, EAGER)
 EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
 
-# torch.compile uses what torch calls deprecated, and hides warnings of its own tracing from a log,
-# but not where they are errors.
+# torch.compile uses deprecated functions of torch. It suppresses its own warnings, but not those
+# that pytest turns into errors.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -61,8 +61,8 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
 
     with torch.no_grad():
         for parameter in (*policy.parameters(), *eager.parameters()):
-            parameter.mul_(1.1)  # in place, as in an update
-            parameter.data = parameter.detach() * 0.9  # elsewhere, as after a server's restart
+            parameter.mul_(1.1)  # in place, like an update
+            parameter.data = parameter.detach() * 0.9  # elsewhere, like after a server's restart
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
 
 
@@ -80,7 +80,7 @@ def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(forward, "require_compiler", lambda _: None)
     monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
-    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; leave it out"):
+    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; omit --compile"):
         build_forward_pass(qwen(), ForwardOptions(packing="off", fused_head="off", compile=True))
 
 
@@ -90,6 +90,6 @@ def test_a_run_without_a_compiler_ends_before_it_touches_the_model(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     policy = qwen()
-    with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* leave --compile out"):
+    with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* omit --compile"):
         build_forward_pass(policy, EVERYTHING)
     assert policy.config._attn_implementation == packing.DEFAULT

@@ -1,4 +1,4 @@
-"""The trainer starts the inference server with the right options, and ends exactly that one."""
+"""The trainer starts the inference server with the right options, and stops only that one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -56,7 +57,7 @@ with server_process.inference_server(parse_settings(sys.argv[1:])):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that stands in for the server's, for `python -m`."""
+    """A package that replaces the server's, for `python -m`."""
     place = tmp_path / "packages" / "stand_in_vllm"
     place.mkdir(parents=True)
     (place / "__init__.py").touch()
@@ -66,6 +67,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "PACKAGE", "stand_in_vllm")
 
 
+def local(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
 def settings(directory: Path, mode: str = "lora_restart", **changes: Any) -> TrainerSettings:
     model = directory / "model"
     model.mkdir()
@@ -73,7 +78,7 @@ def settings(directory: Path, mode: str = "lora_restart", **changes: Any) -> Tra
     (directory / "saved").mkdir()
     fixed: dict[str, Any] = {
         **{"model": str(model), "mode": mode, "save_path": directory / "saved"},
-        **{"vllm_port": free_port(), "run_id": "r1", "service_deadline_s": 0.1},
+        **{"inference_url": local(free_port()), "run_id": "r1", "service_deadline_s": 0.1},
     }
     if mode != "shared_vllm":
         fixed["redis_url"] = REDIS
@@ -101,7 +106,7 @@ def test_the_gpu_of_a_server_is_counted_among_those_that_the_trainer_sees(
     assert server_process._environment(chosen)["CUDA_VISIBLE_DEVICES"] == seen
     if inherited is not None:
         beyond = chosen.model_copy(update={"vllm_gpu": 2})
-        with pytest.raises(NoSuchDevice, match=f"--vllm-gpu 2: .*{inherited} names 2 GPUs"):
+        with pytest.raises(NoSuchDevice, match=f"--vllm-gpu 2: .*{inherited} has 2 GPUs"):
             server_process._environment(beyond)
 
 
@@ -111,7 +116,7 @@ def test_options_of_a_server_that_is_started(tmp_path: Path) -> None:
     assert after("--max-lora-rank", flags) == "32"
     assert after("--run-id", flags) == "r1"
     assert after("--weights-dir", flags) == str(tmp_path / "saved" / "served_weights")
-    assert after("--max-model-len", flags) == "256"  # what the model allows
+    assert after("--max-model-len", flags) == "256"  # the model's maximum
     assert flags[-3:] == ["--enforce-eager", "--max-num-seqs", "4"]
     assert "--gpu-memory-utilization" not in flags
     assert after("--gpu-memory-utilization", sizing_flags(chosen, more, has_gpu=True)) == "0.45"
@@ -131,15 +136,17 @@ def test_a_server_is_started_and_ended_with_the_run(
     with inference_server(chosen):
         written = (tmp_path / "saved" / LOG).read_text()
         assert f"redis {REDIS} 3" in written
-        assert f"--port {chosen.vllm_port}" in written
-        assert listens(chosen.vllm_port)
-    assert not listens(chosen.vllm_port)
+        port = urlsplit(chosen.inference_url).port
+        assert port is not None
+        assert f"--port {port}" in written
+        assert listens(port)
+    assert not listens(port)
 
 
 @pytest.mark.usefixtures("package")
 def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     port = free_port()
-    given = ["--model-name", "m", "--weight-bridge-mode", "none", "--max-model-len", "99"]
+    given = ["--model", "m", "--mode", "none", "--max-model-len", "99"]
     given += ["--vllm-port", str(port), "--save-path", str(tmp_path), "--redis-url", REDIS]
     with subprocess.Popen(
         [sys.executable, "-c", TRAINER, *given],
@@ -155,10 +162,8 @@ def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_server_that_listens_already_is_used(tmp_path: Path) -> None:
-    with stub_server({}) as stub:
-        port = int(stub.url.rpartition(":")[2])
-        with inference_server(settings(tmp_path, vllm_port=port)):
-            assert not (tmp_path / "saved" / LOG).exists()
+    with stub_server({}) as stub, inference_server(settings(tmp_path, inference_url=stub.url)):
+        assert not (tmp_path / "saved" / LOG).exists()
 
 
 @pytest.mark.usefixtures("package")

@@ -20,7 +20,7 @@ from grpo_core.settings import (
     Shown,
     load_settings,
 )
-from grpo_core.settings.fields import missing_directory
+from grpo_core.settings.machine import missing_directory, not_writable
 from grpo_core.wire.fields import Weight
 from grpo_env.config.atropos import ALIASES, WITHOUT_EFFECT, one_policy
 
@@ -82,8 +82,8 @@ class EnvServerSettings(CommandSettings):
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Longest sequence (prompt and completion) in tokens. Groups that contain a "
-        "sequence of this length are dropped. The trainer's limit applies if it is smaller",
+        description="Length, in tokens of prompt and completion, from which on a group is dropped. "
+        "The trainer's limit applies if it is smaller",
     )
     max_completion_tokens: Annotated[int | None, Shown(default="by task: 8 or 256")] = Field(
         None, ge=1, description="Tokens after which a completion ends and is graded as it is"
@@ -103,8 +103,8 @@ class EnvServerSettings(CommandSettings):
     )
     drop_equal_scores: bool = Field(
         True,
-        description="Drop groups whose scores are all equal. Their advantages are zero, so a step "
-        "learns nothing from them. Their rewards still count in the reported mean",
+        description="Drop groups whose scores are all equal, because their advantages are zero. "
+        "Their rewards still count in the reported mean",
     )
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
@@ -216,9 +216,14 @@ class EnvServerSettings(CommandSettings):
                 "max_completion_tokens",
                 f"{self.max_completion_tokens} tokens and a prompt exceed --seq-len {self.seq_len}",
             )
-        for name, path in (("model", self.tokenizer or self.model), ("data", self.data)):
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        for name in ("tokenizer" if self.tokenizer else "model", "data"):
+            path = getattr(self, name)
             if path and (problem := missing_directory(path)):
-                yield Mistake("tokenizer" if name == "model" and self.tokenizer else name, problem)
+                yield Mistake(name, problem)
+        if self.ready_file and (problem := not_writable(self.ready_file.parent)):
+            yield Mistake("ready_file", problem)
 
     @property
     def tokenizer_name(self) -> str:
@@ -231,4 +236,4 @@ class EnvServerSettings(CommandSettings):
 
 def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(EnvServerSettings, argv)
+    return load_settings(EnvServerSettings, argv, at_start=True)

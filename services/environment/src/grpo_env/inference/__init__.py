@@ -1,1 +1,1 @@
-"""The inference servers: are they ready, and which one gets a request? Nothing about tasks."""
+"""The environment's inference servers: waits until they are ready and distributes requests."""

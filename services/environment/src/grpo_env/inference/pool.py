@@ -1,4 +1,4 @@
-"""The inference servers of one policy: a request goes to the least busy one that works."""
+"""Sends each request to the least busy inference server that works."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_env.pacing.failure_budget import FailureBudget
 log = structlog.get_logger()
 
 _FAILOVER_DEADLINE_S = 2.0
-"""How long one of several servers is tried before the request goes to the next."""
+"""If there are several servers, a request moves to the next one after so many seconds."""
 _NOT_FOUND = 404
 
 
 class NoGenerateRoute(GrpoError):
-    """The URL is that of a server without `POST /generate`."""
+    """The server at the URL has no `POST /generate`."""
 
 
 @dataclass
@@ -35,15 +35,15 @@ class _Server:
 
 
 class InferencePool(ClosesOnAsyncExit):
-    """Generates on one server or several.
+    """Samples completions on one or several servers.
 
     Args:
         urls: with or without a trailing /v1.
         deadline_s: how long completions may take, and how long a single server may be
-            unreachable; one of several hands its requests on long before that.
-        max_requests: most requests under way at one server.
-        api_key: where they ask for one.
-        clock: in seconds; measures how long a server that failed is left alone.
+            unreachable. If there are several, a request moves to the next server much earlier.
+        max_requests: the largest number of requests in flight at one server.
+        api_key: the servers' API key; None if they need none.
+        clock: in seconds; measures how long a failed server gets no requests.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class InferencePool(ClosesOnAsyncExit):
         ]
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """As `GenerationClient.generate`, on whichever server works.
+        """As `GenerationClient.generate`, on the first server that works.
 
         Raises:
-            ServiceUnavailable: none of them did; carries the last one's reason.
-            NoGenerateRoute: the server knows no such route.
+            ServiceUnavailable: every server failed; the message is that of the last one.
+            NoGenerateRoute: the server has no such route.
         """
         failure: ServiceUnavailable | None = None
         deadline = Deadline(self._deadline_s)
-        # Those that failed lately come last, so that they are tried when nothing else is left.
+        # Servers that failed recently come last, so they are tried only if all others fail.
         for server in sorted(self._servers, key=lambda s: (s.budget.delay_s > 0, s.busy)):
             try:
                 return await _generate(server, prompt_token_ids, deadline.left_s, sampling)
@@ -81,7 +81,7 @@ class InferencePool(ClosesOnAsyncExit):
                 failure = error
                 server.budget.failed(error)
                 if len(self._servers) > 1:
-                    log.warning("server failed", url=server.client.base_url, error=str(error))
+                    log.warning("server.failed", url=server.client.base_url, reason=str(error))
         assert failure is not None
         raise failure
 
@@ -100,7 +100,7 @@ async def _generate(
     except RequestRefused as error:
         if error.status == _NOT_FOUND:
             raise NoGenerateRoute(
-                f"404 Not Found on /generate at {server.client.base_url}: not the URL of "
+                f"404 Not Found on /generate at {server.client.base_url}: this is not "
                 "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or check "
                 "--inference-url"
             ) from error

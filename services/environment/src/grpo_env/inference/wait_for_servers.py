@@ -1,4 +1,4 @@
-"""Before the first prompt: do the inference servers serve, and may there be several of them?"""
+"""Waits at the start until the inference servers are healthy, and refuses unusable ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOT_FOUND = 404
 
 
 class NotAnInferenceServer(GrpoError):
-    """Something answers at the URL, but it is not vllm-api-server."""
+    """The server that answers at the URL is not vllm-api-server."""
 
 
 class SharedWeightsHaveOneServer(GrpoError):
-    """Several servers, one of which gets its weights written in place."""
+    """Several servers were given, but a trainer writes the weights of one of them in place."""
 
 
 class _BridgeInfo(BaseModel):
@@ -35,7 +35,7 @@ class _BridgeInfo(BaseModel):
 
 
 class HealthClient(AsyncServiceClient):
-    """Asks one inference server about itself; one call takes a few seconds at most."""
+    """Queries the health and the bridge of one inference server."""
 
     def __init__(
         self, base_url: str, deadline_s: float = _ATTEMPT_S, api_key: str | None = None
@@ -49,32 +49,37 @@ class HealthClient(AsyncServiceClient):
         last: Exception | None = None
         while (failure := await self._failure()) is not None:
             if last is None:
-                log.info("waiting for the inference server", url=self.base_url)
-            # That none came in time says less than what was said before.
+                log.info(
+                    "server.awaited",
+                    url=self.base_url,
+                    reason=str(failure) or type(failure).__name__,
+                    hint="start vllm-api-server, or check --inference-url",
+                )
+            # A timeout is less informative than an earlier error.
             if last is None or not isinstance(failure, httpx.TimeoutException):
                 last = failure
             if deadline.has_passed:
                 raise ServiceUnavailable(
-                    f"{SERVICE} at {self.base_url} not healthy after {deadline_s:g} s, the "
-                    f"last answer: {str(last) or type(last).__name__}; read its log, check "
+                    f"{SERVICE} at {self.base_url} is not healthy after {deadline_s:g} s; the "
+                    f"last error was: {str(last) or type(last).__name__}; read its log, check "
                     "--inference-url, or raise --start-deadline-s"
                 ) from last
             await asyncio.sleep(_POLL_S)
 
     async def _failure(self) -> Exception | None:
-        """What speaks against its health, asked once; None where it is healthy."""
+        """Query the server's health once. Returns the error; None if it is healthy."""
         try:
             check_answer(await self._http.get("/health"), SERVICE)
         except RequestRefused as error:
             raise NotAnInferenceServer(
-                f"{error}; {self.base_url} is not the URL of vllm-api-server: check --inference-url"
+                f"{error}; {self.base_url} is not vllm-api-server; check --inference-url"
             ) from error
         except (httpx.TransportError, TransientAnswer, ServiceUnavailable) as error:
             return error
         return None
 
     async def shares_weights(self) -> bool:
-        """False also for a server that has no bridge."""
+        """True if a trainer writes this server's weights in place; False without a bridge."""
         try:
             answer = await self.send("GET", "/bridge/info")
         except RequestRefused as error:
@@ -84,7 +89,8 @@ class HealthClient(AsyncServiceClient):
         try:
             return _BridgeInfo.model_validate_json(answer.content).shared_weights
         except ValidationError as error:
-            raise ProtocolViolation(f"{SERVICE}: /bridge/info: {error}") from error
+            fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
+            raise ProtocolViolation(f"{SERVICE}: /bridge/info: invalid {fields}") from error
 
 
 async def wait_for_servers(
@@ -93,16 +99,16 @@ async def wait_for_servers(
     """Wait until every server answers `GET /health`.
 
     Raises:
-        ServiceUnavailable: one did not within the deadline.
-        NotAnInferenceServer: a URL is that of something else.
-        SharedWeightsHaveOneServer: of several, one shares its weights with a trainer.
+        ServiceUnavailable: a server did not answer within the deadline.
+        NotAnInferenceServer: another kind of server answers at a URL.
+        SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
     """
     for url in urls:
         async with HealthClient(url, deadline_s, api_key) as server:
             await server.wait_until_healthy(deadline_s)
             if len(urls) > 1 and await server.shares_weights():
                 raise SharedWeightsHaveOneServer(
-                    f"{server.base_url} gets its weights written in place by the trainer, and the "
-                    f"other {len(urls) - 1} of --inference-url would go on with the old ones; "
-                    "name that server alone, or use a mode that hands weights over"
+                    f"the trainer writes the weights of {server.base_url} in place, so the other "
+                    f"{len(urls) - 1} of --inference-url would keep old weights; give only that "
+                    "server, or use another weight-sync mode than shared_vllm"
                 )

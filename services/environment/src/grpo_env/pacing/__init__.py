@@ -1,1 +1,1 @@
-"""How many groups to start, and how many failures to allow. Pure: no client, no task."""
+"""Decides how many groups to start and how many failures to allow. Does no I/O."""

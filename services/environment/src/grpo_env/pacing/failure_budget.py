@@ -1,4 +1,4 @@
-"""How long a service may fail, and how often it may refuse, before the environment gives up."""
+"""Limits how long a service may fail, and how often it may refuse, until the environment ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MAX_REFUSED_IN_A_ROW = 16
 
 
 class EveryGroupRefused(GrpoError):
-    """A service refuses whatever this environment sends: a wrong setting, not a bad rollout."""
+    """A service refuses all groups, so a setting is wrong rather than one rollout."""
 
 
 class FailureBudget:
-    """Allows failures of one service for `deadline_s` seconds after the first in a row.
+    """Allows failures of one service for `deadline_s` seconds after the first one in a row.
 
-    The clients repeat what may be repeated by themselves; this counts what they could not mend,
-    such as a request that broke in the middle of an engine restart. Both may wait for the same
-    deadline, so a service that is gone is given up after twice the deadline at the latest.
+    The HTTP clients already repeat requests that are safe to repeat. This budget covers the rest,
+    such as a request that an engine restart interrupted. Each may last `deadline_s`, so the
+    environment gives a service up after at most twice the deadline.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class FailureBudget:
         self._failing_since = None
 
     def failed(self, error: ServiceUnavailable) -> None:
-        """Note a failure.
+        """Record a failure.
 
         Raises:
-            ServiceUnavailable: nothing has succeeded for `deadline_s` seconds.
+            ServiceUnavailable: the service has failed for `deadline_s` seconds without a success.
         """
         self._last_failure = self._clock()
         if self._failing_since is None:
@@ -54,7 +54,7 @@ class FailureBudget:
 
     @property
     def delay_s(self) -> float:
-        """Seconds to leave the service alone from now; grows with the outage up to a bound."""
+        """Seconds until the next request should be sent. Grows with the outage, up to a limit."""
         if self._failing_since is None:
             return 0.0
         failing_s = self._last_failure - self._failing_since
@@ -63,7 +63,7 @@ class FailureBudget:
 
 
 class RefusalLimit:
-    """Tells a refused group from a service that refuses every group."""
+    """Distinguishes one refused group from a service that refuses every group."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -73,14 +73,14 @@ class RefusalLimit:
         self._in_a_row = 0
 
     def refused(self, detail: str) -> None:
-        """Note a refusal.
+        """Record a refusal.
 
         Raises:
-            EveryGroupRefused: this was the sixteenth without an acceptance between them.
+            EveryGroupRefused: this was the sixteenth refusal in a row.
         """
         self._in_a_row += 1
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise EveryGroupRefused(
-                f"{self._in_a_row} groups in a row refused for {self._service}, the last with: "
-                f"{detail}"
+                f"{self._service} of {self._in_a_row} groups in a row was refused, the last time "
+                f"with: {detail}"
             )

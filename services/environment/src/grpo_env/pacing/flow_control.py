@@ -1,7 +1,7 @@
-"""How many groups may be started now: enough to keep the trainer fed, no more, so data is fresh.
+"""Decides how many groups to start now: enough for the trainer, but few enough to stay fresh.
 
-Pure. Sequences queued or being sampled stay within `max_batches_offpolicy` batches: what is
-sampled beyond that would be trained on by a policy that has moved on.
+Sequences that are queued or being sampled stay within `max_batches_offpolicy` batches, because more
+of them would be too stale when the trainer uses them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.config.settings import EnvServerSettings
 
 END_MARGIN_BATCHES = 1
-"""Sampled beyond the last batch. Groups may still be dropped, and run-api rounds the share of
-other environments up: a tight count could leave the last batch one group short for ever."""
+"""Batches to sample beyond the last one. Groups may still be dropped, and run-api rounds the share
+of other environments up, so an exact count could leave the last batch one group short."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Groups of this environment that `EnvironmentStatus` does not count yet."""
+    """Groups of this environment that `EnvironmentStatus` does not include yet."""
 
     in_flight: int
     sent_since_status: int = 0
 
 
 def run_is_complete(status: EnvironmentStatus, total_steps: int) -> bool:
-    """The last batch has been *delivered*: `current_step` counts deliveries. A queue that merely
-    holds enough for it does not complete the run, since a group in it may still be refused or lost
-    and the trainer would wait for ever."""
+    """True if the last batch has been delivered to the trainer. Enough groups in the queue do not
+    complete a run, because the trainer may still refuse or lose some of them."""
     return status.current_step >= total_steps
 
 
@@ -39,21 +38,22 @@ def groups_to_start(
     total_steps: int,
     load: Load,
 ) -> int:
-    """How many groups to start now, by the latest poll of a run that is not complete.
+    """The number of groups to start now in a run that is not complete.
 
     Args:
-        total_steps: of the run, whatever the settings say
+        status: the answer to the latest poll
+        total_steps: the steps of the run; `settings.steps` is ignored
     """
     if trainer.batch_size < 1:
-        return 0  # no trainer is registered: after a reset
+        return 0  # run-api was reset, so no trainer is registered
     if status.pressure >= 1.0:
-        return 0  # the queue is full: run-api would only hold what is sent
+        return 0  # the queue is full, so run-api would delay submissions
     batches_left = total_steps - status.current_step
     wanted = min(
         _fresh_groups(trainer.batch_size, settings),
         _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, settings),
     )
-    # Others may fill the queue, but no batch is made without this environment's own share.
+    # Other environments may fill the queue, but every batch needs this environment's minimum share.
     wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
     missing -= load.sent_since_status + load.in_flight
@@ -62,7 +62,7 @@ def groups_to_start(
 
 
 def _fresh_groups(batch_size: int, settings: EnvServerSettings) -> int:
-    """At least one whole batch: a bound that rounds down to less would starve the trainer."""
+    """Groups that stay fresh enough; at least one whole batch, or the trainer would starve."""
     bound = settings.max_batches_offpolicy * batch_size // settings.group_size
     return max(bound, _groups_in(1, batch_size, settings))
 
@@ -72,6 +72,6 @@ def _groups_in(batches: int, batch_size: int, settings: EnvServerSettings) -> in
 
 
 def _slots(status: EnvironmentStatus, settings: EnvServerSettings) -> int:
-    """Environments share the slots by weight, which run-api lowers as its queue fills up. Each
-    keeps one, or it would never be heard."""
+    """Concurrent groups by this environment's weight, which run-api lowers as its queue fills. At
+    least one, so that every environment makes progress."""
     return max(1, int(settings.max_concurrent_groups * status.env_weight))

@@ -1,1 +1,1 @@
-"""From a prompt to a scored group in the queue, and its counters. No decision on the pace."""
+"""Samples and grades a group, submits it and counts the outcome."""

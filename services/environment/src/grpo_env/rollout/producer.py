@@ -1,4 +1,4 @@
-"""One group from prompt to queue; what goes wrong with a group is counted here."""
+"""Produces one group, from the prompt to the submission, and counts groups that fail."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CONFLICT = 409
 
 
 class NoPromptFits(GrpoError):
-    """Every prompt of the data set is too long to be asked."""
+    """Every prompt of the data set is too long."""
 
 
 class GroupProducer:
-    """Samples groups of one task and sends them.
+    """Samples and submits groups of one task.
 
-    `inference` and `submissions` are shared with the caller, who holds back while they are failing.
+    The caller shares `inference` and `submissions`, and starts no groups while either is failing.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class GroupProducer:
         self.progress = Progress()
 
     def skip_long_prompts(self, plan: SamplingPlan) -> None:
-        """Keep the prompts that leave room for a whole completion: a shorter one would be cut
-        off before it states its result, time and again. Encodes the whole data set.
+        """Drop prompts that leave too little room for a whole completion, which would be cut off
+        before its result. This encodes the whole data set.
 
         Raises:
-            NoPromptFits: none does.
+            NoPromptFits: no prompt leaves enough room.
         """
         if not isinstance(self._task, DatasetTask):
             return
@@ -69,22 +69,25 @@ class GroupProducer:
         count = self._task.keep(lambda item: len(self._encode(item.messages)) <= most_tokens)
         if not count.kept:
             raise NoPromptFits(
-                f"none of {count.skipped} prompts leaves room for {plan.max_completion_tokens} "
-                f"tokens of completion below {plan.max_token_length} tokens in all; raise "
-                "--seq-len and the trainer's limit, or lower "
+                f"all {count.skipped} prompts are too long: with a completion of "
+                f"{plan.max_completion_tokens} tokens they exceed {plan.max_token_length} tokens; "
+                "raise --seq-len and the trainer's limit, or lower "
                 "--max-completion-tokens"
             )
         log.info(
-            "prompts", kept=count.kept, too_long=count.skipped, longest_tokens=max(most_tokens, 0)
+            "prompts.filtered",
+            kept=count.kept,
+            too_long=count.skipped,
+            longest_tokens=max(most_tokens, 0),
         )
 
     async def produce(self, plan: SamplingPlan) -> None:
-        """Sample one group and send it, or count why not.
+        """Sample one group and submit it, or count the reason why it was lost.
 
         Raises:
-            EveryGroupRefused: a server refuses whatever is sent.
-            ServiceUnavailable: a server failed longer than its deadline.
-            ProtocolViolation, MisalignedCompletion: an answer breaks the contract.
+            EveryGroupRefused: a server refused every recent group.
+            ServiceUnavailable: a server failed for longer than its deadline.
+            ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
         """
         item = self._task.next_item()
         try:
@@ -113,13 +116,13 @@ class GroupProducer:
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._fail(RolloutFailure(FailureReason.REFUSED, str(error)))
-            # run-api was reset while this was sampled: the next poll will say so.
+            # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status != _CONFLICT:
                 self._submission_refusals.refused(str(error))
         except ServiceUnavailable as error:
-            # It was repeated for as long as run-api would have known it again. Whether it arrived
-            # is unknown, so neither it nor its reward sample is sent as another group: a gap is
-            # harmless, a duplicate is not.
+            # The client repeated the submission for as long as run-api keeps idempotency keys. It
+            # may have arrived, so neither the group nor its rewards are sent again: a gap is
+            # harmless, but a duplicate is not.
             self._submissions.failed(error)
             self._fail(RolloutFailure(FailureReason.UNDELIVERED, str(error)))
         else:
@@ -134,6 +137,6 @@ class GroupProducer:
 
     def _fail(self, failure: RolloutFailure) -> None:
         self.progress.record(failure)
-        # Equal scores are the ordinary case of a good policy: the progress line counts them.
+        # Equal scores are normal for a good policy, so only the regular report counts them.
         if failure.reason is not FailureReason.EQUAL_SCORES:
-            log.warning("group lost", reason=failure.reason.value, detail=failure.detail)
+            log.warning("group.lost", reason=failure.reason.value, detail=failure.detail)

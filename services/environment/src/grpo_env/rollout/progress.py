@@ -1,4 +1,4 @@
-"""Counters behind the progress line, and the unbiased reward sample that groups carry."""
+"""Counts groups for the regular log report, and collects the rewards of all graded groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REPORT_EVERY_S = 5.0
 
 @dataclass
 class RewardSample:
-    """Rewards graded since the last group was sent, those of dropped groups included.
+    """Rewards since the last submission, including those of dropped groups.
 
-    The mean over the groups that are sent is biased: groups whose scores are all equal are
-    missing from it, and they are the ones the policy always solves, or never.
+    The mean over submitted groups alone would be biased: groups with equal scores are dropped, and
+    those are the prompts that the policy always or never solves.
     """
 
     total: float = 0.0
@@ -31,7 +31,7 @@ class RewardSample:
             self.count += 1
 
     def take(self) -> RewardSample:
-        """Hand over what was gathered and start again."""
+        """Return the rewards so far and start again at zero."""
         taken = RewardSample(self.total, self.count)
         self.total, self.count = 0.0, 0
         return taken
@@ -46,7 +46,7 @@ class RewardSample:
 
 @dataclass
 class _Window:
-    """What happened since the last line."""
+    """Counts since the last report."""
 
     started: float
     rewards: RewardSample = field(default_factory=RewardSample)
@@ -56,7 +56,7 @@ class _Window:
 
 
 class Progress:
-    """Counts groups over the whole run; rates and means over the time since the last line."""
+    """Counts groups over the whole run, and means and rates since the last report."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class Progress:
         self.failures: Counter[FailureReason] = Counter()
 
     def record(self, outcome: Rollout | RolloutFailure) -> None:
-        """Count one sampled group; whether it was sent is counted apart."""
+        """Count one sampled group. `groups_sent` is counted separately."""
         self._window.tokens += outcome.completion_tokens
         self._window.rewards.add(outcome.rewards)
         self._window.graded_groups += bool(outcome.rewards)
@@ -74,7 +74,7 @@ class Progress:
             self._window.equal_groups += outcome.reason is FailureReason.EQUAL_SCORES
 
     def report_if_due(self) -> dict[str, Any] | None:
-        """The fields of the next progress line, or None while it is too early for one."""
+        """The fields of the next report; None if it is not due yet."""
         elapsed_s = self._clock() - self._window.started
         if elapsed_s < _REPORT_EVERY_S:
             return None

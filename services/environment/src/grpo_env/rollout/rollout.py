@@ -1,7 +1,7 @@
-"""One prompt, one generation request, one scored group.
+"""Samples and grades one group: one prompt, one generation request, one scored group.
 
-A group that cannot be used is data (`RolloutFailure`), a server that breaks the contract is an
-error.
+A group that cannot be used becomes a `RolloutFailure`, which is counted. An invalid answer of the
+server raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FINISHED = frozenset({_STOPPED, "length"})
 
 
 class FailureReason(StrEnum):
-    """Why a group never reached the queue."""
+    """Why a group was not added to the queue."""
 
     TOO_LONG = "too_long"
     EQUAL_SCORES = "equal_scores"
@@ -37,14 +37,14 @@ class FailureReason(StrEnum):
 
 
 class Generation(Protocol):
-    """Samples completions of one prompt: one inference server, or several."""
+    """Samples completions of one prompt on an inference server."""
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How groups are sampled; lengths in tokens. Sequences of `max_token_length` are too long."""
+    """How to sample groups. Lengths are in tokens; a sequence must be below `max_token_length`."""
 
     group_size: int
     temperature: float
@@ -55,7 +55,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A group ready to send, except for the environment's id."""
+    """A group that is ready to submit, except for the environment's id."""
 
     group: ScoredGroup
     rewards: tuple[float, ...]
@@ -64,7 +64,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutFailure:
-    """A group that is not sent. `rewards` holds the grades it got all the same."""
+    """A group that is not submitted. `rewards`: its rewards, if it was graded."""
 
     reason: FailureReason
     detail: str
@@ -81,14 +81,14 @@ async def roll_out(
         prompt_ids: [T], the item's messages as token ids.
 
     Raises:
-        ServiceUnavailable: the inference server is gone, or failed on this request.
-        ProtocolViolation, MisalignedCompletion: the answer breaks the contract.
+        ServiceUnavailable: the inference server does not answer, or this request failed.
+        ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
     """
     room = plan.max_token_length - len(prompt_ids)
     if room < 1:
         return RolloutFailure(
             FailureReason.REFUSED,
-            f"a prompt of {len(prompt_ids)} tokens leaves no room below the maximum of "
+            f"the prompt has {len(prompt_ids)} tokens, but a sequence must be below "
             f"{plan.max_token_length}; raise --seq-len and the trainer's limit",
         )
     params = {
@@ -113,7 +113,7 @@ def _completions(
     if len(completions) != plan.group_size:
         problems.append(f"{len(completions)} completions instead of {plan.group_size}")
     if answer.prompt_token_ids != prompt_ids:
-        problems.append("prompt_token_ids are not the ones sent")
+        problems.append("prompt_token_ids that differ from the request")
     if problems:
         raise ProtocolViolation("vllm-server: /generate answered " + "; ".join(problems))
     return completions
@@ -121,9 +121,10 @@ def _completions(
 
 @dataclass(frozen=True)
 class Grades:
-    """`scores` of the answers that could be graded, in order; `quarantined` says why others not.
+    """`scores`: the scores of the graded answers, in order; `quarantined`: the reasons why other
+    answers could not be graded.
 
-    With nothing quarantined, scores[i] belongs to answer i.
+    If `quarantined` is empty, scores[i] belongs to answer i.
     """
 
     scores: tuple[float, ...]
@@ -131,7 +132,7 @@ class Grades:
 
 
 def grade_all(item: Item, answers: Sequence[Answer]) -> Grades:
-    """Grade every answer; one that cannot be graded never becomes a 0."""
+    """Grade every answer. An answer that cannot be graded never gets a score of 0."""
     scores: list[float] = []
     quarantined: list[str] = []
     for index, answer in enumerate(answers):
@@ -158,10 +159,10 @@ async def _judge(
     token_count = sum(len(completion.token_ids) for completion in completions)
     reasons = sorted({completion.finish_reason for completion in completions} - _FINISHED)
     if reasons:
-        # Cut off by the server, not by the policy: its text is not an answer to grade.
+        # The server aborted the sampling, so the text is not the policy's whole answer.
         detail = f"finish reasons {', '.join(reasons)}"
         return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
-    # In a thread: grading may be slow, and other groups wait for this loop.
+    # In a thread, because slow grading would block the event loop and so all other groups.
     answers = [Answer(c.text, finished=c.finish_reason == _STOPPED) for c in completions]
     grades = await asyncio.to_thread(grade_all, item, answers)
     failure = _reason_to_drop(len(prompt_ids), completions, grades, plan)

@@ -1,9 +1,11 @@
-"""Prompt and completion laid out as the trainer reads them (legend: `grpo_core.wire`).
+"""Joins prompt and completion into the token, mask and logprob lists of a scored group.
 
 prompt 5 6, completion 90 91 sampled with -0.4, -1.2
 tokens              [ 5,    6,    90,   91 ]
 masks               [-100, -100,  90,   91 ]
 inference_logprobs  [ 1.0,  1.0, -0.4, -1.2]
+
+`grpo_core.wire` explains the fields.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 
 LOGPROB_SLACK = 1e-6
-"""A probability of 1 may come back as a log-probability this far above 0: rounding."""
+"""Rounding may report a probability of 1 as a logprob this far above 0."""
 
 
 class MisalignedCompletion(GrpoError):
-    """The server's tokens and log-probabilities cannot be trained on; lists every problem."""
+    """The server's tokens and logprobs cannot be trained on. The message lists every problem."""
 
 
 def align_group(
@@ -31,14 +33,15 @@ def align_group(
 
     Raises:
         MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
-            log-probability that is not a finite number of at most 0.
+            logprob that is not a finite number of at most 0.
     """
     problems = [] if prompt_ids else ["the prompt has no tokens"]
     for index, completion in enumerate(completions):
         problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
     if problems:
         raise MisalignedCompletion(
-            "vllm-server: /generate answered what cannot be trained on: " + "; ".join(problems)
+            "vllm-server: /generate sent an answer that cannot be trained on: "
+            + "; ".join(problems)
         )
     prompt_length = len(prompt_ids)
     return {

@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and how answers are graded.
+"""Tasks: each supplies prompts and grades the answers.
 
 A new task is one module here, one line in `registry.py` and one name in `settings.TaskName`.
 """
@@ -19,24 +19,24 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said. `finished` is False where the limit of tokens cut it off."""
+    """The text of a completion. `finished`: False if the token limit cut it off."""
 
     text: str
     finished: bool = True
 
 
 class Item(Protocol):
-    """One prompt and what grading it needs. Used for one group, then thrown away."""
+    """One prompt, and the means to grade answers to it. Each item is used for one group."""
 
     @property
     def messages(self) -> Sequence[Message]:
         """The conversation that the policy continues."""
 
     def grade(self, answer: Answer) -> float:
-        """Score one answer. Runs outside of the event loop, so it may take a while.
+        """Score one answer. This runs in a thread, so it may take seconds.
 
-        A score that is not finite, or a `ValueError`, means that the answer could not be graded:
-        the group is quarantined and counted. It never becomes a score of 0.
+        Raise `ValueError`, or return a value that is not finite, if the answer cannot be graded.
+        The group is then dropped and counted; the answer never gets a score of 0.
         """
 
 
@@ -48,14 +48,14 @@ class Task(Protocol):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Room that an answer needs, where the user sets no limit (tokens)."""
+        """The limit of tokens per completion, if the user sets none."""
 
     def next_item(self) -> Item: ...
 
 
 @dataclass(frozen=True)
 class KeptItems:
-    """What is left of a data set once the items that do not fit are gone."""
+    """The number of items that were kept and skipped when a data set was filtered."""
 
     kept: int
     skipped: int
@@ -63,7 +63,7 @@ class KeptItems:
 
 @runtime_checkable
 class DatasetTask(Task, Protocol):
-    """A task whose items come from a data set, some of them perhaps too long to be asked."""
+    """A task whose items come from a data set, so that too long prompts can be removed."""
 
     def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        """Never hand out again what does not fit."""
+        """Remove all items for which `fits` returns False."""

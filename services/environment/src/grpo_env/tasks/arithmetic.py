@@ -1,4 +1,4 @@
-"""One-digit sums: small enough for a model of a million parameters to learn in minutes."""
+"""The task `arithmetic`: one-digit sums, which a model of 1M parameters learns in minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST_DIGIT = 9
 
 @dataclass(frozen=True)
 class Sum:
-    """`a + b`, asked as "3+4="."""
+    """The prompt `a+b=`, for example "3+4="."""
 
     a: int
     b: int
@@ -22,12 +22,12 @@ class Sum:
         return [{"role": "user", "content": f"{self.a}+{self.b}="}]
 
     def grade(self, answer: Answer) -> float:
-        """1.0 for exactly the right number, space around it allowed; 0.0 for anything else."""
+        """1.0 if the answer is the right number, apart from white space; otherwise 0.0."""
         return 1.0 if answer.text.strip() == str(self.a + self.b) else 0.0
 
 
 class Arithmetic:
-    """Sums drawn independently; the same seed gives the same sums."""
+    """Independent random sums. The same seed gives the same sums."""
 
     name = "arithmetic"
     max_completion_tokens = 16

@@ -1,6 +1,6 @@
-"""Where an answer states its result, and how well it keeps to the form that was asked for.
+"""Finds the result in an answer, and rates how well the answer follows the requested form.
 
-The form is a last line `#### <number>`, as in GSM8K's own solutions.
+The requested form is a last line `#### <number>`, as in GSM8K's own solutions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARK = "####"
 BOXED = r"\boxed{"
 
 LONGEST_RESULT_CHARS = 64
-"""Longer is no number that anyone asked for, and the longer, the costlier to parse."""
+"""Longer results are ignored: they are no plausible numbers, and parsing them is slow."""
 
 _NUMBER = r"[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?%?"
 _ENDS_IN_NUMBER = re.compile(rf"(?:.*[^0-9.,])?{_NUMBER}\.?")
@@ -24,31 +24,31 @@ _MARKED_NUMBER = re.compile(rf"{MARK} *{_NUMBER}")
 
 
 class Form(IntEnum):
-    """Steps towards the form. Each asks for everything below it as well, so that a policy which
-    has found one of them sees the next in its own samples."""
+    """Steps towards the requested form. Each step includes the previous ones, so that a policy that
+    reaches one step also finds the next one in its own samples."""
 
     NONE = 0
-    """Cut off, or the last line does not end in a number."""
+    """The answer was cut off, or its last line does not end in a number."""
     ENDS_IN_NUMBER = 1
     BARE_NUMBER = 2
-    """The last line is a number, marked or not, and nothing else."""
+    """The last line is only a number, with or without the mark."""
     MARKED_NUMBER = 3
-    """The last line is `#### <number>`, and the mark stands nowhere else."""
+    """The last line is `#### <number>`, and no other line contains the mark."""
 
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """`result` is the one place that counts, as text; None where nothing was stated."""
+    """`result`: the text of the stated result; None if the answer states none."""
 
     result: str | None
     form: Form
 
 
 def read_final_answer(answer: Answer) -> FinalAnswer:
-    """One result per answer, the last one marked: listing numbers gives no second guess.
+    """Read the one result that counts, so that listing several numbers gives no extra chance.
 
-    Behind the last `####`, else from the last `\\boxed{`, else a last line that is a number. The
-    last line of an answer that was cut off is not read: its number may lack digits.
+    The result follows the last `####`, else starts at the last `\\boxed{`, else is a last line that
+    is only a number. If the answer was cut off, its last line is ignored: digits may be missing.
     """
     text = answer.text if answer.finished else answer.text.rpartition("\n")[0]
     lines = [line.strip() for line in text.split("\n") if line.strip()]

@@ -1,4 +1,4 @@
-"""Word problems of GSM8K: reason, then state one number (Cobbe et al. 2021, arXiv 2110.14168)."""
+"""The task `gsm8k`: word problems whose result is one number (Cobbe et al., arXiv 2110.14168)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from grpo_env.tasks.final_answer import Form, read_final_answer
 from grpo_env.tasks.gsm8k_data import Problem
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
-"""Short: with one token per character the problems themselves have up to a thousand tokens."""
+"""Short, because with one token per character a problem alone has up to a thousand tokens."""
 
 RIGHT = 1.0
-"""The right number. More than any share for form, so that no wrong answer ever beats it."""
+"""Reward for the right number. It exceeds any reward for form, so a wrong answer never wins."""
 
 
 T = TypeVar("T")
@@ -27,8 +27,8 @@ class AskedProblem:
     """One problem as a prompt.
 
     Args:
-        is_equal: compares what was answered with what is right
-        format_reward: the largest share for form, in [0, 1)
+        is_equal: compares the answer's result with the right one
+        format_reward: the largest reward for form, in [0, 1)
     """
 
     problem: Problem
@@ -43,13 +43,13 @@ class AskedProblem:
         ]
 
     def grade(self, answer: Answer) -> float:
-        """1.0 where the stated result equals the gold answer, plus the share for form.
+        """1.0 if the stated result equals the gold answer, plus the reward for form.
 
-        Each of the three steps of `Form` is worth a third of the share: a model that never
-        solves a problem still finds groups whose scores differ. Length earns nothing.
+        Each of the three steps of `Form` earns a third of `format_reward`. So even a model that
+        solves no problem gets groups with different scores. Length earns nothing.
 
         Raises:
-            NotGraded: no verdict on the result in time.
+            NotGraded: the result could not be compared in time.
         """
         final = read_final_answer(answer)
         right = final.result is not None and self.is_equal(final.result, self.problem.gold)
@@ -57,7 +57,7 @@ class AskedProblem:
 
 
 class Shuffled(Generic[T]):
-    """An endless stream of items: every epoch in a new order, none twice in an epoch.
+    """An endless stream that goes through all items in a new order each time.
 
     The same items and the same seed give the same stream.
     """
@@ -68,13 +68,13 @@ class Shuffled(Generic[T]):
         self._left: list[T] = []
 
     def next(self) -> T:
-        """Raises `IndexError` where there is no item at all."""
+        """Raises `IndexError` if there are no items."""
         if not self._left:
             self._left = self._random.sample(self._items, len(self._items))
         return self._left.pop()
 
     def keep(self, fits: Callable[[T], bool]) -> KeptItems:
-        """Drop what does not fit, from the epoch under way too."""
+        """Remove items that do not fit, also from the current pass."""
         before = len(self._items)
         self._items = [item for item in self._items if fits(item)]
         kept = {id(item) for item in self._items}
@@ -83,7 +83,7 @@ class Shuffled(Generic[T]):
 
 
 class Gsm8k:
-    """The problems, shuffled anew for every epoch."""
+    """All problems, in a new order for every pass through the data set."""
 
     name = "gsm8k"
     max_completion_tokens = 512

@@ -1,4 +1,4 @@
-"""GSM8K's questions and answers, from JSON lines in a directory or through `datasets`."""
+"""Reads GSM8K's questions and answers from a directory, or through the library `datasets`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAX_PROBLEMS_LISTED = 10
 
 
 class DataUnusable(GrpoError):
-    """The data cannot be found or read, or is not what it should be. Says where."""
+    """The data cannot be found or read, or has the wrong content. The message gives the place."""
 
 
 class DatasetsMissing(GrpoError):
-    """The data is not a directory of JSON lines, and the library for anything else is missing."""
+    """The data needs the library `datasets`, which is not installed."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`gold` is a plain number: no thousands separators."""
+    """`gold`: the right result, a plain number without thousands separators."""
 
     question: str
     gold: str
@@ -40,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Row:
-    """A record, or a line of JSON; `place` for messages."""
+    """A record or a line of JSON. `place`: names it in error messages."""
 
     place: str
     content: Any
@@ -50,12 +50,13 @@ def read_problems(data: str, config: str, split: Split) -> list[Problem]:
     """All problems of a split, in the order of the source.
 
     Args:
-        data: a directory with `<split>.jsonl`, or one laid out like a data set on the hub, or
-            the id of one. `config` is the data set's configuration; JSON lines have none.
+        data: a directory with `<split>.jsonl`, a directory with a Hugging Face data set, or the id
+            of one.
+        config: the configuration of a Hugging Face data set; JSON lines have none.
 
     Raises:
-        DataUnusable: nothing there, or rows that are no problems; lists the first of them.
-        DatasetsMissing: the library `datasets` is needed and not installed.
+        DataUnusable: no data, or invalid rows; the message lists the first of them.
+        DatasetsMissing: the library `datasets` is needed but not installed.
     """
     directory = Path(data).expanduser()
     lines = directory / f"{split}.jsonl"
@@ -63,8 +64,8 @@ def read_problems(data: str, config: str, split: Split) -> list[Problem]:
         return _problems(_json_rows(lines), str(lines))
     if not directory.is_dir() and not _HUB_ID.fullmatch(data):
         raise DataUnusable(
-            f"{data}: no such directory; --data takes a directory that holds {lines.name} "
-            f"(fields question and answer), or a hub id such as {DEFAULT_DATA}"
+            f"{data}: no such directory; set --data to a directory with {lines.name} "
+            f"(fields question and answer), or to a Hugging Face id such as {DEFAULT_DATA}"
         )
     source = str(directory) if directory.is_dir() else data
     return _problems(_dataset_rows(source, config, split), f"{source} ({config}, {split})")
@@ -75,7 +76,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataUnusable(f"{path}: {error}") from error
-    # Not splitlines: a JSON string may hold a line separator of Unicode as it stands.
+    # Not splitlines(), because a JSON string may contain Unicode line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _Row(f"{path} line {number}", line)
@@ -87,16 +88,16 @@ def _dataset_rows(source: str, config: str, split: Split) -> Iterator[_Row]:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DatasetsMissing(
-            f"{source} is read with the library datasets: pip install -c constraints.txt datasets; "
-            f"or pass --data a directory that holds {split}.jsonl"
+            f"{source} needs the library datasets: pip install -c constraints.txt datasets; "
+            f"or set --data to a directory with {split}.jsonl"
         ) from error
     disable_progress_bars()
     try:
         rows = load_dataset(source, config, split=split)
     except (DatasetsError, OSError, ValueError) as error:
         raise DataUnusable(
-            f"{source}: cannot read its configuration {config!r}, split {split!r}: {error}; "
-            f"or pass --data a directory that holds {split}.jsonl"
+            f"{source}: cannot read configuration {config!r}, split {split!r}: {error}; check "
+            f"--data and --data-config, or use a directory with {split}.jsonl"
         ) from error
     for number, row in enumerate(rows, start=1):
         yield _Row(f"{source} ({config}, {split}) row {number}", row)
@@ -112,28 +113,30 @@ def _problems(rows: Iterable[_Row], source: str) -> list[Problem]:
             wrong.append(f"{row.place}: {error}")
     if wrong:
         listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
-        raise DataUnusable(f"{len(wrong)} of {len(wrong) + len(found)} rows unusable:\n{listed}")
+        raise DataUnusable(
+            f"{source}: {len(wrong)} of {len(wrong) + len(found)} rows are invalid:\n{listed}"
+        )
     if not found:
-        raise DataUnusable(f"{source}: empty")
+        raise DataUnusable(f"{source}: no rows")
     return found
 
 
 def _problem(row: Any) -> Problem:
-    """Raises `ValueError` that says what is wrong with the row."""
+    """Raises `ValueError` with the mistake in the row."""
     if isinstance(row, str):
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError("not an object with question and answer")
+        raise ValueError("not an object with the fields question and answer")
     fields = [row.get("question"), row.get("answer")]
     question, answer = (field if isinstance(field, str) else "" for field in fields)
     if not question.strip():
-        raise ValueError("no text in question")
+        raise ValueError("question is empty")
     if MARK not in answer:
-        raise ValueError(f"no {MARK!r} before a number in answer")
+        raise ValueError(f"answer has no {MARK!r} before its result")
     gold = answer.rpartition(MARK)[2].strip().replace(",", "")
     if not _GOLD.fullmatch(gold):
-        raise ValueError(f"no number behind {MARK!r}, but {gold[:40]!r}")
+        raise ValueError(f"expected a number after {MARK!r}, got {gold[:40]!r}")
     return Problem(question, gold)

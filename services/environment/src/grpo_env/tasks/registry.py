@@ -1,4 +1,4 @@
-"""The tasks that the command line can name."""
+"""The tasks that `env-server TASK` offers."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ TASKS: Mapping[TaskName, Callable[[EnvServerSettings], AbstractContextManager[Ta
     "arithmetic": lambda settings: nullcontext(Arithmetic(settings.seed)),
     "gsm8k": gsm8k,
 }
-"""Name → what opens the task and, at the end, closes what it has opened. Raises a `GrpoError` where
-the task's data or tools are missing."""
+"""Name → context manager that opens and closes the task. Opening raises a `GrpoError` if the task's
+data or libraries are missing."""

@@ -1,1 +1,1 @@
-"""Batches on their way out, and the trainer that takes them. No Redis commands."""
+"""Hands batches to trainers: planning, leasing and streaming. Issues no Redis commands."""

@@ -1,5 +1,6 @@
-"""Registers trainers, and hands them batches. Both decide on metadata, then commit in Redis, and
-decide again if the run has changed.
+"""Registers trainers and hands out batches to them.
+
+Both plan from metadata, then commit in Redis. If the run changed in between, they plan again.
 """
 
 from __future__ import annotations
@@ -22,28 +23,30 @@ from grpo_core.deadline import Deadline
 from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _PLAN_AT_LEAST_EVERY_S = 1.0
-"""Environments that fall silent change what a batch needs, without anything arriving."""
+"""When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
-"""Entries of the queue: up to so many are read and planned within milliseconds."""
+"""Up to this many queue entries are planned on the event loop: that takes milliseconds."""
 
 _log = structlog.get_logger()
 
 
 async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:
-    """What `POST /register` does.
+    """Carry out `POST /register`.
 
     Raises:
-        Refused: 409, what the run holds cannot be served in batches of the new size.
-        StoreUnavailable: Redis is away, or the run changed while the new size was checked.
+        Refused: 409, the queued groups or environments do not fit the new batch size.
+        StoreUnavailable: Redis is unreachable, or the run changed during the check.
     """
     outcome = await store.trainer.register(registration)
     if isinstance(outcome, BatchSizeDiffers):
         await _check_batch_size(store, registration.batch_size, outcome)
         outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
     if isinstance(outcome, BatchSizeDiffers):
-        raise StoreUnavailable("the run changed while its batch size was; register again")
+        raise StoreUnavailable(
+            "the run changed while its new batch size was checked; register again"
+        )
     return outcome
 
 
@@ -54,31 +57,28 @@ async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSize
     if differs.unacknowledged:
         reasons.insert(
             0,
-            f"batches of {differs.current} sequences that are not acknowledged yet: "
-            f"{differs.unacknowledged}",
+            f"{differs.unacknowledged} batches of {differs.current} sequences are unacknowledged",
         )
     if reasons:
         raise Refused(
             409,
             f"batch_size {batch_size} differs from this run's {differs.current}, and "
-            f"{'; '.join(reasons)}; register with batch_size {differs.current}, use another run "
+            f"{'; '.join(reasons)}. Register with batch_size {differs.current}, use another run "
             "id, or clear the run with GET /reset_data",
         )
 
 
 class BatchDispatcher:
-    """What `GET /batch` does."""
+    """Carries out `GET /batch`."""
 
     def __init__(self, store: RunStore, lifetime: Lifetime) -> None:
         self._store = store
         self._lifetime = lifetime
 
     async def next_batch(self, poll: Poll, wait_s: float) -> DueBatch | None:
-        """The batch that follows `poll.after` among those not acknowledged, formed where there is
-        none.
+        """Return the unacknowledged batch after `poll.after`, or form a new one.
 
-        None where no batch was complete within `wait_s`. Changes nothing that has been leased: the
-        same call gives the same batch.
+        None if no batch was complete within `wait_s`. Repeating the call returns the same batch.
 
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
@@ -90,7 +90,7 @@ class BatchDispatcher:
             if due is not None:
                 lease = due.lease
                 _log.info(
-                    "batch handed out",
+                    "batch.handed_out",
                     batch_id=lease.batch_id,
                     step=lease.step,
                     groups=len(lease.group_ids),
@@ -99,27 +99,29 @@ class BatchDispatcher:
                     again=due.again,
                 )
                 return due
-            if not await self._something_changes(arrivals, deadline):
+            if not await self._wait_for_change(arrivals, deadline):
                 return None
 
     async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
-        """The same for a trainer that cannot acknowledge: asking again says that it holds what it
-        was sent, so that is let go of. What it was not sent whole it gets again, except for what
-        is still being sent in another answer: polls side by side are handed different batches.
+        """The same for a plain poll: one without a trainer id, which cannot acknowledge.
+
+        A plain poll acknowledges every batch that was delivered in full. A batch that was not is
+        handed out again, unless another answer is still sending it. So concurrent plain polls get
+        different batches.
 
         Args:
-            answer: of `BatchStore.answering`, which lasts until the batch is sent.
+            answer: from `BatchStore.answering`, which must last until the batch is sent.
         Raises:
             TrainerNotRegistered, BatchesByLease, StoreUnavailable
         """
         await self._store.batches.acknowledge(None)
         return await self.next_batch(Poll(answer=answer), wait_s)
 
-    async def _something_changes(self, arrivals: int, deadline: Deadline) -> bool:
-        """Wait for a reason to plan again; False once it is time to answer."""
+    async def _wait_for_change(self, arrivals: int, deadline: Deadline) -> bool:
+        """Wait for a reason to plan again; False if the deadline or a shutdown came first."""
         plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
         while not deadline.has_passed:
-            if await self._lifetime.closes_within(_LOOK_S):
+            if await self._lifetime.closes_within(_POLL_S):
                 return False
             if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
                 return True
@@ -132,7 +134,7 @@ class BatchDispatcher:
                 return opened
             outcome = await self._plan_and_lease(opened)
             if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
-                return None  # what is there now is for the trainer that has registered since
+                return None  # the queue now belongs to a trainer that registered since
             if not isinstance(outcome, PlanLost):
                 return outcome
         return None

@@ -1,4 +1,4 @@
-"""Answers made of stored groups, which are unpacked and joined while they are sent."""
+"""Streams stored groups as JSON, unpacking them while the answer is sent."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from grpo_api.store.results import DueBatch
 
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024
-"""Compressed between two looks at other requests: about a millisecond."""
+"""Bytes that are compressed before other requests get a turn: about a millisecond."""
 _UNPACKED_INLINE = 1024 * 1024
-"""Bytes of JSON, a millisecond or two. Larger groups are unpacked in a thread; decompression lets
-others run meanwhile."""
+"""Bytes of JSON that take a millisecond or two. Larger groups are unpacked in a thread;
+decompression releases the interpreter lock."""
 _LEVEL = 1
 _GZIP_WINDOW_BITS = 31
 
 
 async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
-    """`{<head>"batch":[group, ...]}` in pieces. The groups are not parsed.
+    """Yield the JSON `{<head>"batch":[group, ...]}` in pieces, without parsing the groups.
 
     Raises:
-        BatchGone: it was acknowledged, or the run was reset, in the meantime.
+        BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
         StoreUnavailable
     """
     yield b"{" + head + b'"batch":['
@@ -48,17 +48,17 @@ async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> Async
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
-    """One stored group, as JSON."""
+    """Yield the JSON of one stored group in pieces."""
     is_small = unpacked_bytes(payload) <= _UNPACKED_INLINE
     text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
     for at in range(0, len(text), _PIECE_BYTES):
         yield text[at : at + _PIECE_BYTES]
-        # sending does not wait while the connection takes what is sent
+        # a send returns without a pause while the socket accepts data, so give others a turn
         await asyncio.sleep(0)
 
 
 def group_answer(payload: bytes, compressed: bool) -> Response:
-    """One stored group as an answer of its own. What is one piece is left to the middleware."""
+    """One stored group as an answer. If it is small, the middleware compresses it."""
     if unpacked_bytes(payload) <= _PIECE_BYTES:
         return Response(unpack(payload), media_type="application/json")
     pieces = group_pieces(payload)
@@ -69,7 +69,7 @@ def group_answer(payload: bytes, compressed: bool) -> Response:
 
 
 async def gzipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes as one gzip member."""
+    """Compress the pieces as one gzip member."""
     compressor = isal_zlib.compressobj(_LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS)
     async for piece in pieces:
         if compressed := compressor.compress(piece):
@@ -78,7 +78,7 @@ async def gzipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same, with the first group at hand: what fails by then is still an answer of its own."""
+    """Load the first group before the answer starts, so that a failure can set the status."""
     first = [await anext(pieces), await anext(pieces)]
 
     async def all_of_it() -> AsyncIterator[bytes]:

@@ -1,1 +1,1 @@
-"""HTTP itself: server, middleware, bodies, errors, OpenAPI. Nothing of runs or Redis."""
+"""HTTP layer of run-api: server, middleware, request bodies, errors and OpenAPI."""

@@ -1,4 +1,4 @@
-"""What an error looks like on the wire."""
+"""Turns errors into HTTP answers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo_api.errors import BodyTooSlow, Conflict, Refused, Unavailable
+from grpo_core.validation import message_of
 
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left before it was answered."""
+"""nginx's status for a client that disconnected before the answer."""
 _MAX_PROBLEMS = 20
 _MAX_MESSAGE_CHARS = 2000
 _MAX_LOCATION_CHARS = 100
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Let every error that a handler raises end in the answer that it stands for."""
+    """Register an answer for every error that a handler raises."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(Conflict, _conflict)
     app.add_exception_handler(BodyTooSlow, _too_slow)
     app.add_exception_handler(Unavailable, _unavailable)
-    app.add_exception_handler(ClientDisconnect, _nobody_there)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unhandled)
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
-    """422 without the offending input: a NaN in it could not be written as JSON."""
+    """422 without the invalid input, because JSON cannot hold a NaN in it."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": listed(error.errors())}, status_code=422)
 
@@ -50,7 +51,7 @@ async def _conflict(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
-    """Without closing it, the connection would go on waiting for the rest."""
+    """Close the connection, which would otherwise wait for the rest of the body."""
     return JSONResponse({"detail": str(error)}, status_code=408, headers={"Connection": "close"})
 
 
@@ -62,13 +63,13 @@ def not_now(error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "1"})
 
 
-async def _nobody_there(_request: Request, _error: Exception) -> Response:
-    """For the log and the metrics: who left in the middle of a body reads no answer."""
+async def _client_gone(_request: Request, _error: Exception) -> Response:
+    """Only for the log and the metrics: the client has disconnected."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
-    """The answer to a request that met a defect. Its traceback is logged by uvicorn."""
+    """The answer after an unexpected error. uvicorn logs its traceback."""
     request_id: str = structlog.contextvars.get_contextvars()["request_id"]
     return JSONResponse(
         {"detail": "internal error; see the server's log", "request_id": request_id},
@@ -78,7 +79,7 @@ async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
 
 
 def invalid(error: ValidationError) -> Refused:
-    """422 for a body that breaks its record. A NaN in the input could not be written as JSON."""
+    """422 for an invalid body, without the input, because JSON cannot hold a NaN in it."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     return Refused(
         422, listed([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
@@ -86,12 +87,12 @@ def invalid(error: ValidationError) -> Refused:
 
 
 def listed(problems: Sequence[Any]) -> list[dict[str, Any]]:
-    """The first problems, of bounded length."""
+    """The first problems, each cut to a limited length."""
     return [_problem(problem) for problem in problems[:_MAX_PROBLEMS]]
 
 
 def too_large(max_bytes: int) -> Refused:
-    return Refused(413, f"body is larger than {max_bytes} bytes; send fewer groups at a time")
+    return Refused(413, f"the body is larger than {max_bytes} bytes; send fewer groups per request")
 
 
 def _problem(problem: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +101,6 @@ def _problem(problem: dict[str, Any]) -> dict[str, Any]:
             part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
             for part in problem["loc"]
         ],
-        "msg": problem["msg"][:_MAX_MESSAGE_CHARS],
+        "msg": message_of(problem)[:_MAX_MESSAGE_CHARS],
         "type": problem["type"],
     }

@@ -1,4 +1,4 @@
-"""The layers around the application: request ids, log, metrics, compression."""
+"""Middleware around the application: request ids, logging, metrics and compression."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SLOW_S = 1.0
 _MAX_PATH_CHARS = 200
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER_METHOD = "other"
-"""Labels of metrics come from bounded sets: templates for paths, this for unusual methods."""
+"""Metric label of unusual methods: labels must come from a bounded set."""
 _log = structlog.get_logger()
 
 
 class RequestMiddleware:
-    """The outermost layer: gives a request its id, logs it and counts it.
+    """The outermost layer: gives each request an id, logs it and counts it.
 
-    `X-Request-Id` is the caller's where it is 1..128 visible ASCII characters, else a new one.
-    Answers carry `Connection: close` once the server is shutting down: a client that sent its next
-    request down the same connection would find it closed.
+    The id is the caller's `X-Request-Id` if that is 1 to 128 visible ASCII characters, else a new
+    one. During shutdown answers carry `Connection: close`, so that clients do not send their next
+    request down a connection that is about to close.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope["headers"])
-        # Never unbound: what is logged about this request behind this layer carries it too, and
-        # the next request of the connection binds its own.
+        # Never unbound: uvicorn logs about this request after this layer has returned. The next
+        # request of the connection binds its own id.
         structlog.contextvars.bind_contextvars(request_id=request_id)
         was_held.set(False)
         started = monotonic()
@@ -74,7 +74,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, counted, stamped)
         except asyncio.CancelledError:
-            # uvicorn's patience with requests under way has ended; nobody awaits this task
+            # uvicorn's grace period for requests in flight has passed; no code awaits this task
             if status != CLIENT_CLOSED_REQUEST:
                 status = 500
                 raise
@@ -107,22 +107,22 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:
     if status >= 500:
-        log, event = _log.warning, "request failed"
+        log, event = _log.warning, "request.failed"
     elif seconds > _SLOW_S and not was_held.get():
-        log, event = _log.warning, "request slow"
+        log, event = _log.warning, "request.slow"
     else:
-        log, event = _log.debug, "request"
-    # the raw path cannot hold control characters, which a terminal would obey
+        log, event = _log.debug, "request.answered"
+    # the raw path cannot hold control characters, which could change the terminal
     path = scope["raw_path"][:_MAX_PATH_CHARS].decode("ascii", "backslashreplace")
     log(event, method=scope["method"], path=path, status=status, seconds=round(seconds, 4))
 
 
 UNMATCHED = "unmatched"
-"""What every path without a route is called."""
+"""Metric label of every path without a route."""
 
 
 class RouteTemplates:
-    """Looked up by path alone: requests that are refused before they are routed have one too."""
+    """Finds a route's template by path, also for requests rejected before routing."""
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         known = [route for route in routes if isinstance(route, Route)]
@@ -140,14 +140,15 @@ class RouteTemplates:
 
 
 _OVER_BYTES = 1000
-# Level 1 gives most of the ratio of digits at a tenth of the time.
+# Level 1 compresses digits almost as well as higher levels, in a tenth of the time.
 _LEVEL = 1
 
 
 class CompressionMiddleware:
-    """Starlette's gzip, which takes any header that contains "gzip" for consent, `gzip;q=0` too.
+    """Compresses answers to GET requests; answers to other methods are short.
 
-    Only what is asked for by GET can be long.
+    Starlette's gzip accepts any header that contains "gzip", even `gzip;q=0`. This class reads the
+    header correctly.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -165,13 +166,13 @@ class CompressionMiddleware:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header (RFC 9110, 12.5.3) allows gzip; no header allows none."""
+    """Whether an Accept-Encoding header (RFC 9110, 12.5.3) allows gzip; an empty one does not."""
     quality = dict(_quality(item) for item in accept_encoding.lower().split(","))
     return quality.get("gzip", quality.get("x-gzip", quality.get("*", 0.0))) > 0.0
 
 
 def _quality(item: str) -> tuple[str, float]:
-    """A content coding and its weight: 1 unless given, 0 where it is no number."""
+    """A content coding and its weight: 1 if none is given, 0 if it is not a number."""
     name, *parameters = (part.strip() for part in item.split(";"))
     weights = [value for key, _, value in (p.partition("=") for p in parameters) if key == "q"]
     if not weights:

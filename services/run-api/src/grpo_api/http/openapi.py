@@ -1,6 +1,7 @@
-"""This API as OpenAPI 3.1: what routes declare of themselves, and the document made of it.
+"""Builds the OpenAPI 3.1 document of run-api from the declarations of its routes.
 
-All of it is done once, when the document is asked for first: requests pay nothing."""
+The document is built at the first request for it, so other requests do not become slower.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 
 OPENAPI_PATH = "/openapi.json"
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
-"""Answered without the token: probes have none."""
+"""Answered without a token, because probes do not send one."""
 
 _COMPONENTS = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (
@@ -36,15 +37,15 @@ _SECURITY = "token"
 _FASTAPI_ERRORS = ("HTTPValidationError", "ValidationError")
 
 _WHEN = {
-    400: "The body says that it is gzip and is not",
-    401: "No token, or another one",
-    403: "A web page of another site asked",
+    400: "Content-Encoding names gzip, but the body is not valid gzip",
+    401: "The token is missing or wrong",
+    403: "The request comes from a web page of another site",
     404: "No such batch or environment",
-    408: "The body did not arrive in full in time; the connection is closed",
-    409: "It conflicts with the state of the run",
+    408: "The body did not arrive within the deadline; the connection is closed",
+    409: "The request conflicts with the state of the run",
     413: "The body is too large",
-    422: "It breaks the record, or can never be served",
-    503: "Not now: Redis is away, the queue or memory is full, or the server stops. Send it again",
+    422: "The body or a parameter is invalid, or the group fits no batch",
+    503: "Redis is unreachable, the queue is full, or the server stops. Repeat the request",
 }
 _RETRY_AFTER = {
     "Retry-After": {
@@ -54,7 +55,7 @@ _RETRY_AFTER = {
     }
 }
 _REQUEST_ID = {
-    "description": "the caller's where it is 1 to 128 visible ASCII characters, else a new one",
+    "description": "the caller's id if it is 1 to 128 visible ASCII characters, else a new one",
     "required": True,
     "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
 }
@@ -62,7 +63,7 @@ _STAMPED = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
 
 
 class Problem(BaseModel):
-    """What is wrong, and where: `loc` begins with body, query, path or header."""
+    """One problem of a request. `loc` begins with body, query, path or header."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -72,7 +73,7 @@ class Problem(BaseModel):
 
 
 class Refusal(BaseModel):
-    """Nothing was changed."""
+    """The answer to a rejected request, which changed nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,18 +81,18 @@ class Refusal(BaseModel):
 
 
 def refusals(*statuses: int) -> dict[int | str, Json]:
-    """For `responses` of a route: the errors that it answers."""
+    """The `responses` entry of a route: its error statuses."""
     return {status: _refusal(status) for status in statuses}
 
 
 def json_body(model: type[BaseModel], *, many: bool = False) -> Json:
-    """For `openapi_extra` of a route whose body is read by a dependency of our own."""
+    """The `openapi_extra` entry of a route that reads its body itself."""
     one = {"$ref": _COMPONENTS + model.__name__}
     schema = {"type": "array", "items": one} if many else one
     return {
         "requestBody": {
             "required": True,
-            "description": "gzip where Content-Encoding says so",
+            "description": "gzip-encoded if Content-Encoding is gzip",
             "content": {"application/json": {"schema": schema}},
         },
         "responses": {"408": _refusal_of_any_body(408)},
@@ -99,19 +100,19 @@ def json_body(model: type[BaseModel], *, many: bool = False) -> Json:
 
 
 def linked(operation: str, **parameters: str) -> Json:
-    """For `links` of an answer: which of its values the next call takes."""
+    """A `links` entry of an answer: which of its values the next call needs."""
     return {"operationId": operation, "parameters": parameters}
 
 
 def describe(app: FastAPI, token_needed: bool) -> None:
-    """Let `app` answer with its document, which is made for the first who asks."""
+    """Make `app` serve the document, which is built at the first request."""
 
     def document() -> Json:
         if app.openapi_schema is None:
             app.openapi_schema = _document(app, token_needed)
         return app.openapi_schema
 
-    # FastAPI's way to replace the document
+    # FastAPI documents this assignment as the way to replace the document
     app.openapi = document  # type: ignore[method-assign]
 
 
@@ -131,7 +132,7 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
     document = get_openapi(
         title="run-api",
         version=version("grpo-run-api"),
-        description="Scored groups in, training batches out. A number may also be sent as text.",
+        description="Queues scored groups, hands out batches. A number may also be sent as text.",
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
@@ -145,21 +146,21 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
         }
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _answer_as_we_do(operation)
+            _declare_common_answers(operation)
             if token_needed and path not in OPEN_PATHS:
-                _ask_for_the_token(operation)
+                _require_token(operation)
     return document
 
 
 def body_schema(model: type[BaseModel]) -> Json:
     schema = model.model_json_schema(schema_generator=LaxJsonSchema)
     if model is ScoredGroup:
-        _add_what_validators_check(schema["properties"])
+        _add_validated_limits(schema["properties"])
     return schema
 
 
-def _add_what_validators_check(properties: Json) -> None:
-    """As far as a schema can say it: not that lengths agree, nor that nested numbers are finite."""
+def _add_validated_limits(properties: Json) -> None:
+    """Add validators' checks, except those that no schema can express, such as equal lengths."""
     properties["tokens"]["minItems"] = 1
     properties["tokens"]["items"]["minItems"] = 1
     for name in ("masks", "scores"):
@@ -168,8 +169,8 @@ def _add_what_validators_check(properties: Json) -> None:
     conversations["items"]["items"]["required"] = ["role", "content"]
 
 
-def _answer_as_we_do(operation: Json) -> None:
-    """FastAPI declares a 422 of its own for every parameter, also for those that take anything."""
+def _declare_common_answers(operation: Json) -> None:
+    """Remove FastAPI's own 422, which it declares for every parameter, and add our 403."""
     answers = operation["responses"]
     if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
         del answers["422"]
@@ -178,7 +179,7 @@ def _answer_as_we_do(operation: Json) -> None:
         answer["headers"] = answer.get("headers", {}) | _STAMPED
 
 
-def _ask_for_the_token(operation: Json) -> None:
+def _require_token(operation: Json) -> None:
     operation["security"] = [{_SECURITY: []}]
     operation["responses"]["401"] = _refusal_of_any_body(401) | {
         "headers": _STAMPED
@@ -187,8 +188,9 @@ def _ask_for_the_token(operation: Json) -> None:
 
 
 class LaxJsonSchema(GenerateJsonSchema):
-    """The plain spellings of numbers as text are declared. Some others are accepted as well: with
-    spaces around them, a plus sign, or underscores between digits.
+    """Declares that numbers may be sent as plain text or booleans.
+
+    The server also accepts spaces around the text, a plus sign, and underscores between digits.
     """
 
     def int_schema(self, schema: IntSchema) -> JsonSchemaValue:
@@ -202,16 +204,16 @@ class LaxJsonSchema(GenerateJsonSchema):
         return _also(number, _float_text(schema.get("ge"), schema.get("le")), schema.get("ge"))
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
-        """Says aloud that unknown fields are taken, and dropped."""
+        """Declare that unknown fields are accepted, and dropped."""
         return {**super().model_schema(schema), "additionalProperties": True}
 
 
 def _also(number: JsonSchemaValue, text: str, least: float | None) -> JsonSchemaValue:
-    # false is 0
+    # false counts as 0, which is below a positive minimum
     truth: dict[str, Any] = {"const": True} if least is not None and least > 0 else {}
     return {
         "anyOf": [number, {"type": "string", "pattern": text}, {"type": "boolean", **truth}],
-        "description": "a number, or the same as text; true is 1, false is 0",
+        "description": "a number, or its text; true counts as 1, false as 0",
     }
 
 

@@ -1,4 +1,4 @@
-"""Request bodies: read under a deadline and a limit in bytes, and decompressed under one."""
+"""Reads and decompresses request bodies, with a deadline and limits in bytes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from grpo_api.errors import BodiesFull, BodyTooSlow, Refused
 from grpo_api.http.error_responses import too_large
 
 INLINE_BYTES = 1024 * 1024
-"""Content that is decoded at once: a millisecond or two as it usually comes, 20 at worst."""
+"""Content up to this size is decoded on the event loop: usually 1 to 2 ms, at worst 20 ms."""
 _LARGE_SHARE = 7 / 8
-"""Of the limit. The rest is left to bodies of a usual size, whatever large ones do."""
+"""Share of the memory limit that large bodies may use; the rest is kept for small ones."""
 _GZIP_WINDOW_BITS = 31
 
 
 @dataclass(frozen=True)
 class RawBody:
-    """A request's body as it arrived. `is_gzip`: its Content-Encoding says so."""
+    """A request's body as it arrived. `is_gzip`: its Content-Encoding is gzip."""
 
     content: bytes
     is_gzip: bool
 
 
 class BodyReader:
-    """Args:
-    deadline_s: from the first look at a body until it has arrived in full.
-    max_held_bytes: of all bodies that this process holds, those under way included.
+    """Limits how long a body may take to arrive, and how much memory all bodies use.
+
+    Args:
+        deadline_s: from the start of reading a body until its last byte.
+        max_held_bytes: limit on all bodies in memory, including those that are still arriving.
     """
 
     def __init__(self, deadline_s: float, max_held_bytes: int) -> None:
@@ -44,7 +46,7 @@ class BodyReader:
 
     @contextmanager
     def incoming(self, request: Request) -> Iterator[IncomingBody]:
-        """The body of one request, which counts as held until this ends."""
+        """The body of one request, counted as held until the block ends."""
         body = IncomingBody(self, request)
         try:
             yield body
@@ -52,8 +54,10 @@ class BodyReader:
             body.keep(0)
 
     def require_room(self, more_bytes: int, body_bytes: int) -> None:
-        """For `more_bytes` of a body that is `body_bytes` long, as far as is known.
+        """Check that `more_bytes` fit into memory.
 
+        Args:
+            body_bytes: length of the whole body, as far as it is known.
         Raises:
             BodiesFull
         """
@@ -63,7 +67,7 @@ class BodyReader:
             raise BodiesFull(self._held_bytes)
 
     def count(self, more_bytes: int) -> None:
-        """Negative: so much is no longer held."""
+        """Add to the number of held bytes; a negative number frees bytes."""
         self._held_bytes += more_bytes
 
 
@@ -74,7 +78,7 @@ class IncomingBody:
         self._bytes = 0
 
     def keep(self, size: int) -> None:
-        """Of the body no more than `size` bytes are held from here on: what was made of it."""
+        """Record that only `size` bytes made from the body are held from now on."""
         self._reader.count(size - self._bytes)
         self._bytes = size
 
@@ -82,9 +86,9 @@ class IncomingBody:
         """The whole body as it was sent.
 
         Raises:
-            Refused: 413 as soon as it is known to be longer than `max_bytes`.
-            BodiesFull: as soon as there is known to be no room for it.
-            BodyTooSlow: it did not arrive in full in time.
+            Refused: 413, the body is longer than `max_bytes`; raised before the rest is read.
+            BodiesFull: there is no room for the body; raised before the rest is read.
+            BodyTooSlow: the deadline passed before the last byte.
         """
         headers = self._request.headers
         declared = headers.get("content-length", "0")
@@ -110,35 +114,35 @@ class IncomingBody:
 
 
 class TooMuchWork(Exception):
-    """More than the caller wants to do now."""
+    """The content is too large to decode on the event loop."""
 
 
 def inflate_member(body: bytes, max_bytes: int) -> bytes:
-    """Decompress gzip of exactly one member, the usual case, in one go.
+    """Decompress a body of exactly one gzip member, which is the usual case.
 
     Raises:
-        TooMuchWork: the content is longer than `max_bytes`, or something follows the member.
-        Refused: 400, for anything that is not gzip.
+        TooMuchWork: the content is longer than `max_bytes`, or bytes follow the member.
+        Refused: 400, the body is not valid gzip.
     """
     inflater = isal_zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
-        # one byte more than allowed tells "exactly full" from "too long"
+        # one byte more than allowed distinguishes "exactly full" from "too long"
         content: bytes = inflater.decompress(body, max_bytes + 1)
-    except IsalError as error:  # type: ignore[misc]  # its stub says: an instance
+    except IsalError as error:  # type: ignore[misc]  # its type stub declares an instance
         raise _not_gzip(error) from error
     if len(content) > max_bytes or inflater.unused_data or not body:
         raise TooMuchWork
     if not inflater.eof:
-        raise _not_gzip("it ends in the middle of a member")
+        raise _not_gzip("it is cut off in the middle of a member")
     return content
 
 
 def inflate(body: bytes, max_bytes: int) -> bytes:
-    """Decompress gzip of any number of members (RFC 1952), with zeros between and after them.
+    """Decompress any number of gzip members (RFC 1952), with zeros between and after them.
 
     Raises:
-        Refused: 413 where the content is longer than `max_bytes`, of which no more is ever held;
-            400 for anything that is not gzip.
+        Refused: 413, the content is longer than `max_bytes` (no more is ever decompressed); or
+            400, the body is not valid gzip.
     """
     try:
         with igzip.open(io.BytesIO(body)) as file:  # type: ignore[no-untyped-call]
@@ -151,4 +155,4 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
 
 def _not_gzip(reason: object) -> Refused:
-    return Refused(400, f"body is not valid gzip: {reason}")
+    return Refused(400, f"the body is not valid gzip: {reason}")

@@ -1,4 +1,4 @@
-"""uvicorn: ended by the first signal gracefully and by the second at once; bounded headers."""
+"""Runs uvicorn with a graceful stop at the first signal and a limit on header size."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from grpo_api.http.shutdown import Lifetime
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-"""Above the interval of every client that asks again and again: the longest is a minute."""
+"""Longer than the polling interval of every client, which is at most a minute."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Beyond the first read of a connection, which is at most 256 KiB."""
+"""Limit after the first read of a connection, which may itself hold 256 KiB."""
 
 _log = structlog.get_logger()
 
 
 class HttpServer(uvicorn.Server):
-    """Told to stop, it closes `lifetime` at once, takes no new connections, and lets requests
-    under way finish for up to `stop_grace_s`. uvicorn's own handling would set nothing that a
-    request can wait on, and would end the process by the signal instead of with status 0.
+    """A server that stops gracefully: it answers requests in flight for up to `stop_grace_s`.
+
+    At a stop signal it sets `lifetime.closing` at once and accepts no new connections. uvicorn's
+    own signal handling offers no event for waiting requests, and does not exit with status 0.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class HttpServer(uvicorn.Server):
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=stop_grace_s,
-                # nobody here reads a client's address, and every request would pay for it
+                # parsing proxy headers costs time, and no code here reads a client's address
                 proxy_headers=False,
                 access_log=False,
                 log_config=None,
@@ -56,7 +57,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        _log.info("listening", host=self.config.host, port=self.config.port)
+        _log.info("run_api.listening", host=self.config.host, port=self.config.port)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -66,17 +67,17 @@ class HttpServer(uvicorn.Server):
         try:
             yield
         finally:
-            self._leave_signals_to_the_kernel()
+            self._restore_default_signals()
 
     def _stop(self, number: signal.Signals) -> None:
         grace_s = self.config.timeout_graceful_shutdown
-        _log.info("stopping", signal=number.name, grace_s=grace_s)
+        _log.info("run_api.stopping", signal=number.name, grace_s=grace_s)
         self._lifetime.closing.set()
         self.should_exit = True
-        # the next signal ends the process even where the event loop is stuck
-        self._leave_signals_to_the_kernel()
+        # the next signal ends the process even if the event loop is stuck
+        self._restore_default_signals()
 
-    def _leave_signals_to_the_kernel(self) -> None:
+    def _restore_default_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
@@ -84,10 +85,10 @@ class HttpServer(uvicorn.Server):
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
-    """Neither uvicorn nor httptools bounds a request line and its headers.
+    """Limits the size of a request line and its headers, which uvicorn and httptools do not.
 
-    Where what follows a request is no HTTP, uvicorn answers 400 and closes the connection, and
-    would carry out the request before it for nobody. Here that one finds its client gone.
+    If a request is followed by bytes that are not HTTP, uvicorn answers 400, closes the connection
+    and still carries out the request. This class marks its client as disconnected instead.
     """
 
     _in_head = False
@@ -108,7 +109,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._head_bytes = 0
         elif continues:
-            # what came with the beginning may be the end of a body before it
+            # the first read of this head may begin with the end of the previous body
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"Request head is larger than {MAX_HEAD_BYTES} bytes.")
@@ -116,7 +117,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
         if self._running is not None:
-            # its answer could not be sent any more: uvloop raises on a closed transport
+            # its answer cannot be sent: uvloop raises on a closed transport
             self._running.disconnected = True
             self._running.message_event.set()
 

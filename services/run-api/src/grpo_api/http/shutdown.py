@@ -1,4 +1,4 @@
-"""Whether the server goes on, and waits that end early when it does not."""
+"""Signals a shutdown to waiting requests, so that they end early."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 from contextvars import ContextVar
 
 was_held: ContextVar[bool] = ContextVar("was_held", default=False)
-"""Whether the request of this task is answered later on purpose: it is not logged as slow."""
+"""Whether this task's request waits on purpose, so that it is not logged as slow."""
 
 
 class Lifetime:
-    """One per application. `closing` is set the moment the process is told to stop."""
+    """One per application. `closing` is set when the process receives a stop signal."""
 
     def __init__(self) -> None:
         self.closing = asyncio.Event()
 
     async def closes_within(self, seconds: float) -> bool:
-        """Wait so long; returns early, and True, where the server is told to stop meanwhile.
+        """Wait; return True early if the server starts to shut down.
 
-        A request that is answered later on purpose, a long poll or a held submission, waits here:
-        this marks it, so that it is not logged as slow.
+        Long polls and waiting submissions wait here. This marks their request as waiting on
+        purpose, so that it is not logged as slow.
         """
         was_held.set(True)
         try:

@@ -1,1 +1,1 @@
-"""Scored groups on their way in: decode, check, hold back, place. No Redis commands."""
+"""Accepts scored groups: decodes, checks, delays and places them. Issues no Redis commands."""

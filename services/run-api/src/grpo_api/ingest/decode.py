@@ -1,7 +1,7 @@
-"""From the body of a submission to groups that are ready to be stored.
+"""Decodes the body of a submission into groups that are ready to be stored.
 
-Bodies of a usual size are decoded where they arrive. What would keep other requests waiting is
-decoded by a process beside the server, with the same functions.
+Bodies of a usual size are decoded on the event loop. A large body would delay other requests, so a
+second process decodes it with the same functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from grpo_api.store.group_codec import PackedGroup, compress, pack, stored
 from grpo_core.wire.scored_group import ScoredGroup
 
 MAX_GROUPS = 1024
-"""In one list. They are queued in one step, during which Redis serves nobody else."""
+"""Limit on the groups of one list. Redis answers no other request while it queues them."""
 
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
@@ -44,8 +44,10 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Decoded:
-    """Attributes:
-    fingerprint: of the JSON as it was sent; the same for a body that is sent again.
+    """The groups of one submission.
+
+    Attributes:
+        fingerprint: checksum of the JSON; a repeated submission has the same one.
     """
 
     groups: list[PackedGroup]
@@ -55,33 +57,34 @@ class Decoded:
 Decode = Callable[[RawBody, int | None], Decoded]
 """
 Args:
-    max_bytes: largest content to decode, or None for `INLINE_BYTES` and what is simple.
+    max_bytes: largest content to decode; None decodes up to `INLINE_BYTES`, in one gzip member.
 Raises:
-    TooMuchWork: without `max_bytes`: it has to be decoded elsewhere.
-    Refused: 400 for broken gzip, 413 above `max_bytes`, 422 for what breaks the record.
+    TooMuchWork: without `max_bytes`: the decoder process must decode this body.
+    Refused: 400, broken gzip; 413, longer than `max_bytes`; 422, an invalid group.
 """
 
 
 def decode_group(body: RawBody, max_bytes: int | None) -> Decoded:
-    """The one group of a `POST /scored_data`, as `Decode`."""
+    """Decode the one group of a `POST /scored_data`; see `Decode`."""
     text = _content(body, max_bytes)
     facts = scan_group(text)
     if facts is None:
-        # By pydantic's own parser, which refuses what Python's would let through or fail on: lone
-        # surrogates, nesting without end, integers of any length, bytes that are not UTF-8.
+        # pydantic's own parser rejects input that Python's parser accepts or crashes on: lone
+        # surrogates, endless nesting, integers of any length, bytes that are not UTF-8.
         try:
             group = pack(ScoredGroup.model_validate_json(text))
         except ValidationError as error:
             raise invalid(error) from error
     else:
-        # Read without a limit of its own, it may be in several members: what is stored has one.
+        # A body that was read with `max_bytes` may have several gzip members; a stored group has
+        # one.
         member = body.content if body.is_gzip and max_bytes is None else compress(text)
         group = PackedGroup(facts.env_id, facts.sequences, stored(member, facts.absent))
     return Decoded([group], _fingerprint(text))
 
 
 def decode_groups(body: RawBody, max_bytes: int | None) -> Decoded:
-    """The groups of a `POST /scored_data_list`, as `Decode`."""
+    """Decode the groups of a `POST /scored_data_list`; see `Decode`."""
     text = _content(body, max_bytes)
     try:
         groups = _LIST.validate_json(text)
@@ -105,16 +108,15 @@ def _fingerprint(text: bytes) -> str:
 
 
 class SubmissionDecoder:
-    """Decodes a submission at once, or in a process of its own where that would take long.
+    """Decodes small submissions on the event loop and large ones in the decoder process.
 
-    Parsing JSON holds the interpreter for as long as it takes, about 10 ms per megabyte, so a
-    thread would not do. The process starts with the first large submission; one at a time is
-    decoded there.
+    A thread would not help: parsing holds the interpreter lock, for about 10 ms per megabyte. The
+    process starts with the first large submission and decodes one at a time.
 
     Args:
-        max_bytes: largest body, as sent and after decompression.
-        turn_s: how long a submission waits for others: longer than one of them can take.
-        decoding_s: several times what the largest body takes; the start of the process included.
+        max_bytes: largest body, both as sent and after decompression.
+        turn_s: limit on waiting for earlier submissions; longer than one of them can take.
+        decoding_s: limit on one submission, including the start of the process.
     """
 
     def __init__(self, max_bytes: int, *, turn_s: float = 30.0, decoding_s: float = 20.0) -> None:
@@ -125,7 +127,7 @@ class SubmissionDecoder:
         self._process: _DecodeProcess | None = None
 
     def close(self) -> None:
-        """End the process at once, also where it hangs."""
+        """Kill the decoder process."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -133,8 +135,8 @@ class SubmissionDecoder:
     async def decode(self, decode: Decode, body: RawBody) -> Decoded:
         """
         Raises:
-            Refused: 400 for broken gzip, 413 above `max_bytes`, 422 for what breaks the record.
-            StoreUnavailable: others before it took too long, or the process ended or hangs.
+            Refused: 400, broken gzip; 413, longer than `max_bytes`; 422, an invalid group.
+            StoreUnavailable: earlier submissions took too long, or the decoder process failed.
         """
         try:
             return decode(body, None)
@@ -158,15 +160,15 @@ class SubmissionDecoder:
                 outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
             is_whole = True
         except TimeoutError as error:
-            _log.warning("the process that decodes large submissions hangs and is replaced")
+            _log.warning("decoder.timed_out", deadline_s=self._decoding_s)
             raise StoreUnavailable(
-                "the process that decodes large submissions did not answer within "
-                f"{self._decoding_s:g} s and is replaced; send the same groups again"
+                f"the decoder process did not finish within {self._decoding_s:g} s and was killed; "
+                "send the same groups again"
             ) from error
         except (EOFError, OSError) as error:
-            _log.warning("the process that decodes large submissions ended", reason=repr(error))
+            _log.warning("decoder.exited", reason=repr(error))
             raise StoreUnavailable(
-                "the process that decodes large submissions ended; is memory short?"
+                "the decoder process exited, perhaps for lack of memory; send the same groups again"
             ) from error
         finally:
             if not is_whole:
@@ -175,7 +177,7 @@ class SubmissionDecoder:
 
 
 class _DecodeProcess:
-    """Decodes what comes through a pipe, until that closes: the server has ended."""
+    """Decodes the bodies that come through a pipe, until the server closes it by exiting."""
 
     def __init__(self) -> None:
         # a fork would copy the server's sockets and event loop
@@ -186,9 +188,9 @@ class _DecodeProcess:
         other_end.close()
 
     def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Decoded | Refused:
-        """Raises `EOFError` or `OSError` where the process has ended."""
+        """Raises `EOFError` or `OSError` if the process has exited."""
         try:
-            # apart from the rest, whose copy would hold the interpreter for up to 30 ms
+            # sent apart from the body: pickling the body would block the event loop up to 30 ms
             self._pipe.send((decode, body.is_gzip, max_bytes))
             self._pipe.send_bytes(body.content)
             outcome: Decoded | Refused = self._pipe.recv()
@@ -202,7 +204,7 @@ class _DecodeProcess:
 
 
 def _decode_for_server(pipe: Connection) -> None:
-    # Ctrl-C reaches a terminal's whole process group, and the server finishes what it has begun
+    # Ctrl-C reaches the terminal's whole process group, and the server still needs this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError):
         while True:

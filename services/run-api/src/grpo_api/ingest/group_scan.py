@@ -1,12 +1,12 @@
-"""Recognises the usual scored group without making a Python object of each of its numbers.
+"""Validates a usual scored group fast, without a Python object for each of its numbers.
 
-This accepts or abstains, it never refuses: what it does not recognise goes through `ScoredGroup`,
-which coerces what may be coerced and says what is wrong with the rest. So a group is accepted here
-only where `ScoredGroup` would accept it and read the same from it.
+`scan_group` accepts a group or returns None; it never rejects one. A group with None goes through
+`ScoredGroup`, which converts values and reports errors. `scan_group` accepts a group only if
+`ScoredGroup` would accept it with the same values.
 
-Numbers are looked at as flat arrays, beside the lengths of their rows. Flattening hides arrays
-inside of rows ([[1], [2]] for [1, 2]), so brackets are counted as well: as many as rows and fields
-and free-form values account for.
+Numbers are checked as flat arrays, and the lengths of their rows separately. A flat array hides
+nested arrays ([[1], [2]] looks like [1, 2]). So the brackets in the text are counted too, and
+compared with the number that rows, fields and free-form values need.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _BRACKET = ord("[")
 _ESCAPE = b"\\"
 _ESCAPED_BRACKET = b"\\u005"
 _INTEGER, _FLOAT = "i", "d"
-_NOT_ONE_OF_OURS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
 
 _EXACT_INTEGERS = 2.0**53
-"""From here on an integer among floats, which is sent on as written, may be no float exactly."""
+"""Larger integers may have no exact float; a stored group keeps them as they were written."""
 
 _KEPT_BYTES = 1024 * 1024
 _PARSER = simdjson.Parser()
-"""Used again for texts of a usual size: its memory, some ten times theirs, is then in place."""
+"""Reused for texts of a usual size, since it allocates about ten times their size."""
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What planning needs of a group, and which of its fields the sender left out."""
+    """The metadata of a group, and the names of the fields that its sender left out."""
 
     env_id: int | None
     sequences: int
@@ -51,18 +51,18 @@ class GroupFacts:
 
 
 class _Unusual(Exception):
-    """Not recognised. Raised and caught in this module."""
+    """The group is not a usual one. Raised and caught only in this module."""
 
 
 def scan_group(text: bytes) -> GroupFacts | None:
-    """None where the JSON is not that of a usual group; it may be a valid one all the same."""
+    """The facts of a usual group. None for any other text, which may still be a valid group."""
     if text[:1] != b"{" or text[-1:] != b"}":
         return None
-    if _ESCAPE in text and _ESCAPED_BRACKET in text:  # looking for one byte is ten times as fast
+    if _ESCAPE in text and _ESCAPED_BRACKET in text:  # one byte is found ten times as fast
         return None
     try:
         return _scan(text)
-    except (_Unusual, *_NOT_ONE_OF_OURS):
+    except (_Unusual, *_PARSE_ERRORS):
         return None
 
 
@@ -81,7 +81,7 @@ def _scan(text: bytes) -> GroupFacts:
     for name in _RARE:
         arrays += _expect_empty(given.get(name))
     arrays += _free_form(given, len(lengths))
-    # faster than bytes.count, which starts anew behind each
+    # faster than bytes.count, which restarts its search after each match
     brackets = np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _BRACKET)
     _expect(int(brackets) == arrays)
     return GroupFacts(
@@ -96,12 +96,12 @@ def _parse(text: bytes) -> Any:
         return simdjson.Parser().parse(text)
     try:
         return _PARSER.parse(text)
-    except RuntimeError:  # a value that it handed out is still held, by a traceback for example
+    except RuntimeError:  # a value of an earlier text is still in use, e.g. by a traceback
         return simdjson.Parser().parse(text)
 
 
 def _integer_rows(rows: Any, least: int) -> list[int]:
-    """Lengths of the rows [S] of integers between `least` and the largest token id."""
+    """Row lengths [S]; every value must be an integer from `least` to the largest token id."""
     _expect(isinstance(rows, simdjson.Array))
     lengths = [len(row) for row in rows]
     values = np.frombuffer(rows.as_buffer(of_type=_INTEGER), dtype=np.int64)
@@ -119,10 +119,10 @@ def _scores(scores: Any, sequences: int) -> int:
 
 
 def _optional_rows(rows: Any, lengths: list[int], aligned: bool) -> int:
-    """Brackets of rows [S] of numbers, each of which holds a float.
+    """The number of brackets in rows [S] of numbers, of which each row must hold a fraction.
 
-    A row of integers alone ([0, 1]) is sent on as written, and readers would take it for another
-    type than the floats that the record promises.
+    A row of integers alone ([0, 1]) would be stored as written, and readers would get integers
+    instead of floats.
     """
     if rows is None or not len(rows):
         return _expect_empty(rows)
@@ -139,7 +139,7 @@ def _optional_rows(rows: Any, lengths: list[int], aligned: bool) -> int:
 
 
 def _free_form(given: dict[str, Any], sequences: int) -> int:
-    """Brackets of the free-form fields, which the record itself has found to be valid."""
+    """The number of brackets in the free-form fields, after `FreeFormFields` validated them."""
     texts: dict[str, bytes] = {}
     for name in _FREE_FORM:
         value = given.get(name)
@@ -160,7 +160,7 @@ def _object(texts: dict[str, bytes]) -> bytes:
 
 
 def _expect_empty(value: Any) -> int:
-    """Brackets of a field that is null or an empty list."""
+    """The number of brackets in a field that must be null or an empty list."""
     if value is None:
         return 0
     _expect(isinstance(value, simdjson.Array) and len(value) == 0)

@@ -1,7 +1,7 @@
-"""Takes scored groups in: at once where they need no planning, else placed on metadata.
+"""Accepts submissions: queues whole groups directly, plans a place for the others.
 
-A full queue makes senders wait in line. Whoever the next batch waits for need not: a queue that is
-full of everybody else's data would never drain.
+Submissions wait in line while the queue is full. A sender whose groups the next batch needs does
+not wait: a queue that is full of other groups would never empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_api.store import RunStore
 from grpo_api.store.results import NotPlaced, Outcomes, Submission
 
 _MAX_PLACEMENTS = 32
-_ASK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _STAGED_FROM_BYTES = 1024 * 1024
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 _log = structlog.get_logger()
@@ -32,10 +32,12 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Patience:
-    """Attributes:
-    placing_s: how long a submission waits for others that met the same trouble before it.
-    full_s: how long it waits for a full queue.
-    held_bytes: that submissions may hold while they wait for a full queue, all of them together.
+    """How long submissions may wait, and how much memory they may hold.
+
+    Attributes:
+        placing_s: limit on waiting for earlier submissions that are being placed.
+        full_s: limit on waiting while the queue is full.
+        held_bytes: limit on the memory of all submissions that wait while the queue is full.
     """
 
     placing_s: float
@@ -44,7 +46,7 @@ class Patience:
 
 
 class Intake:
-    """What `POST /scored_data` does."""
+    """Carries out `POST /scored_data` and `POST /scored_data_list`."""
 
     def __init__(
         self, store: RunStore, limits: Limits, patience: Patience, lifetime: Lifetime
@@ -58,16 +60,16 @@ class Intake:
         self._line = WaitingLine(lifetime, patience.held_bytes)
 
     async def submit(self, submission: Submission) -> Outcomes:
-        """Take all groups, or none of them.
+        """Accept all groups, or none of them.
 
         Returns:
-            For each group the sequences that its environment has buffered after it, or None where
-            it was queued as it came. A submission that was taken before is answered as it was then.
+            For each group, the sequences in its environment's buffer afterwards, or None if it was
+            queued directly. A repeated submission gets the first answer again.
         Raises:
-            GroupRefused: the first group that cannot be taken.
-            Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
-            QueueFull: it stayed full for as long as a submission may wait.
-            StoreUnavailable: Redis is away, or the run changes faster than it is read.
+            GroupRefused: for the first group that cannot be accepted.
+            Refused: 409, no trainer has registered; 422, the key was used for other groups.
+            QueueFull: the queue stayed full for as long as a submission may wait.
+            StoreUnavailable: Redis is unreachable, or the run changes too fast.
         """
         if not submission.groups:
             return []
@@ -79,11 +81,11 @@ class Intake:
         return outcome
 
     async def _take(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """`FULL` is all that is left of why it may not be taken."""
+        """Accept the groups if there is room. `FULL` is the only `NotPlaced` that it returns."""
         if submission.stored_bytes <= _STAGED_FROM_BYTES:
             return await self._queue_or_place(submission, limits)
-        # What is large is stored ahead, so that queueing it keeps nobody else waiting; but not
-        # before there is room for it.
+        # A large payload is staged in pieces first, because queueing it in one command would block
+        # Redis. It is staged only if there is room.
         fill = (await self._store.environments.view()).counters.fill
         if fill.reaches(limits):
             return NotPlaced.FULL
@@ -103,21 +105,24 @@ class Intake:
         return outcome
 
     async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """Parts of one environment meet in its buffer: sent side by side and placed side by side,
-        all but one of them would start over each time."""
+        """Place one submission at a time.
+
+        Parts of one environment share its buffer. Of several that are placed at the same time, all
+        but one must start over.
+        """
         patience_s = self._patience.placing_s
-        reason = f"groups that arrived earlier were not placed within {patience_s:g} s"
+        reason = f"earlier groups were not placed within {patience_s:g} s; send these again"
         async with in_turn(self._turns, patience_s, reason):
             for _ in range(_MAX_PLACEMENTS):
                 outcome = await self._place(submission, limits)
                 if outcome is not NotPlaced.MOVED:
                     return outcome
         raise StoreUnavailable(
-            f"the run changed {_MAX_PLACEMENTS} times while groups were placed; send them again"
+            f"the run changed {_MAX_PLACEMENTS} times during placement; send the groups again"
         )
 
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """`MOVED` where the run changed between reading and committing."""
+        """Plan and commit. `MOVED` if the run changed in between."""
         groups = submission.groups
         opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
         under = submission.received_under or opened.served
@@ -129,17 +134,17 @@ class Intake:
             placement = place(arrivals, opened.state)
         except GroupRefused as error:
             env_id = arrivals[error.index].env_id
-            _log.warning("group refused", env_id=env_id, index=error.index, reason=str(error))
+            _log.warning("group.refused", env_id=env_id, index=error.index, reason=str(error))
             raise
         return await self._store.groups.commit(opened, placement, submission, limits)
 
     async def _wait_in_line(self, submission: Submission) -> Outcomes:
-        # while it waits the server may go on to versions that cannot have sampled it
+        # while it waits, the server may switch to a version that did not sample these groups
         served = await self._store.groups.served()
         submission = replace(submission, received_under=served)
-        # Asked before there is a place to wait in: it must not depend on who else waits.
+        # Checked before joining the line: the answer must not depend on other submissions.
         if _is_waited_for(submission, await self._store.environments.view()):
-            return await self._let_in(submission)
+            return await self._accept_over_limit(submission)
         began = asked = time.monotonic()
         with self._line.place(submission.stored_bytes) as ticket:
             while time.monotonic() - began <= self._patience.full_s:
@@ -148,27 +153,27 @@ class Intake:
                     if not isinstance(outcome, NotPlaced):
                         return outcome
                 await ticket.wait()
-                if time.monotonic() - asked >= _ASK_EVERY_S:
+                if time.monotonic() - asked >= _CHECK_EVERY_S:
                     if _is_waited_for(submission, await self._recent_view()):
-                        return await self._let_in(submission)
+                        return await self._accept_over_limit(submission)
                     asked = time.monotonic()
         raise QueueFull(time.monotonic() - began)
 
     async def _recent_view(self) -> RunView:
-        """One for all who wait: each of them asks every second."""
-        if time.monotonic() - self._viewed_at >= _ASK_EVERY_S or self._view is None:
+        """A view shared by all waiting submissions, since each needs one every second."""
+        if time.monotonic() - self._viewed_at >= _CHECK_EVERY_S or self._view is None:
             self._view = await self._store.environments.view()
             self._viewed_at = time.monotonic()
         return self._view
 
-    async def _let_in(self, submission: Submission) -> Outcomes:
+    async def _accept_over_limit(self, submission: Submission) -> Outcomes:
         outcome = await self._take(submission, _UNLIMITED)
         assert not isinstance(outcome, NotPlaced)
         return outcome
 
 
 def _is_waited_for(submission: Submission, run: RunView) -> bool:
-    """Whether the next batch may need exactly this data."""
+    """Whether the next batch may need a group of this submission."""
     shares: dict[int | None, Share] = {own.env_id: own.share for own in run.connected()}
     return any(
         may_overfill(shares.get(group.env_id, group.sequences), run) for group in submission.groups

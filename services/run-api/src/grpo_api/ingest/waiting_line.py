@@ -1,4 +1,4 @@
-"""Requests that wait for room, in the order in which they came."""
+"""A first-in, first-out line of requests that wait for room in the queue."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from contextlib import asynccontextmanager, contextmanager
 from grpo_api.errors import QueueFull, ShuttingDown, StoreUnavailable
 from grpo_api.http.shutdown import Lifetime, was_held
 
-_FIRST_LOOKS_S = 0.05
-_OTHERS_LOOK_S = 0.5
+_FIRST_POLL_S = 0.05
+_OTHERS_POLL_S = 0.5
 MAX_WAITING = 256
-"""Requests. Each of them costs a little for as long as it waits."""
+"""Limit on waiting requests, because each one polls."""
 
 
 class WaitingLine:
-    """Args:
-    max_bytes: that those who wait may hold, all of them together.
-    """
+    """The line of waiting requests. `max_bytes`: limit on the memory of all of them together."""
 
     def __init__(self, lifetime: Lifetime, max_bytes: int) -> None:
         self._lifetime = lifetime
@@ -36,7 +34,7 @@ class WaitingLine:
         """A place at the end of the line, for a request of `size` bytes.
 
         Raises:
-            QueueFull: as many as may wait do, or they hold as much as they may.
+            QueueFull: the line has reached its limit in requests or in bytes.
         """
         if len(self._tickets) == MAX_WAITING or self._bytes + size > self._max_bytes:
             raise QueueFull(0.0)
@@ -63,14 +61,14 @@ class Ticket:
         return self._line[0] is self
 
     async def wait(self) -> None:
-        """Until it is time to look again: soon for who is first, or has just become so.
+        """Wait before the next attempt: briefly for the first in line, longer for the others.
 
         Raises:
             ShuttingDown
         """
         was_held.set(True)
         try:
-            async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
+            async with asyncio.timeout(_FIRST_POLL_S if self.is_first else _OTHERS_POLL_S):
                 await self.called.wait()
         except TimeoutError:
             pass
@@ -81,10 +79,10 @@ class Ticket:
 
 @asynccontextmanager
 async def in_turn(turns: asyncio.Lock, patience_s: float, reason: str) -> AsyncIterator[None]:
-    """Hold the lock, which others may hold for `patience_s` at most.
+    """Hold the lock during the block.
 
     Raises:
-        StoreUnavailable: for this reason, where they hold it longer.
+        StoreUnavailable: the lock was not free within `patience_s`; `reason` is the message.
     """
     try:
         async with asyncio.timeout(patience_s):

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus, and logs. Reads numbers, changes nothing."""
+"""Prometheus metrics and logging of run-api."""

@@ -1,4 +1,4 @@
-"""What libraries log goes where our own events go: uvicorn's tracebacks carry the request id."""
+"""Forwards library logs to structlog, so that uvicorn's tracebacks carry the request id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _log = structlog.get_logger()
 
 
 class StructlogHandler(logging.Handler):
-    """Hands a record on as an event, with what is bound to the request that it was logged in."""
+    """Logs a library's record as an event, with the fields bound to the current request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _log.log(
@@ -22,5 +22,5 @@ class StructlogHandler(logging.Handler):
 
 
 def forward_library_logs() -> None:
-    """Warnings and worse; uvicorn's remarks on starting and stopping repeat our own."""
+    """Forward warnings and errors, but not info: uvicorn only repeats our own start and stop."""
     logging.basicConfig(handlers=[StructlogHandler()], level=logging.WARNING, force=True)

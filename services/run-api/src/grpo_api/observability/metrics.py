@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: requests of this process, and the run as Redis has it."""
+"""Prometheus metrics: the requests of this process and the state of the run in Redis."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ _GAUGES = {
     "queued_bytes": ("queued_bytes", "Stored bytes of the groups in the queue."),
     "oldest_queued_age_s": (
         "oldest_queued_group_age_seconds",
-        "Age of the oldest group in the queue; 0 where it is empty.",
+        "Age of the oldest group in the queue; 0 if the queue is empty.",
     ),
-    "buffered_parts": ("buffered_parts", "Parts of groups that wait for the rest."),
-    "buffered_bytes": ("buffered_bytes", "Stored bytes of the parts that wait for the rest."),
+    "buffered_parts": ("buffered_parts", "Parts of groups in environments' buffers."),
+    "buffered_bytes": ("buffered_bytes", "Stored bytes of the parts in environments' buffers."),
     "leased_batches": ("leased_batches", "Batches handed out and not acknowledged."),
-    "leased_bytes": ("leased_bytes", "Stored bytes of the batches that are not acknowledged."),
+    "leased_bytes": ("leased_bytes", "Stored bytes of unacknowledged batches."),
     "oldest_lease_age_s": (
         "oldest_lease_age_seconds",
-        "Seconds that the oldest unacknowledged batch has been out; 0 where there is none.",
+        "Seconds since the oldest unacknowledged batch was handed out; 0 if there is none.",
     ),
-    "environments_alive": ("environments_alive", "Environments that are here: not left, not mute."),
-    "environments_registered": ("environments_registered", "Environments that ever registered."),
+    "environments_alive": (
+        "environments_alive",
+        "Environments that did not disconnect and polled lately.",
+    ),
+    "environments_registered": (
+        "environments_registered",
+        "Environments that have registered in this run.",
+    ),
 }
 _COUNTERS = {
     "deliveries": ("batches_delivered", "Batches handed out for the first time."),
@@ -45,7 +51,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """One per application, on a registry of its own."""
+    """The metrics of one application, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -65,7 +71,7 @@ class Metrics:
         )
         self._body_bytes = Counter(
             "run_api_request_body_bytes",
-            "Bytes of request bodies, as sent.",
+            "Bytes of request bodies, before decompression.",
             ["route"],
             registry=self._registry,
         )
@@ -78,7 +84,7 @@ class Metrics:
         self._body_bytes.labels(route).inc(body_bytes)
 
     def exposition(self, stats: RunStats | None, accept: str) -> Response:
-        """All metrics in the format that the scraper accepts; None: Redis is away."""
+        """All metrics in the format that the scraper accepts. `stats`: None if Redis is away."""
         encode, content_type = choose_encoder(accept)
         body = encode(_Scrape(self._registry, stats))
         return Response(body, headers={"content-type": content_type})
@@ -94,13 +100,13 @@ class _Scrape(Collector):
 
 
 def run_metrics(stats: RunStats | None) -> Iterator[Metric]:
-    """Whether Redis answered, and if it did, the run as it has it."""
+    """Metrics of the run; only `run_api_redis_up` if Redis did not answer."""
     yield GaugeMetricFamily(
-        "run_api_redis_up", "1 where Redis answered this scrape.", 0 if stats is None else 1
+        "run_api_redis_up", "1 if Redis answered this scrape, else 0.", 0 if stats is None else 1
     )
     if stats is None:
         return
-    for field, (name, says) in _GAUGES.items():
-        yield GaugeMetricFamily(f"run_api_{name}", says, getattr(stats, field))
-    for field, (name, says) in _COUNTERS.items():
-        yield CounterMetricFamily(f"run_api_{name}", says, getattr(stats, field))
+    for field, (name, meaning) in _GAUGES.items():
+        yield GaugeMetricFamily(f"run_api_{name}", meaning, getattr(stats, field))
+    for field, (name, meaning) in _COUNTERS.items():
+        yield CounterMetricFamily(f"run_api_{name}", meaning, getattr(stats, field))

@@ -1,1 +1,1 @@
-"""Which groups make a batch, and where groups are placed. Pure: no I/O, no client."""
+"""Decides which groups form a batch and where submitted groups go. Pure functions, no I/O."""

@@ -1,9 +1,11 @@
-"""Which queued groups make the next batch: a pure decision on metadata, no payload is read.
+"""Chooses the queued groups that form the next batch, from metadata alone.
 
-A batch holds exactly `batch_size` sequences, every minimum of `Demand`, and of all such choices the
-oldest. The archived server forms batches from packs: equal groups that add up to the largest size
-in the queue. A pack is an exact sum, so a batch is found here wherever one is found there, and also
-where packs never come out even (parts of 3 + 1, or 6 + 4 + 4 + 6 sequences in a batch of 20)."""
+A batch holds exactly `batch_size` sequences and meets every minimum of `Demand`. Of all such
+choices, the one with the oldest groups is taken.
+
+The archived server builds batches from packs: equal groups that add up to the largest size in the
+queue. Every pack is also an exact sum, so this module finds a batch whenever the archived server
+does. It also finds batches that packs cannot make, such as 6 + 4 + 4 + 6 sequences for 20."""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group whose payload lies in Redis under `id`. Ids grow with the order of arrival.
+    """Metadata of a group whose payload Redis stores under `id`. Later groups have higher ids.
 
-    `received_under`: the version that was served when it was received, None where nobody had said.
+    `received_under`: the policy version that was served when run-api received the group; None if
+    it was unknown.
     """
 
     id: int
@@ -31,18 +34,18 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Groups that are queued and served together, in this order.
+    """Groups that are queued and put into a batch together, in this order.
 
-    Parts that an environment sent in place of one group stay together in the queue. Planned one by
-    one they could be stranded: a part of 3 whose part of 1 went into another batch fits none.
+    A bundle is one whole group, or parts that add up to one. Parts planned one by one could get
+    stuck: a part of 3 fits no batch once its part of 1 went into another.
     """
 
     id: int
-    """Grows with the order of queueing: the id of the group that completed the bundle."""
+    """The id of the group that completed the bundle. Later bundles have higher ids."""
     env_id: int | None
     groups: tuple[StoredGroup, ...]
     queued_ms: int = 0
-    """Redis' time of queueing; 0 before."""
+    """When it was queued, by the clock of Redis; 0 until then."""
 
     @property
     def sequences(self) -> int:
@@ -54,11 +57,10 @@ class Bundle:
 
 
 def plan_batch(queue: Sequence[Bundle], demand: Demand) -> list[Bundle] | None:
-    """Choose the next batch, oldest first; None where the queue cannot meet the demand yet.
+    """Choose the next batch, oldest first; None if the queue cannot meet the demand yet.
 
-    Of each kind only the oldest `batch_size // sequences` bundles can matter, so a caller may leave
-    out what lies behind those: the cost depends on the batch and the number of kinds, not on the
-    depth of the queue.
+    Only the oldest `batch_size // sequences` bundles of each kind can be chosen, so a caller may
+    leave out the others. The cost then does not grow with the depth of the queue.
 
     Args:
         queue: oldest first.
@@ -75,7 +77,7 @@ def plan_batch(queue: Sequence[Bundle], demand: Demand) -> list[Bundle] | None:
 
 
 def _head(queue: Sequence[Bundle], batch_size: int) -> list[Bundle] | None:
-    """The head of the queue where it fills the batch exactly: the usual case, at O(batch)."""
+    """The first bundles of the queue if they fill the batch exactly, which is the usual case."""
     chosen: list[Bundle] = []
     missing = batch_size
     for bundle in queue:
@@ -89,5 +91,5 @@ def _head(queue: Sequence[Bundle], batch_size: int) -> list[Bundle] | None:
 
 
 def _kind(bundle: Bundle, demand: Demand) -> Kind:
-    """Bundles of environments without a minimum are interchangeable: only their size matters."""
+    """The kind; without `env_id` if the environment has no minimum, since only the size matters."""
     return bundle.kind if bundle.kind in demand.least else Kind(None, bundle.sequences)

@@ -1,4 +1,4 @@
-"""What one environment is told about the run's data, computed from counters alone."""
+"""Computes the answer of `/status-env`: how fast one environment should send groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from grpo_core.wire.fields import IGNORED_WEIGHT
 from grpo_core.wire.run_api import EnvironmentStatus
 
 MIN_ENV_WEIGHT = 0.01
-"""No environment is starved completely."""
+"""The smallest weight, so that every environment keeps sending some groups."""
 
 
 def environment_status(own: Environment, run: RunView, limits: Limits) -> EnvironmentStatus:
     """Answer of `/status-env` for `own`, which is one of `run.environments`.
 
-    Sizes are in groups of the asking environment. What other environments hold beyond their
-    minimum counts as queued for everybody, rounded up to whole packs of the largest group, except
-    where `is_waited_for` says that it must not slow this environment down. The fuller the queue,
-    the smaller the weight: Atropos environments send so many fewer requests.
+    Sizes are in groups of the asking environment. Sequences of other environments beyond their
+    minimum count as queued too, rounded up to whole groups of the largest size. They do not count
+    if `is_waited_for` is true, because this environment must not slow down then.
+
+    A fuller queue gives a smaller weight, and Atropos environments then send fewer requests.
     """
     counters, connected = run.counters, run.connected()
     minimums = {e.env_id: e.registration.min_batch_allocation or 0.0 for e in connected}
@@ -46,13 +47,14 @@ def environment_status(own: Environment, run: RunView, limits: Limits) -> Enviro
 
 
 def is_waited_for(sender: Share | None, run: RunView) -> bool:
-    """Whether the next batch may be waiting for data of this sender (None: nobody who registered).
+    """Whether the next batch may need groups of this sender (None: a sender that never registered).
 
-    An environment pauses once `queue_size` shows a batch or more, and submissions wait for a full
-    queue. Where nothing exact can be formed from what is queued, and everybody pauses or waits, the
-    run would stand still for ever. So those whose minimum is missing go on; and where minimums are
-    not what is missing, everybody does. Own data still paces: with a batch's worth from everybody
-    there is one.
+    An environment pauses when `queue_size` shows a batch or more, and submissions wait while the
+    queue is full. If no exact batch can be formed from the queue and every sender pauses, the run
+    would stop forever. So the senders whose minimum is missing continue. If the batch lacks
+    something else, all senders continue.
+
+    An environment's own groups still slow it down: a batch's worth from every sender makes a batch.
     """
     queued, needed = run.counters.queued, run.demand()
     if needed.is_met_by(queued):
@@ -65,12 +67,12 @@ def is_waited_for(sender: Share | None, run: RunView) -> bool:
 
 
 def may_overfill(sender: Share | int, run: RunView) -> bool:
-    """Whether data of this sender is taken, and it is not slowed, although the queue is full.
+    """Whether groups of this sender are accepted although the queue is full.
 
-    Never more than one batch could hold of it: no plan looks at more.
+    The limit is what one batch could hold of them, since planning reads no more.
 
     Args:
-        sender: an environment's share, or the size of groups that nobody who registered sends.
+        sender: an environment's share, or the group size of a sender that never registered.
     """
     kind = Kind(None, sender) if isinstance(sender, int) else sender.kind
     queued, batch_size = run.counters.queued.get(kind, 0), run.counters.batch_size
@@ -79,7 +81,7 @@ def may_overfill(sender: Share | int, run: RunView) -> bool:
 
 
 def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCounters) -> int:
-    """Sequences of the others that are not reserved by their minimum allocations."""
+    """Queued sequences of other environments beyond their minimum allocations."""
     pack = counters.max_group_size
     if pack <= 1:
         return 0
@@ -94,8 +96,10 @@ def _beyond_minimums(own_id: int, minimums: Mapping[int, float], counters: RunCo
 
 
 def _weight(own: Environment, connected: Sequence[Environment]) -> float:
-    """Share of the token budget; the least one where nobody connected has any weight, all of it
-    where its own is to be ignored."""
+    """The environment's share of the token budget of all connected environments.
+
+    1.0 if its own weight is to be ignored; `MIN_ENV_WEIGHT` if no environment has any weight.
+    """
     if own.registration.weight == IGNORED_WEIGHT:
         return 1.0
     total = math.fsum(_tokens_times_weight(environment) for environment in connected)

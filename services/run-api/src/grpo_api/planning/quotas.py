@@ -1,7 +1,7 @@
-"""What a batch has to hold: an exact number of sequences, and every environment's minimum. Pure.
+"""Computes what a batch must hold: a number of sequences and each environment's minimum.
 
-A minimum counts in whole groups of the size that its environment registered; what the environment
-sent in other sizes counts towards the rest, as data without an env_id does.
+A minimum is counted in whole groups of the environment's registered size. Groups of other sizes do
+not count towards the minimum, and neither do groups without an env_id.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from grpo_api.planning.subset_sum import Kind, Stock, can_make
 
 
 def why_unservable(sequences: int, batch_size: int) -> str | None:
-    """Why no batch can be made of groups of this size; None where one can.
+    """Why no batch can be made of groups of this size; None if one can.
 
-    Groups are never split, so a size has to divide the batch. One that needs groups of other sizes
-    beside it would hold the queue up whenever their sender leaves.
+    Groups are never split, so the size must divide the batch size. A size that needs other sizes
+    to fill the batch would block the queue when the sender of those leaves.
     """
     if batch_size % sequences == 0:
         return None
     return (
-        f"groups of {sequences} sequences cannot be served: batches hold exactly {batch_size}, "
-        f"which they do not fill; use a group size that divides {batch_size}, or register the "
-        "trainer with another batch_size"
+        f"groups of {sequences} sequences do not fill a batch of exactly {batch_size}; use a group "
+        f"size that divides {batch_size}, or register the trainer with another batch_size"
     )
 
 
 def batch_size_conflicts(
     batch_size: int, group_size_of: Mapping[int, int], queued: Mapping[Kind, int]
 ) -> list[str]:
-    """Why a batch size does not suit what a run holds: queued groups, connected environments.
+    """Why a batch size does not fit the queued groups and connected environments of a run.
 
     Args:
         group_size_of: env_id → group size of each connected environment.
@@ -52,7 +51,7 @@ def batch_size_conflicts(
 
 @dataclass(frozen=True)
 class Share:
-    """A connected environment's claim: at least the fraction `minimum` of every batch."""
+    """A connected environment's minimum: its reserved fraction of every batch."""
 
     env_id: int
     group_size: int
@@ -63,7 +62,7 @@ class Share:
         return Kind(self.env_id, self.group_size)
 
     def groups(self, batch_size: int, step: int | None = None) -> int:
-        """Groups that the minimum takes, scaled by `step / batch_size` where given, rounded up."""
+        """The minimum in groups, rounded up; scaled by `step / batch_size` if `step` is given."""
         declared = int(batch_size * self.minimum)
         scaled = declared if step is None else -(-declared * step // batch_size)
         return -(-scaled // self.group_size)
@@ -71,13 +70,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Demand:
-    """A batch of exactly `batch_size` sequences with at least `least` groups of some kinds."""
+    """The needs of a batch: `batch_size` sequences, and at least `least` groups of some kinds."""
 
     batch_size: int
     least: Mapping[Kind, int]
 
     def is_met_by(self, available: Mapping[Kind, int]) -> bool:
-        """Whether a batch can be formed from so many groups of each kind."""
+        """Whether a batch can be formed from these numbers of groups of each kind."""
         return can_make(
             self.batch_size,
             [
@@ -87,21 +86,23 @@ class Demand:
         )
 
     def unmet(self, available: Mapping[Kind, int]) -> set[Kind]:
-        """Kinds with a minimum that `available` does not hold."""
+        """The kinds whose minimum `available` does not reach."""
         return {kind for kind, least in self.least.items() if available.get(kind, 0) < least}
 
 
 def demand(batch_size: int, shares: Sequence[Share], available: Mapping[Kind, int]) -> Demand:
-    """The minimums that a batch can honour, as `Demand`.
+    """The minimums that one batch can meet together.
 
-    Each is `int(batch_size * minimum)` sequences, in whole groups. Minimums that no batch could
-    hold together, however long one waited for data, are scaled down by one common factor, as little
-    as makes them fit: sums above one, and group sizes that do not add up beside each other.
-    Where not even one group of each fits, none is enforced: a run must not wait for what cannot be.
-    An environment whose group size does not divide the batch has no claim: its data is refused.
+    Each minimum is `int(batch_size * minimum)` sequences, rounded up to whole groups. Some minimums
+    fit no batch: fractions that sum to more than 1, or group sizes that do not add up. One common
+    factor then scales all of them down, as little as needed.
+
+    If not even one group of each environment fits, no minimum applies: the run would wait forever.
+    An environment whose group size does not divide the batch size has no minimum, since its groups
+    are rejected.
 
     Args:
-        shares: of connected environments, each of which could still send any number of groups.
+        shares: of connected environments; each may still send any number of groups.
         available: groups in the queue, by kind.
     """
     shares = [share for share in shares if not why_unservable(share.group_size, batch_size)]

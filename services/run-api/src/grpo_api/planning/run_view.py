@@ -1,4 +1,4 @@
-"""The run as planning sees it: limits, environments and the queue in numbers. Pure."""
+"""Records of a run's limits, environments and queue counters, as planning reads them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.run_api import EnvironmentRegistration
 
 PRESSURE_FROM = 0.5
-"""Up to this fill the queue is a buffer that does its work, and nobody is slowed."""
+"""No environment is slowed down while the queue is at most this full."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """
     Attributes:
-        queued_groups: in the queue.
-        queued_bytes: as stored, of groups in the queue and of buffered parts.
+        queued_groups: groups in the queue.
+        queued_bytes: stored bytes of queued groups and buffered parts.
     """
 
     queued_groups: int
@@ -27,25 +27,28 @@ class Limits:
 
 @dataclass(frozen=True)
 class Fill:
-    """What the queue and the buffers hold."""
+    """How much the queue and the buffers hold."""
 
     groups: int
     stored_bytes: int
 
     def reaches(self, limits: Limits) -> bool:
-        """Whether submissions wait."""
+        """Whether a limit is reached; submissions wait until it is not."""
         return self.groups >= limits.queued_groups or self.stored_bytes >= limits.queued_bytes
 
     def pressure(self, limits: Limits) -> float:
-        """0.0 up to half of the nearer limit, from there straight to 1.0 at the limit."""
+        """Back-pressure: 0.0 up to half of the nearer limit, then rising linearly to 1.0 at it."""
         fill = max(self.groups / limits.queued_groups, self.stored_bytes / limits.queued_bytes)
         return min(1.0, max(0.0, (fill - PRESSURE_FROM) / (1.0 - PRESSURE_FROM)))
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A registered environment. `connected`: it has not left, and has polled lately; one that is
-    not keeps its id and its data, but neither weight nor minimum."""
+    """A registered environment.
+
+    `connected`: it has not disconnected and has polled lately. A disconnected environment keeps its
+    id and its groups, but has no weight and no minimum.
+    """
 
     env_id: int
     name: str
@@ -60,12 +63,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class RunCounters:
-    """The queue in numbers.
+    """Counters of the run and its queue.
 
     Attributes:
-        queued: bundles by sender and size; the sender is None for data without an env_id.
-        max_group_size: sequences in the largest queued group, 1 where the queue is empty.
-        num_steps: the step at which the trainer has all its batches; None: it does not say.
+        queued: number of bundles by kind; the kind's env_id is None for an unregistered sender.
+        max_group_size: sequences in the largest queued group; 1 if the queue is empty.
+        num_steps: the step at which the trainer has all its batches; None if unknown.
     """
 
     current_step: int
@@ -84,7 +87,7 @@ class RunCounters:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everyone who registered, in that order, and the counters of the same moment."""
+    """All registered environments, in that order, and the counters at the same moment."""
 
     environments: Sequence[Environment]
     counters: RunCounters
@@ -93,6 +96,6 @@ class RunView:
         return [environment for environment in self.environments if environment.connected]
 
     def demand(self) -> Demand:
-        """What the next batch has to hold."""
+        """The minimums of the next batch."""
         shares = [environment.share for environment in self.connected()]
         return demand(self.counters.batch_size, shares, self.counters.queued)

@@ -1,8 +1,8 @@
-"""Where submitted groups go: to the queue, or into their environment's buffer. Pure.
+"""Places submitted groups: into the queue, or into the buffer of their environment.
 
-A group of the size that its environment registered is queued, and so is one whose environment is
-not known. A smaller one is a *part*: it waits in its environment's buffer until some of the parts
-there add up to the registered size, and those are queued together, as one bundle.
+A group of its environment's registered size is queued at once, as is one of an unknown environment.
+A smaller group is a *part*. It waits in its environment's buffer until parts there add up to the
+registered size; those are queued together as one bundle.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16
-"""Of one size, an environment may keep as many parts waiting as would fill so many of its groups.
+"""An environment may buffer parts of one size worth this many whole groups.
 
-The bound is per size, so that parts which never find a match cannot keep those out that would: what
-completes a group takes at most one group's worth of any size, and that much always has room.
+Each size has its own limit, so parts that fit nothing cannot block the sizes that complete a group.
 """
 
 Buffer = tuple[StoredGroup, ...]
@@ -27,7 +26,7 @@ Buffer = tuple[StoredGroup, ...]
 
 @dataclass(frozen=True)
 class Arrival:
-    """A submitted group under the id that its payload will be stored by."""
+    """A submitted group, with the id under which its payload will be stored."""
 
     env_id: int | None
     group: StoredGroup
@@ -35,11 +34,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class IntakeState:
-    """What placing depends on.
+    """The state of the run on which a placement depends.
 
     Attributes:
-        group_size_of: registered group size of every sender that is known, by env_id.
-        buffers: parts that wait, oldest first, by env_id.
+        group_size_of: registered group size by env_id.
+        buffers: buffered parts by env_id, oldest first.
     """
 
     batch_size: int
@@ -47,19 +46,25 @@ class IntakeState:
     buffers: Mapping[int, Buffer]
 
     def bundle_size(self, arrival: Arrival) -> int:
-        """Sequences of the bundle that the group will be served in."""
+        """Number of sequences in the bundle that the group will belong to."""
         own = arrival.group.sequences
         return own if arrival.env_id is None else self.group_size_of.get(arrival.env_id, own)
 
     def sender(self, arrival: Arrival) -> int | None:
-        """Ids that nobody registered are one sender, or they could make kinds without end."""
+        """The env_id; None if it is not registered, so that invented ids do not add new kinds."""
         return arrival.env_id if arrival.env_id in self.group_size_of else None
 
 
 @dataclass
 class Placement:
-    """Bundles to queue, in order; the buffers that change; and for each arrival the sequences that
-    its environment has buffered after it, or None where it was queued as it came."""
+    """Where the groups of one submission go.
+
+    Attributes:
+        bundles: to be queued, in this order.
+        buffers: new content of each buffer that changes, by env_id.
+        buffered_sequences: for each group, the sequences in its environment's buffer afterwards;
+            None if the group was queued directly.
+    """
 
     bundles: list[Bundle] = field(default_factory=list)
     buffers: dict[int, Buffer] = field(default_factory=dict)
@@ -67,11 +72,10 @@ class Placement:
 
 
 def place(arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
-    """Decide for all groups of a submission, in order.
+    """Place all groups of a submission, in order, or none of them.
 
     Raises:
-        GroupRefused: the first group that can never be served, or whose buffer is full. Nothing
-            of the submission is placed.
+        GroupRefused: for the first group that fits no batch, or whose buffer is full.
     """
     placement = Placement()
     for index, arrival in enumerate(arrivals):
@@ -91,8 +95,9 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
     if own > size:
         raise GroupRefused(
             index,
-            f"a group of {own} sequences, but environment {arrival.env_id} registered group_size "
-            f"{size}: smaller groups are put together to that size, a larger one can never be",
+            f"this group has {own} sequences, but environment {arrival.env_id} registered "
+            f"group_size {size}; send groups of {size} sequences, or smaller parts that add up to "
+            "it",
         )
     if reason := why_unservable(size, state.batch_size):
         raise GroupRefused(index, reason)
@@ -100,7 +105,7 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
 
 def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placement) -> None:
     env_id, group_size = arrival.env_id, state.bundle_size(arrival)
-    assert env_id is not None  # a sender without an id has no registered size to differ from
+    assert env_id is not None  # without an env_id, the bundle size is the group's own size
     waiting = placement.buffers.get(env_id, state.buffers.get(env_id, ()))
     parts = (*waiting, arrival.group)
     chosen = oldest_choice([Kind(None, part.sequences) for part in parts], group_size)
@@ -120,9 +125,9 @@ def _check_room(index: int, arrival: Arrival, waiting: Buffer, group_size: int) 
     if held + size > MAX_BUFFERED_GROUPS * group_size:
         raise GroupRefused(
             index,
-            f"environment {arrival.env_id} has {held} sequences waiting in parts of {size}, and "
-            f"nothing that completes them to its group_size {group_size}; send parts that do, or "
-            "POST /disconnect-env to drop them",
+            f"environment {arrival.env_id} has {held} sequences buffered in parts of {size}, and "
+            f"none of them add up to its group_size {group_size}; send parts that do, or drop the "
+            "buffered ones with POST /disconnect-env",
             is_final=False,
         )
 

@@ -1,7 +1,7 @@
-"""Exact sums: whether groups add up to a number, and the oldest of them that do. Pure.
+"""Solves subset sum: chooses the oldest groups whose sizes add up to an exact total.
 
-Sums are the bits of one integer (subset sum by dynamic programming): bit s is set where the groups
-seen so far can make s. Adding between none and n groups of one size takes log2(n) shifts.
+The algorithm is dynamic programming on the bits of one integer: bit s is set if the groups seen so
+far can add up to s. Adding up to n groups of one size takes log2(n) shifts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """What makes groups interchangeable; `env_id` is None where the sender does not matter."""
+    """Groups of one kind are interchangeable. `env_id` is None if the sender does not matter."""
 
     env_id: int | None
     sequences: int
@@ -22,7 +22,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Stock:
-    """Interchangeable groups, of which at least `least` and at most `most` are taken."""
+    """Interchangeable groups, of which between `least` and `most` are chosen."""
 
     sequences: int
     least: int
@@ -30,7 +30,7 @@ class Stock:
 
 
 def can_make(total: int, stocks: Iterable[Stock]) -> bool:
-    """Whether some choice from `stocks`, within their limits, holds exactly `total` sequences."""
+    """Whether groups from `stocks`, within their limits, can add up to `total` sequences."""
     within = (1 << (total + 1)) - 1
     sums = 1
     for stock in stocks:
@@ -38,7 +38,7 @@ def can_make(total: int, stocks: Iterable[Stock]) -> bool:
             return False
         sums = sums << (stock.least * stock.sequences) & within
         spare = min(stock.most, total // stock.sequences) - stock.least
-        covered = 1  # how many more, from none on, `sums` allows for
+        covered = 1  # `sums` already allows for 0 to covered - 1 more groups
         while spare > 0:
             step = min(covered, spare)
             sums = (sums | sums << (step * stock.sequences)) & within
@@ -50,17 +50,16 @@ def can_make(total: int, stocks: Iterable[Stock]) -> bool:
 def oldest_choice(
     queue: Sequence[Kind], total: int, least: Mapping[Kind, int] | None = None
 ) -> list[int] | None:
-    """Choose groups that hold exactly `total` sequences, the oldest that can.
+    """Choose the oldest groups that hold exactly `total` sequences together.
 
-    Each group, oldest first, is taken if those behind it can make up what it leaves: of all exact
-    choices this is the first in order of age. A group that fits none waits without holding up the
-    others, and wherever an exact choice exists, one is found.
+    Each group, oldest first, is taken if younger groups can fill the rest. The result is the first
+    of all exact choices in order of age. A group that fits no choice does not delay the others.
 
     Args:
         queue: the kind of each group, oldest first.
-        least: how many groups of some kinds have to be among them.
+        least: minimum number of chosen groups, for some kinds.
     Returns:
-        Positions in `queue`, ascending, or None where no exact choice exists.
+        Positions in `queue`, ascending, or None if no exact choice exists.
     """
     stocks = _stocks(queue, least or {})
     if not can_make(total, stocks.values()):
@@ -75,7 +74,7 @@ def oldest_choice(
         total -= sum(kind.sequences * n for kind, n in taken.items())
         if run == len(candidates):
             break
-        # With this group nothing exact is left, so neither with a younger one of its kind.
+        # No exact choice contains this group, so none contains a younger one of its kind.
         refused = queue[candidates[run]]
         stocks[refused] = replace(stocks[refused], most=0)
         candidates = [i for i in candidates[run + 1 :] if queue[i] != refused]
@@ -93,7 +92,7 @@ def _stocks(queue: Sequence[Kind], least: Mapping[Kind, int]) -> dict[Kind, Stoc
 def _longest_run(
     queue: Sequence[Kind], candidates: Sequence[int], stocks: Mapping[Kind, Stock], total: int
 ) -> int:
-    """How many of the oldest candidates can all be taken; fewer can wherever more can."""
+    """The largest number of oldest candidates that one exact choice can contain together."""
 
     def cannot_take(count: int) -> bool:
         taken = Counter(queue[i] for i in candidates[:count])

@@ -1,1 +1,1 @@
-"""HTTP handlers by noun: parse, call, reply. No Redis commands."""
+"""HTTP handlers of run-api, one module per noun. They issue no Redis commands."""

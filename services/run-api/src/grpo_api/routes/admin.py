@@ -1,4 +1,4 @@
-"""The server itself: is it there, does it work, how far is the run, start over."""
+"""Routes for probes, metrics, the status of the run and its reset."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ async def root() -> Greeting:
 
 @router.get("/health", responses=refusals(503))
 async def health(services: Services) -> Healthy:
-    """200 only where Redis answers, else 503."""
+    """200 if Redis answers, else 503."""
     await services.store.ping()
     return {"status": "ok"}
 
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """200 while this process serves, whatever Redis does: restarting it would not help Redis."""
+    """200 while this process runs, even without Redis: restarting run-api would not fix Redis."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
-    """200 where a request sent here now would be served: Redis answers, and this process stays."""
+    """200 if Redis answers and this process is not shutting down, else 503."""
     if services.lifetime.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
@@ -59,7 +59,7 @@ async def metrics(
     services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """For Prometheus. Answers while Redis is away too, and says that it is."""
+    """Prometheus metrics. Without Redis, only the metrics of this process."""
     return services.metrics.exposition(await _stats(services.store), accept)
 
 
@@ -78,7 +78,7 @@ async def status(services: Services) -> RunStatus:
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
 async def reset_data(services: Services) -> PlainTextResponse:
-    """Forget the run: registration, step, environments, buffers, queue, the batch handed out."""
+    """Delete the run: registration, step, environments, buffers, queue and leased batches."""
     await services.store.reset()
-    _log.info("reset")
+    _log.info("run.reset")
     return PlainTextResponse("Reset successful")

@@ -1,4 +1,4 @@
-"""What handlers take: the application's services, bodies, an idempotency key."""
+"""FastAPI dependencies of the handlers: services, request bodies, the idempotency key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Regis
 
 @dataclass(frozen=True)
 class AppServices:
-    """What the application was built with."""
+    """The parts of the application that handlers use."""
 
     store: RunStore
     lifetime: Lifetime
@@ -43,7 +43,7 @@ def services_of(request: Request) -> AppServices:
 
 
 async def _services(request: Request) -> AppServices:
-    """A coroutine: FastAPI hands a plain function to a thread, which costs more than it does."""
+    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
     return services_of(request)
 
 
@@ -51,13 +51,13 @@ Services = Annotated[AppServices, Depends(_services)]
 
 
 MAX_RECORD_BYTES = 1024 * 1024
-"""Registrations and ids, decompressed. Groups have a limit of their own."""
+"""Limit on a decompressed registration or id. Groups have a separate limit."""
 
 T = TypeVar("T", bound=BaseModel)
 
 
 def _read_as(record: type[T]) -> Callable[[Request, AppServices], Awaitable[T]]:
-    """Dependency that parses the body as `record`, whatever the method and the content type."""
+    """A dependency that parses the body as `record`, for any method and content type."""
 
     async def read(request: Request, services: Services) -> T:
         with services.bodies.incoming(request) as incoming:
@@ -87,7 +87,7 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=_MAX_KEY_CHARS,
         pattern=_KEY_PATTERN,
-        description="names this submission: repeated with the same key it is queued once",
+        description="identifies a request: repeated with the same key, it is carried out once",
     ),
 ]
 
@@ -95,11 +95,11 @@ IdempotencyKey = Annotated[
 def checked_key(key: str | None) -> str | None:
     """
     Raises:
-        Refused: 422, it is no `IdempotencyKey`.
+        Refused: 422, the key is not a valid `IdempotencyKey`.
     """
     if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
         return key
-    problem = f"Idempotency-Key has 1 to {_MAX_KEY_CHARS} visible ASCII characters"
+    problem = f"Idempotency-Key must be 1 to {_MAX_KEY_CHARS} visible ASCII characters"
     raise Refused(
         422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
     )

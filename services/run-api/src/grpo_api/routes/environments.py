@@ -1,4 +1,4 @@
-"""Environments: they register, pace themselves by `/status-env`, and leave."""
+"""Routes for environments: register, disconnect, status and list."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def register_environment(
     if registered is None:
         return {"status": "wait for trainer to start"}
     _log.info(
-        "environment registered",
+        "environment.registered",
         env_id=registered.env_id,
         name=registered.name,
         group_size=registration.group_size,
@@ -71,7 +71,11 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         if least.get(environment.share.kind, 0) < environment.share.groups(run.counters.batch_size)
     ]
     if scaled:
-        _log.warning("minimum allocations do not fit into one batch, scaled down", env_ids=scaled)
+        _log.warning(
+            "minimums.scaled_down",
+            env_ids=scaled,
+            hint="the min_batch_allocation of all environments do not fit one batch; lower them",
+        )
 
 
 @router.post("/disconnect-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentId))
@@ -81,7 +85,7 @@ async def disconnect_environment(
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
-    _log.info("environment disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
+    _log.info("environment.disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
     return {"status": "success"}
 
 
@@ -100,9 +104,9 @@ async def status_of_environment(
 
 @router.get("/environments", responses=refusals(503))
 async def list_environments(services: Services) -> list[KnownEnvironment]:
-    """For operators and runners: everyone who has registered, connected or not.
+    """All environments that have registered, connected or not.
 
-    `min_sequences` is what every batch holds of an environment at least, after scaling down.
+    `min_sequences` is an environment's minimum in every batch, after scaling down.
     """
     run = await services.store.environments.view()
     least = run.demand().least
@@ -119,4 +123,4 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
 
 
 def _unknown(env_id: int) -> str:
-    return f"no environment with env_id {env_id} is registered; POST /register-env gives one"
+    return f"no environment has env_id {env_id}; register one with POST /register-env"

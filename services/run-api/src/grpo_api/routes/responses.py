@@ -1,6 +1,7 @@
-"""Answers that are no records of `grpo_core.wire`, as handlers return them or as they are sent.
+"""Types of the answers that are not records of `grpo_core.wire`.
 
-Handlers are annotated with these, so the OpenAPI document is made of what they return."""
+Handlers are annotated with these types, and the OpenAPI document is built from them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from grpo_core.wire.fields import Step
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
 
-# pydantic takes the one of `typing` from Python 3.12 on
+# pydantic accepts `typing.TypedDict` only from Python 3.12
 
 
 class Greeting(TypedDict):
@@ -65,7 +66,7 @@ class GroupReceived(TypedDict):
 
 
 class GroupBuffered(TypedDict):
-    """A part that waits for the rest of its group, with `buffer_size` sequences in all."""
+    """The group is a part. `buffer_size`: sequences in its environment's buffer."""
 
     status: Literal["buffered"]
     buffer_size: int
@@ -79,7 +80,7 @@ class GroupsReceived(TypedDict):
 
 
 class BatchesAcknowledged(TypedDict):
-    """`acknowledged`: the last batch let go of so far; `released` by this call."""
+    """`acknowledged`: the last acknowledged batch. `released`: batches deleted by this call."""
 
     status: Literal["success"]
     acknowledged: int
@@ -87,39 +88,42 @@ class BatchesAcknowledged(TypedDict):
 
 
 class _Streamed(BaseModel):
-    """Sent as bytes: these describe, nothing is made of them."""
+    """Only describes an answer that is sent as bytes; no instance is created."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ServedGroup(ScoredGroup):
-    """A group as it is handed out: all keys, null where the sender left one out."""
+    """A group in a batch. Keys that the sender left out are null."""
 
     model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
 
 class NoBatch(_Streamed):
-    """There is not enough data, or a minimum is missing. To a poll without `trainer`."""
+    """The answer without `trainer` if no batch is complete."""
 
     batch: None
 
 
 class NoLease(_Streamed):
-    """The same to a poll with `trainer`, and who could send what is missing."""
+    """The answer with `trainer` if no batch is complete, with the number of environments."""
 
     batch: None
     environments: EnvironmentCount
 
 
 class PolledBatch(_Streamed):
-    """To a poll without `trainer`."""
+    """The answer without `trainer`: a batch."""
 
     batch: list[ServedGroup]
 
 
 class LeasedBatch(_Streamed):
-    """To a poll with `trainer`. `received_under`: for each group the version that was served when
-    it was received, [epoch, step]; null where no server had said what it serves."""
+    """The answer with `trainer`: a leased batch.
+
+    `received_under`: for each group, the policy version [epoch, step] that was served when run-api
+    received it; null if it was unknown.
+    """
 
     batch_id: int = Field(ge=1)
     received_under: list[tuple[Step, Step] | None]
@@ -127,7 +131,7 @@ class LeasedBatch(_Streamed):
 
 
 class TrainerMissing(_Streamed):
-    """Nobody has registered, or the run was reset."""
+    """No trainer has registered, or the run was reset."""
 
     status: Literal["error"]
     message: str
@@ -135,7 +139,7 @@ class TrainerMissing(_Streamed):
 
 
 class NoExample(_Streamed):
-    """Before any group was queued: nine keys, each with an empty list."""
+    """The answer before any group was queued: nine keys, each with an empty list."""
 
     tokens: list[None] = Field(max_length=0)
     masks: list[None] = Field(max_length=0)

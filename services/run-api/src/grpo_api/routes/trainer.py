@@ -1,4 +1,4 @@
-"""What a trainer asks, and what others ask about it."""
+"""Routes for the trainer: register, poll for a batch, acknowledge, information."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_BATCH_ID = 2**53 - 1
 router = APIRouter()
 _log = structlog.get_logger()
 
-TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register answered")]
+TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register returned")]
 After = Annotated[
     int, Query(ge=0, le=_MAX_BATCH_ID, description="id of the last batch that the trainer holds")
 ]
@@ -50,8 +50,8 @@ BatchesLeft = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="how many batches the run still needs after that one; environments are told "
-        "where it ends, in place of what the registration said",
+        description="how many batches the run still needs after that one; replaces the registered "
+        "num_steps in the answers to environments",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
@@ -63,7 +63,7 @@ async def _until_answered() -> AsyncIterator[AsyncExitStack]:
 
 
 UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
-"""What is entered here ends once the answer is sent, or cut off."""
+"""Contexts entered here end when the answer has been sent or cut off."""
 
 _UUID = "$response.body#/uuid"
 _ENROLLED: dict[int | str, dict[str, Any]] = {
@@ -92,10 +92,10 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     openapi_extra=json_body(Registration),
 )
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
-    """Register a trainer; batches that are not acknowledged are handed out again."""
+    """Register a trainer. Unacknowledged batches are handed out again."""
     registered = await enrol_trainer(services.store, registration)
     _log.info(
-        "registered",
+        "trainer.registered",
         batch_size=registration.batch_size,
         max_token_len=registration.max_token_len,
         step=registered.step,
@@ -115,9 +115,9 @@ async def batch(
 ) -> Any:
     """Hand out the next batch, or `{"batch": null}`.
 
-    With `trainer` it is leased: the batch that follows `after`, the same one however often this is
-    asked, until it is acknowledged by POST /batch/{id}/ack. Without, asking acknowledges what was
-    sent before, and calls side by side get different batches.
+    With `trainer`, the batch after `after` is leased: repeated calls return the same batch until
+    POST /batch/{id}/ack acknowledges it. Without `trainer`, a call acknowledges every batch that
+    was sent in full, and concurrent calls get different batches.
     """
     try:
         if trainer is None:
@@ -139,14 +139,14 @@ async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> Streaming
     head = b"" if is_plain else _head(due.lease)
     pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces
-    # what is not compressed here gets its Vary from the middleware
+    # the middleware adds Vary to an answer that is not compressed here
     headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"} if compressed else {}
     body = _noting_delivery(encoded, store, due) if is_plain else encoded
     return StreamingResponse(body, media_type="application/json", headers=headers)
 
 
 def _head(lease: Lease) -> bytes:
-    """What the answer to a lease says before its groups."""
+    """The start of a leased batch's JSON, before its groups."""
     under = json.dumps(lease.received_under, separators=(",", ":"))
     return f'"batch_id":{lease.batch_id},"received_under":{under},'.encode()
 
@@ -163,7 +163,7 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Every batch up to this one is durable with the trainer and never handed out again."""
+    """Acknowledge every batch up to this one; none of them is handed out again."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -172,7 +172,7 @@ async def acknowledge(
         raise Refused(409, str(error)) from error
     if acknowledged.released:
         _log.info(
-            "batches acknowledged", through=acknowledged.batch_id, released=acknowledged.released
+            "batches.acknowledged", through=acknowledged.batch_id, released=acknowledged.released
         )
     return {
         "status": "success",

@@ -1,6 +1,6 @@
-"""The run's state in Redis. The only package that knows its keys and talks to it.
+"""Stores the run's state in Redis; only this package uses its keys.
 
-Everything that changes more than one key is one script, so replicas of run-api may share a run.
+Every change to more than one key is one Lua script, so several run-api processes can share a run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from grpo_api.store.trainer import TrainerStore
 
 
 class RunStore:
-    """Every method raises `StoreUnavailable` where Redis does not answer within the deadline.
+    """Every method raises `StoreUnavailable` if Redis does not answer within the deadline.
 
     Args:
-        environment_timeout_s: after so long without a poll an environment counts as gone.
-        max_leased_bytes: that batches may hold before some of them are acknowledged.
+        environment_timeout_s: an environment counts as disconnected after this long without a poll.
+        max_leased_bytes: limit on the stored bytes of unacknowledged batches.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Batches: polled for, planned from the queue, leased to the trainer, acknowledged."""
+"""Stores batches: leases them from the queue, tracks delivery, acknowledges them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_api.store.redis import RedisLink
 from grpo_api.store.results import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
 
 _PLAIN = ""
-"""In place of a trainer id: the poll of a trainer that cannot acknowledge."""
+"""Stands for the trainer id of a plain poll, which has none and cannot acknowledge."""
 
 
 class BatchStore:
@@ -30,27 +30,27 @@ class BatchStore:
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[str]:
-        """The name of an answer to a plain poll, while it is made and sent.
+        """Name the answer to a plain poll while it is made and sent.
 
-        The batch that is handed out under it goes to no other plain poll until this ends. It ends
-        too where the process is killed: Redis counts who listens to the channel of that name.
+        No other plain poll gets the same batch until the block ends. The name is a Redis channel
+        with one listener, this process; so the claim also ends if the process is killed.
         """
         answer = f"{self._link.prefix}answer:{os.urandom(16).hex()}"
         async with self._link.listening(answer):
             yield answer
 
     async def open_poll(self, poll: Poll) -> DueBatch | OpenPoll:
-        """Hand out again what the trainer does not hold, or begin to plan the next batch.
+        """Return the next leased batch that the trainer lacks, or start to plan a new one.
 
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchesByLease
             BatchUnknown: no batch has the id `poll.after`.
-            LeasesFull: nothing new is handed out before batches are acknowledged.
+            LeasesFull: unacknowledged batches have reached their limit in bytes.
         """
         outcome, *rest = await self._link.script(
             "open_poll",
             ("trainer", "leases", "totals", "answers"),
-            *_asking(poll.trainer_id, poll.after),
+            *_trainer_arguments(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
             poll.answer,
@@ -64,15 +64,17 @@ class BatchStore:
         return OpenPoll(poll.answer, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
-        """Entries of the oldest bundles, as many of each kind as a batch could hold; for
-        `parse_queue`, which takes a while where they are many."""
+        """Entries of the oldest bundles, of each kind as many as a batch could hold.
+
+        `parse_queue` reads them, which takes a while if there are many.
+        """
         entries: list[bytes] = await self._link.script(
             "batch_candidates", ("queue", "queued_kinds"), batch_size
         )
         return entries
 
     async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> DueBatch | PlanLost:
-        """Take the bundles off the queue as one batch and count the step, all or nothing."""
+        """Move the bundles from the queue into one leased batch and count the step, atomically."""
         outcome, *rest = await self._link.script(
             "lease_batch",
             (
@@ -90,7 +92,7 @@ class BatchStore:
         return DueBatch(poll.answer, parse_lease(poll.batch_id, rest[0]), again=False)
 
     async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
-        """Let go of every batch up to `batch_id`, or of what was delivered without `trainer_id`.
+        """Delete every batch up to `batch_id`; without `trainer_id`, every delivered batch.
 
         Raises:
             TrainerNotRegistered, TrainerSuperseded, BatchesByLease
@@ -99,17 +101,16 @@ class BatchStore:
         outcome, *rest = await self._link.script(
             "acknowledge",
             ("trainer", "leases", "totals", "payloads", "latest", "large", "answers"),
-            *_asking(trainer_id, batch_id),
+            *_trainer_arguments(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
         return Acknowledged(*rest)
 
     async def mark_delivered(self, due: DueBatch) -> None:
-        """A trainer that cannot acknowledge was sent all of it: its next poll lets go of it.
+        """Record that a plain poll was answered in full; the next plain poll deletes the batch.
 
         Raises:
-            BatchGone: it is another answer's, since Redis lost sight of this one, or another
-                trainer's.
+            BatchGone: another answer or another trainer has the batch now.
         """
         outcome = await self._link.script(
             "mark_delivered", ("answers",), due.lease.batch_id, due.answer
@@ -118,12 +119,12 @@ class BatchStore:
             raise BatchGone(due.lease.batch_id)
 
     async def arrivals(self) -> int:
-        """A number that grows with every submission: where it stands still, nothing came."""
+        """A number that grows with every submission."""
         (last_id,) = self._link.keys("last_group_id")
         return int(await self._link.call("GET", last_id) or 0)
 
 
-def _asking(trainer_id: int | None, batch_id: int) -> tuple[str, str]:
+def _trainer_arguments(trainer_id: int | None, batch_id: int) -> tuple[str, str]:
     """Trainer ids are stored as 32 hexadecimal digits: Lua's numbers do not hold 128 bits."""
     return (_PLAIN, "") if trainer_id is None else (f"{trainer_id:032x}", str(batch_id))
 

@@ -1,4 +1,4 @@
-"""Environments: who has registered, who is here, and what the queue looks like to them."""
+"""Stores environments: registration, disconnection and the view of a run that they need."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EnvironmentStore:
         """None until a trainer has registered and polled once.
 
         Args:
-            key: the caller's name for this call: repeated, it gives the same environment.
+            key: idempotency key; a repeated call returns the same environment.
         Raises:
-            Refused: 422, the group size does not divide the batch.
+            Refused: 422, the group size does not divide the batch size.
         """
         outcome, *rest = await self._link.script(
             "register_environment",
@@ -51,9 +51,9 @@ class EnvironmentStore:
         )
 
     async def disconnect(self, env_id: int) -> int | None:
-        """Returns how many buffered parts were dropped; None where no such environment is known.
+        """Disconnect the environment and drop its buffered parts, which nothing can complete now.
 
-        Nobody is left to complete the parts, so they could never be served.
+        Returns the number of dropped parts; None if no environment has this id.
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
@@ -63,10 +63,10 @@ class EnvironmentStore:
         return dropped
 
     async def view(self, polling: int | None = None) -> RunView:
-        """One consistent view, at a cost that does not grow with the queue.
+        """One consistent view of the run. Its cost does not grow with the queue.
 
         Args:
-            polling: the environment that asks, which is noted to be here.
+            polling: the environment that asks; its time of last poll is updated.
         """
         answer = await self._link.script(
             "view_run",
@@ -98,7 +98,7 @@ class EnvironmentStore:
 
 @lru_cache(maxsize=4096)
 def _registration(written: bytes) -> EnvironmentRegistration:
-    """Read with every poll, of everybody who ever registered."""
+    """Parse a registration; cached, because every poll reads all of them."""
     return EnvironmentRegistration.model_validate_json(written)
 
 

@@ -1,8 +1,8 @@
-"""Groups as bytes: taken over as they were sent where that serves, never parsed again.
+"""Encodes stored groups: the submitted gzip bytes, plus a tail with the missing keys.
 
-A stored group is the length of a tail (2 bytes), the tail, and a gzip member. What that holds,
-without its last brace, followed by the tail, is the group's JSON with all 14 keys. So the body of a
-submission that was gzip-encoded is stored as it came, and the tail adds the keys that it left out.
+A stored group consists of the length of the tail (2 bytes), the tail, and a gzip member. To read
+it, decompress the member, remove its last brace and append the tail: that is JSON with all 14 keys.
+So a gzip-encoded submission is stored as it arrived, without compressing it again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PackedGroup:
 
 
 def pack(group: ScoredGroup) -> PackedGroup:
-    """Written anew: with all keys, and nothing else."""
+    """Write the group as JSON with exactly its 14 keys, and compress it."""
     text = group.model_dump_json().encode()
     return PackedGroup(group.env_id, group.size, stored(compress(text), absent=()))
 
@@ -39,26 +39,26 @@ def pack(group: ScoredGroup) -> PackedGroup:
 def stored(member: bytes, absent: Sequence[str]) -> bytes:
     """
     Args:
-        member: gzip of a group's JSON, which ends in its closing brace.
-        absent: keys that it lacks; they are served as null.
+        member: gzip of a group's JSON, which must end in its closing brace.
+        absent: keys missing in that JSON; `unpack` adds them as null.
     """
     tail = b"".join(b',"%s":null' % name.encode() for name in absent) + _CLOSING
     return len(tail).to_bytes(_LENGTH_BYTES, "big") + tail + member
 
 
 def unpack(payload: bytes) -> bytes:
-    """The group's JSON, the same bytes each time."""
+    """The group's JSON, always the same bytes."""
     end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "big")
     text: bytes = isal_zlib.decompress(memoryview(payload)[end:], _GZIP_WINDOW_BITS)
     return text[: -len(_CLOSING)] + payload[_LENGTH_BYTES:end]
 
 
 def unpacked_bytes(payload: bytes) -> int:
-    """How much there is to unpack, as the member itself says (ISIZE of RFC 1952)."""
+    """Size of the JSON, from the gzip member's own field (ISIZE of RFC 1952)."""
     return int.from_bytes(payload[-_ISIZE_BYTES:], "little")
 
 
 def compress(text: bytes) -> bytes:
-    """As one gzip member."""
+    """Compress into one gzip member."""
     member: bytes = isal_zlib.compress(text, _LEVEL, _GZIP_WINDOW_BITS)
     return member

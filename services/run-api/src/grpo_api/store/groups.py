@@ -1,4 +1,4 @@
-"""Scored groups on their way into the queue."""
+"""Stores submitted groups in the queue and in environments' buffers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class GroupStore:
         self._link = link
 
     async def served(self) -> PolicyVersion | None:
-        """The version that the inference server says it serves, None where it has said nothing."""
+        """The policy version that the server reports as served; None if it reports none."""
         return _version(await self._link.call(*self._reading_served()))
 
     async def open_intake(self, env_ids: Sequence[int], groups: int) -> OpenIntake:
-        """Reserve an id for each of `groups` groups, and read what placing them depends on.
+        """Reserve an id for each of `groups` groups, and read the state that their placement needs.
 
         Raises:
             Refused: 409, no trainer has registered.
@@ -71,10 +71,10 @@ class GroupStore:
         return ("HMGET", self._link.served_weights, "epoch", "step")
 
     async def queue_whole(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """Queue groups that need no planning; `PLAN` where one of them does. All or nothing.
+        """Queue groups that need no planning, all or none. `PLAN` if one of them needs it.
 
         Raises:
-            Refused: 409, no trainer has registered; 422, the receipt belongs to other groups.
+            Refused: 409, no trainer has registered; 422, the key was used for other groups.
         """
         outcomes: Outcomes = [None] * len(submission.groups)
         outcome, *rest = await self._link.script(
@@ -113,10 +113,10 @@ class GroupStore:
         submission: Submission,
         limits: Limits,
     ) -> Outcomes | NotPlaced:
-        """Carry out the placement, all or nothing; `MOVED` where what it was decided on has.
+        """Carry out the placement, all or nothing. `MOVED` if the state of the run has changed.
 
         Raises:
-            Refused: 422, the receipt belongs to other groups.
+            Refused: 422, the key was used for other groups.
         """
         before = intake.state.buffers
         plan = {
@@ -151,7 +151,7 @@ class GroupStore:
 
 
 def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
-    """Args: served: epoch and step as they were found."""
+    """The version from the two fields in Redis; None if they are missing or not numbers."""
     epoch, step = served
     if epoch is None or step is None or not (epoch.isdigit() and step.isdigit()):
         return None
@@ -159,7 +159,7 @@ def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
 
 
 def _no_trainer() -> Refused:
-    return Refused(409, "no trainer has registered; POST /register comes before any data")
+    return Refused(409, "no trainer has registered; start the trainer (POST /register) first")
 
 
 def _written(submission: Submission, outcomes: Outcomes) -> str:
@@ -178,7 +178,7 @@ def _outcome(
         raise Refused(
             422,
             f"Idempotency-Key {submission.key!r} was used for other groups within the last "
-            f"{RECEIPT_S} s; make a new one for every submission that is not a repeat",
+            f"{RECEIPT_S} s; use a new key for every submission that is not a repeat",
         )
     answered: Outcomes = json.loads(written)
     return answered

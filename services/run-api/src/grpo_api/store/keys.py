@@ -1,43 +1,43 @@
-"""The keys of a run, and how metadata is written in them.
+"""Names the Redis keys of a run and defines the text format of metadata in them.
 
     trainer            hash   registration (JSON), batch_size, id, step, run_uuid, started;
                               last_batch, acknowledged (batch ids: all up to it), redeliveries;
-                              takes_leases where the trainer asked by lease
+                              takes_leases: set once the trainer has leased a batch
     environments       hash   env_id → registration (JSON)
     environment_names  hash   env_id → name
     group_sizes        hash   env_id → registered group size
     name_counts        hash   desired name → environments that asked for it
-    connected          set    env_ids that have not left
+    connected          set    env_ids that have not disconnected
     seen               hash   env_id → Redis' time of its last poll (ms)
-    buffers            hash   env_id → parts that wait, oldest first: groups, as below
-    queue              zset   queued bundles, all scored 0: they sort by kind and then by age
+    buffers            hash   env_id → buffered parts, oldest first: groups, as below
+    queue              zset   queued bundles, all with score 0: sorted by kind, then by age
     payloads           hash   group id → stored group: buffered, queued and leased ones
-    large              hash   group id → key of a stored group that was staged, in place of payloads
-    staged:<id>        string a stored group, sent piece by piece; short-lived until it is queued
+    large              hash   group id → key of a staged payload; replaces the entry in payloads
+    staged:<id>        string a stored group, written piece by piece; expires unless queued
     queued_kinds       hash   "env_id sequences" → bundles in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
                               buffered_bytes, leased_bytes
     leases             hash   batch id → lease: batches handed out and not acknowledged
-    answers            hash   batch id → name of the answer to a plain poll that it is, or was, sent
-                              in, which is a channel with a listener while it is being sent; and
-                              " delivered" where it was sent whole
-    latest             hash   id of the last queued group; acknowledged: its batch is done
+    answers            hash   batch id → name of the answer to a plain poll that sends the batch: a
+                              channel with a listener while it is sent; " delivered" is appended
+                              when all of it was sent
+    latest             hash   id of the last queued group; acknowledged: set if its batch is
     last_group_id      string
-    resets             string how often the run was reset; this and last_group_id outlive a reset,
-                              so that a batch that is being sent cannot meet groups of the next run
-    receipt:<id>       string answers to calls that must not happen twice, short-lived
+    resets             string number of resets; this and last_group_id survive a reset, so that a
+                              batch that is being sent never mixes with groups of the next run
+    receipt:<id>       string the answer to a call that must not be carried out twice; it expires
 
-    A group reads          "id:sequences:stored_bytes@epoch.step", the version that was served when
-                           it was received; without "@" and what follows where nobody had said
-    A bundle reads         "env_id sequences id groups", the id in 16 digits, groups joined by ","
-    A queued bundle reads  the same and " queued_ms", Redis' time
-    A lease reads          "step sequences leased_ms oldest_ms groups"
+    group           "id:sequences:stored_bytes@epoch.step": the version that was served when the
+                    group was received; "@epoch.step" is absent if it was unknown
+    bundle          "env_id sequences id groups": the id in 16 digits, groups joined by ","
+    queued bundle   the same and " queued_ms", by the clock of Redis
+    lease           "step sequences leased_ms oldest_ms groups"
 
-An env_id is "-" where the data came without one. The sort order of the queue gives the oldest
-bundles of each kind by range, which is all that planning reads.
+The env_id of an unregistered sender is "-". Planning reads only the oldest bundles of each kind,
+which are ranges in the sort order of the queue.
 
-The served weights of `grpo_core.redis.keys` are vllm-server's, and only read.
+The inference server writes the served weights (`grpo_core.redis.keys`); run-api only reads them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
-"""Longer than any request keeps trying to reach Redis, and than clients keep repeating theirs."""
+"""Longer than any request retries Redis, and longer than clients repeat a request."""
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
@@ -82,13 +82,13 @@ _FORMER_LAYOUTS = {
     "2:": (*STATE_KEYS, "last_group_id", "resets"),
     "3:": (*STATE_KEYS, "last_group_id", "resets"),
 }
-"""Keys of the layouts before this one, by what stood behind the run's prefix. The first had no
-number; the second did not say under which version a group was received, the third not which of
-several plain polls was sent a batch."""
+"""Keys of previous layouts, by the text after the run's prefix. Layout 1 had no number. Layout 2
+did not store under which version a group was received, layout 3 not which plain poll got a batch.
+"""
 
 
 def former_keys(link: RedisLink, *names: str) -> list[str]:
-    """Those of these names that former layouts had; without names, all that they had."""
+    """Keys of previous layouts: those with one of these names, or all if no name is given."""
     return [
         f"{link.run_prefix}{layout}{name}"
         for layout, known in _FORMER_LAYOUTS.items()
@@ -98,7 +98,7 @@ def former_keys(link: RedisLink, *names: str) -> list[str]:
 
 
 def receipt_key(key: str | None = None) -> str:
-    """Where the answer to one call is kept: the caller's own key, or one that nobody else has."""
+    """Where the answer to one call is stored: under the caller's key, or a random one."""
     if key is None:
         return f"receipt:{os.urandom(16).hex()}"
     return f"receipt:key:{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
@@ -154,7 +154,7 @@ def parse_queued(entry: bytes) -> Bundle:
 
 
 def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
-    """Oldest first."""
+    """Parse entries of the queue, oldest bundle first."""
     return sorted(map(parse_queued, entries), key=lambda bundle: bundle.id)
 
 

@@ -1,5 +1,7 @@
-"""Stored groups as bytes. What is large goes in and out piece by piece: one long command would keep
-everybody else waiting in Redis.
+"""Reads and writes the payloads of groups in Redis.
+
+Large payloads are read and written in pieces, because Redis answers no other request during one
+long command.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ class PayloadStore:
 
     @asynccontextmanager
     async def staged(self, payloads: Sequence[bytes]) -> AsyncIterator[list[str]]:
-        """Store payloads ahead of the script that queues them, which takes them by these names.
-        What has not been queued by the end is dropped.
+        """Stage payloads under these names, for the script that queues them by name.
+
+        Payloads that are not queued when the block ends are deleted.
 
         Raises:
             StoreUnavailable
@@ -34,7 +37,7 @@ class PayloadStore:
                 await self._stage(f"staged:{name}", payload)
             yield names
         finally:
-            with suppress(StoreUnavailable):  # they have a time to live as well
+            with suppress(StoreUnavailable):  # they also expire
                 await self._link.script("release_staged", [f"staged:{name}" for name in names])
 
     async def _stage(self, name: str, payload: bytes) -> None:
@@ -42,10 +45,10 @@ class PayloadStore:
             piece = payload[at : at + _PIECE_BYTES]
             (outcome,) = await self._link.script("stage_piece", (name,), at, piece, RECEIPT_S)
             if outcome != b"staged":
-                raise StoreUnavailable("Redis lost what it had of the groups; send them again")
+                raise StoreUnavailable("Redis lost part of a large group; send the groups again")
 
     async def load(self, group_ids: Sequence[int]) -> AsyncIterator[bytes | None]:
-        """Stored groups, in this order; None for one that is not there any more."""
+        """Stored groups, in this order; None for a deleted one."""
         payloads, large = self._link.keys("payloads", "large")
         found, staged = await self._link.transaction(
             ("HMGET", payloads, *group_ids), ("HMGET", large, *group_ids)
@@ -54,7 +57,7 @@ class PayloadStore:
             yield payload if key is None else await self._assembled(key)
 
     async def latest(self) -> bytes | None:
-        """The group queued last, whether or not it has been served since."""
+        """The group queued last, even if it has been handed out since."""
         (latest,) = self._link.keys("latest")
         group_id = await self._link.call("HGET", latest, "id")
         if group_id is None:
@@ -68,5 +71,5 @@ class PayloadStore:
             for at in range(0, length, _PIECE_BYTES)
         ]
         payload = b"".join(pieces)
-        # it may be let go of between two pieces
+        # the payload may be deleted between two pieces
         return payload if length and len(payload) == length else None

@@ -1,6 +1,6 @@
-"""How the store reaches Redis: one connection pool, one deadline, one error.
+"""Sends commands and scripts to Redis, with one connection pool, one deadline and one error.
 
-At the start it logs what Redis does with the run when it is restarted.
+At the start it also logs whether the run survives a restart of Redis.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.shutdown import Lifetime
 from grpo_core.redis.keys import run_prefix, served_weights_key
+from grpo_core.redis.url import without_password
 
 _log = structlog.get_logger()
 
 _LAYOUT = 4
-"""Changes whenever the keys or what is written in them do: no version touches another's."""
+"""Increases when the keys or their format change, so that versions never share keys."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
 _PERSISTENCE_RETRY_S = 5.0
@@ -36,36 +37,36 @@ _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
 _REFUSALS = {
-    "OOM": "its memory is full; acknowledge batches, which frees some, or raise maxmemory",
-    "MISCONF": "it fails to write to its disk; make room there and read its log",
-    "NOREPLICAS": "too few of its replicas are in reach; bring them back, or lower "
-    "min-replicas-to-write",
+    "OOM": "its memory is full; acknowledge batches to free some, or raise maxmemory",
+    "MISCONF": "it cannot write to its disk; free disk space and read the log of Redis",
+    "NOREPLICAS": "too few replicas are connected; start them, or lower min-replicas-to-write",
     "READONLY": "it is a replica; set --redis-url to the primary",
 }
-"""Why Redis takes no writes, and what to do, by the code that its errors begin with."""
-# at the start, behind what Redis 6.2 says about a script, behind what redis-py says about MULTI
+"""Why Redis rejects writes and how to fix it, by the code at the start of its error."""
+# The code is at the start, after Redis 6.2's text about a script, or after redis-py's about MULTI.
 _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 
 
 def layout_prefix(run_id: str) -> str:
-    """What every key of run-api begins with."""
+    """The prefix of every key of run-api."""
     return f"{run_prefix(run_id)}{_LAYOUT}:"
 
 
 class RedisLink:
-    """Repeats a command whose connection broke until `deadline_s` has passed.
+    """The connection to Redis. Repeats a command on a broken connection until `deadline_s`.
 
-    A repeat may follow a command that was executed and whose answer was lost: what is not safe to
-    repeat must recognise itself, as the scripts do by a receipt or a poll id.
+    Redis may have executed a command whose answer was lost. So a command that must not run twice
+    has to detect its repeat, as the scripts do with a receipt or a batch id.
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
         self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
+        self.where = without_password(url)
         self._deadline_s = deadline_s
         self._redis = _client(url, deadline_s)
-        # of its own: who listens and waits for a connection to call by would hold up all others
+        # separate: listeners that also need a connection for commands could block each other
         self._listeners = _client(url, deadline_s)
         self._scripts = _load_scripts(self._redis)
 
@@ -74,7 +75,7 @@ class RedisLink:
         await self._listeners.aclose()
 
     async def ping(self) -> None:
-        """Raises `StoreUnavailable` within a second: health must not wait as long as a request."""
+        """Raises `StoreUnavailable` within a second: a probe must not wait as long as a request."""
         async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
 
@@ -89,13 +90,13 @@ class RedisLink:
     async def script(
         self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
     ) -> Any:
-        """Run a script on the run's keys of these names, and behind them on `others`."""
+        """Run a script. Its KEYS are the run's keys of these names, then `others`."""
         keys = [*self.keys(*names), *others]
         async with _deadline(self._deadline_s):
             return await self._scripts[name](keys=keys, args=arguments)
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """All commands at one moment."""
+        """Run all commands as one atomic transaction."""
         pipeline = self._redis.pipeline(transaction=True)
         async with _deadline(self._deadline_s), pipeline:
             for command in commands:
@@ -103,17 +104,17 @@ class RedisLink:
             try:
                 answers: list[Any] = await pipeline.execute()
             except OutOfMemoryError:
-                # Nothing was carried out: MULTI queues no command then, not even one that
-                # reads. Slower: what is read is copied once more while everybody waits.
+                # With full memory MULTI rejects even commands that only read, and runs none. The
+                # script is slower, because Redis copies its answers once more.
                 words = [word for command in commands for word in (len(command), *command)]
                 answers = await self._scripts["multi_exec"](args=words)
             return answers
 
     @asynccontextmanager
     async def listening(self, channel: str) -> AsyncIterator[None]:
-        """Let Redis count a listener of `channel`, no longer than this lasts and the process lives.
+        """Listen to `channel` during the block, so that Redis counts one listener.
 
-        Where the connection breaks before, it counts none from then on.
+        The count drops if the connection breaks or the process is killed.
         """
         async with self._listeners.pubsub() as pubsub:
             async with _deadline(self._deadline_s):
@@ -132,20 +133,20 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
             f"Redis did not answer within {deadline_s:g} s{_last_failure(error)}"
         ) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
-        raise StoreUnavailable(f"Redis cannot serve: {error}") from error
-    except RuntimeError as error:  # what redis-py does not know of uvloop
+        raise StoreUnavailable(f"Redis is unreachable: {error}") from error
+    except RuntimeError as error:  # raised by uvloop; redis-py does not convert it
         if "handler is closed" not in str(error):
             raise
-        raise StoreUnavailable("Redis closed a connection that was just opened") from error
+        raise StoreUnavailable("Redis closed a connection; send the request again") from error
     except ResponseError as error:
         code = _code_of_refusal(error)
         if code is None:
             raise
-        raise StoreUnavailable(f"Redis takes no writes ({code}): {_REFUSALS[code]}") from error
+        raise StoreUnavailable(f"Redis rejects writes ({code}): {_REFUSALS[code]}") from error
 
 
 def _code_of_refusal(error: ResponseError) -> str | None:
-    """A key of `_REFUSALS`, or None. redis-py drops the codes that it has classes for."""
+    """A key of `_REFUSALS`, or None. redis-py replaces two of the codes with classes."""
     if isinstance(error, OutOfMemoryError):
         return "OOM"
     if isinstance(error, ReadOnlyError):
@@ -155,7 +156,7 @@ def _code_of_refusal(error: ResponseError) -> str | None:
 
 
 def _last_failure(error: BaseException | None) -> str:
-    """What the last attempt before the deadline ended with, found behind the cancellation."""
+    """The error of the last attempt before the deadline, which the cancellation hides."""
     while error is not None and not isinstance(error, RedisError):
         error = error.__cause__ or error.__context__
     return f": {error}" if error else ""
@@ -188,21 +189,30 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
 
 
 async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
-    """Log how Redis writes to disk, once it answers; nothing where it does not tell."""
+    """Log whether Redis answers, and whether it saves the run to disk if it allows the question."""
+    try:
+        await link.ping()
+    except StoreUnavailable as error:
+        _log.warning(
+            "redis.unreachable",
+            redis=link.where,
+            reason=str(error),
+            hint="requests wait for Redis; start it, or check --redis-url",
+        )
     settings = await _append_settings(link, lifetime)
     appendfsync = settings.get("appendfsync")
     match settings.get("appendonly"):
         case "yes":
-            _log.info("Redis writes the run to disk", appendfsync=appendfsync)
+            _log.info("redis.persistent", appendfsync=appendfsync)
         case "no":
             _log.warning(
-                "Redis runs without appendonly: a restart of Redis forgets the run; "
-                "start it with --appendonly yes"
+                "redis.not_persistent",
+                hint="a restart of Redis loses the run; start Redis with --appendonly yes",
             )
 
 
 async def _append_settings(link: RedisLink, lifetime: Lifetime) -> dict[str, str]:
-    """Empty where Redis refuses to tell, as managed ones do, or where the server stops first."""
+    """Empty if Redis rejects CONFIG, as managed services do, or if the server stops first."""
     while not lifetime.closing.is_set():
         try:
             flat: list[bytes] = await link.call("CONFIG", "GET", "append*")

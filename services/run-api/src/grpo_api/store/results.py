@@ -1,4 +1,4 @@
-"""What the store answers."""
+"""Records that the store takes and returns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_core.wire.run_api import Registration
 
 @dataclass(frozen=True)
 class Lease:
-    """A batch that was handed out and is not acknowledged.
+    """A batch that was handed out and is not acknowledged yet.
 
     Attributes:
-        age_at_lease_s: how long its oldest group had been queued when the batch was formed.
-        group_ids: in the order that they are served in.
-        received_under: for each of them the version that was served when it was received.
+        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
+        group_ids: ids of its groups, in the order of the batch.
+        received_under: for each group, the version that was served when run-api received it.
     """
 
     batch_id: int
@@ -32,11 +32,11 @@ class Lease:
 
 @dataclass(frozen=True)
 class DueBatch:
-    """A batch to be handed out to a trainer.
+    """A batch to be sent to a trainer.
 
     Attributes:
-        answer: name of the answer that it is sent in; '' where it is leased.
-        again: it was formed by a poll before.
+        answer: name of the answer to a plain poll; '' for a leased batch.
+        again: an earlier poll formed the batch.
     """
 
     answer: str
@@ -46,13 +46,13 @@ class DueBatch:
 
 @dataclass(frozen=True)
 class Poll:
-    """What a trainer says when it asks for a batch.
+    """A trainer's request for a batch.
 
     Attributes:
-        trainer_id: None for a trainer that cannot acknowledge. It holds what was delivered.
-        after: id of the last batch that it holds; of no meaning without `trainer_id`.
-        batches_left: how many the run needs after that; None where it does not say.
-        answer: without `trainer_id`, name of the answer that the batch is to be sent in.
+        trainer_id: None for a plain poll, which cannot acknowledge.
+        after: id of the last batch that the trainer holds; ignored for a plain poll.
+        batches_left: number of batches that the run needs after that; None if unknown.
+        answer: name of the answer to a plain poll; '' otherwise.
     """
 
     trainer_id: int | None = None
@@ -63,7 +63,7 @@ class Poll:
 
 @dataclass(frozen=True)
 class OpenPoll:
-    """A poll that waits for a plan, under the trainer and the batch size it began with."""
+    """A poll that needs a new batch: the trainer, batch size and batch id to plan for."""
 
     answer: str
     trainer_id: bytes
@@ -73,7 +73,7 @@ class OpenPoll:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """`batch_id`: of the last batch acknowledged so far; `released` by this call."""
+    """`batch_id`: the last acknowledged batch. `released`: batches deleted by this call."""
 
     batch_id: int
     released: int
@@ -87,7 +87,7 @@ class PlanLost(Enum):
 
 
 class NotPlaced(Enum):
-    """Why a submission was not taken, this time."""
+    """Why an attempt did not accept a submission."""
 
     MOVED = "moved"
     FULL = "full"
@@ -96,21 +96,20 @@ class NotPlaced(Enum):
 
 
 Outcomes = list[int | None]
-"""Of each group of a submission: the sequences that its environment has buffered after it, or None
-where it was queued as it came."""
+"""For each group of a submission: the sequences in its environment's buffer afterwards, or None if
+the group was queued directly."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Groups that are taken together or not at all.
+    """Groups that are accepted together or not at all.
 
     Attributes:
-        key: the sender's own name for it, or None where only run-api itself may repeat it.
-        fingerprint: of what was sent: tells a repeat from other groups under the same key.
-        staged_prefix, staged: where their payloads were stored beforehand; '' and nothing where
-            they are stored with the groups.
-        received_under: the version that was served when they came, where they had to wait since;
-            None: the one that is served now.
+        key: the sender's idempotency key, or None if it sent none.
+        fingerprint: checksum of the body; distinguishes a repeat from other groups with that key.
+        staged_prefix, staged: names of staged payloads; empty if the payloads are not staged.
+        received_under: the version that was served when the groups arrived, if they had to wait;
+            None stands for the version that is served now.
     """
 
     groups: Sequence[PackedGroup]
@@ -128,16 +127,16 @@ class Submission:
         return sorted({group.env_id for group in self.groups if group.env_id is not None})
 
     def with_content(self) -> Iterator[tuple[PackedGroup, bytes | str]]:
-        """Each group and its payload, or the name that it was staged under."""
+        """Each group with its payload, or with the name of its staged payload."""
         contents: Iterable[bytes | str] = self.staged or (group.payload for group in self.groups)
         return zip(self.groups, contents, strict=True)
 
 
 @dataclass(frozen=True)
 class OpenIntake:
-    """A submission that waits to be placed: under which trainer, its groups' ids, what it meets.
+    """The start of a placement: the trainer, the first reserved group id and the run's state.
 
-    `served`: the version that the server says it serves, None where it has said nothing.
+    `served`: the policy version that the server reports as served; None if it reports none.
     """
 
     trainer_id: bytes
@@ -148,7 +147,7 @@ class OpenIntake:
 
 @dataclass(frozen=True)
 class Registered:
-    """A trainer's id (128 bits), and the run: the step that it is at, and its uuid."""
+    """A trainer's id (128 bits), and the step and uuid of its run."""
 
     trainer_id: int
     step: int
@@ -157,7 +156,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class BatchSizeDiffers:
-    """The run goes by another batch size; `fingerprint` names the state this was found in."""
+    """The run uses another batch size. `fingerprint` identifies the state of the run."""
 
     current: int
     unacknowledged: int

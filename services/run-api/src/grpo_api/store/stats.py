@@ -1,4 +1,4 @@
-"""The run in numbers, for operators and metrics."""
+"""Reads the counters of a run, for metrics and operators."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from grpo_core.wire.run_api import EnvironmentCount
 
 
 class RunStats(NamedTuple):
-    """What a run holds at one moment; the fields in the order in which `read_stats` returns them.
+    """Counters of a run at one moment, in the order in which `read_stats` returns them.
 
     Attributes:
         step: batches handed out, counted from the run's starting step.
-        deliveries: batches handed out for the first time, since the run began.
+        deliveries: batches handed out for the first time.
         acknowledged_through: id of the batch up to which all are acknowledged.
         redeliveries: batches handed out again.
-        queued_groups: the groups of a bundle count one by one.
-        queued_bytes: as stored, compressed; so are `buffered_bytes` and `leased_bytes`.
-        buffered_parts: parts of groups that wait for the rest, of all environments.
-        oldest_lease_age_ms: since the oldest lease was handed out first; 0 where there is none.
-        oldest_queued_age_ms: since the oldest group in the queue came; 0 where it is empty.
-        environments_alive: registered, not disconnected, and not silent for too long.
-        leased_batches: handed out and not acknowledged.
+        queued_groups: each group of a bundle counts.
+        queued_bytes: compressed, as stored, like `buffered_bytes` and `leased_bytes`.
+        buffered_parts: parts in the buffers of all environments.
+        oldest_lease_age_ms: time since the oldest lease was first handed out; 0 if there is none.
+        oldest_queued_age_ms: time since the oldest queued group was queued; 0 if there is none.
+        environments_alive: environments that did not disconnect and polled lately.
+        leased_batches: batches handed out and not acknowledged.
     """
 
     step: int
@@ -60,7 +60,7 @@ class StatsStore:
         self._timeout_ms = int(environment_timeout_s * 1000)
 
     async def read(self) -> RunStats:
-        """At one moment, at a cost that does not grow with the queue."""
+        """All counters at one moment. The cost does not grow with the queue."""
         answer = await self._link.script(
             "read_stats",
             (

@@ -1,4 +1,4 @@
-"""The trainer's registration, and how far the run is."""
+"""Stores the trainer's registration and reads the status of the run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TrainerStore:
         """Register a trainer, unless that changes the run's batch size.
 
         Args:
-            approved: fingerprint of a state that the new size was found to suit. Where the run is
-                in that state still, the size is changed.
+            approved: fingerprint of a state for which the new batch size was approved. The size
+                changes if the run is still in that state.
         Raises:
-            Refused: 409, the run was stored by a version that writes it differently.
+            Refused: 409, an older version of run-api stored this run in a previous layout.
         """
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
@@ -44,9 +44,9 @@ class TrainerStore:
         if outcome == b"former layout":
             raise Refused(
                 409,
-                "this run was stored by a former version, in a layout that this one does not read; "
-                "finish it with that version, use another run id, or forget it with GET "
-                "/reset_data",
+                "an older version of run-api stored this run in a layout that this version cannot "
+                "read; finish the run with that version, use another run id, or delete the run "
+                "with GET /reset_data",
             )
         return BatchSizeDiffers(*rest)
 

@@ -1,3 +1,1 @@
-"""Advantages, the loss, gradients over micro-batches, the table of trained tokens. Pure: no I/O, no
-client, no knowledge of where batches come from or weights go.
-"""
+"""The algorithm: advantages, loss and gradients of a batch, without I/O."""

@@ -1,8 +1,7 @@
-"""Forward and backward over the micro-batches of one step.
+"""Runs forward and backward passes over the micro-batches of one step, and adds up the gradients.
 
-An adapter's dropout is on in the forward pass whose gradient is taken, and nowhere else. What is
-compared with the server, and every metric but the loss, then comes from a second forward pass
-without dropout and without gradients.
+An adapter's dropout is on only in the forward pass whose gradient is used. The comparison with the
+server, and every metric but the loss, use a second forward pass without dropout.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from grpo_trainer.optim.master_gradients import LossScale
 
 @dataclass(frozen=True)
 class GradientStats:
-    """`tokens`: what the trainer made of every trained token, before the update."""
+    """Loss and metrics of a batch. `tokens`: the trained tokens with logprobs from before the
+    update."""
 
     loss: float
     sums: LossSums
@@ -40,11 +40,11 @@ def accumulate_gradients(
     forward: ForwardPass = plain_forward,
     loss_scale: LossScale | None = None,
 ) -> GradientStats:
-    """Forward and backward over the micro-batches; their gradients add up to the batch's.
+    """Run forward and backward over the micro-batches; their gradients add up to the batch's.
 
     Args:
-        loss_scale: what the gradients are to be multiplied by; where they overflow, the batch is
-            computed again with a smaller one
+        loss_scale: multiplies the gradients; if they overflow, the batch is computed again with a
+            smaller one
     Raises:
         NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
     """
@@ -70,17 +70,18 @@ def _accumulated(
             with torch.no_grad():
                 without_dropout = forward(policy, on_device)
         loss = grpo_loss(trained_logp, *_columns(on_device), clip_eps)
-        # All that is looked at comes to the host at once: every look waits for the device.
+        # One transfer to the host for all values that are read here: each transfer waits for the
+        # device.
         value, logp = _to_host(loss, without_dropout)
         if not math.isfinite(value):
             found = loss_sums(logp, *_columns(micro), clip_eps)
             raise NonFiniteLoss(
                 f"step {step}, micro-batch {i}: loss is {value} (largest ratio "
                 f"{found.ratio_max:.3g}, largest |log ratio| {found.diff_max:.3g}); no weight was "
-                "changed by this step. Lower the learning rate, or look at the batch's logprobs"
+                "changed by this step. Lower the learning rate, or inspect the batch's logprobs"
             )
         (scale * loss).backward()  # type: ignore[no-untyped-call]
-        # A GPU is busy with that; the host adds up meanwhile.
+        # The host computes the sums while the GPU runs the backward pass.
         total += value
         sums += loss_sums(logp, *_columns(micro), clip_eps)
         logps.append(logp)
@@ -88,11 +89,11 @@ def _accumulated(
 
 
 def _to_host(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
-    """Both to host memory in one transfer: scalar, [B, T]."""
+    """Copy both to host memory in one transfer: scalar, [B, T]."""
     values = torch.cat([loss.detach().view(1), logp.detach().flatten()]).cpu()
     return float(values[0]), values[1:].view(logp.shape)
 
 
 def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """What the loss compares log-probabilities with."""
+    """The loss's inputs other than the policy's logprobs."""
     return micro.behaviour_logp, micro.advantages, micro.token_weight

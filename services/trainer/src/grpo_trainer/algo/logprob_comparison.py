@@ -1,4 +1,4 @@
-"""The trained tokens of a batch in one line, as server and trainer see them.
+"""Compares the server's and the trainer's logprobs of a batch's trained tokens.
 
 Legend: N trained tokens, sequence after sequence, each in its order.
 """
@@ -15,25 +15,26 @@ from torch import Tensor
 from grpo_trainer.data.collate import MicroBatch
 
 MIN_TOKENS = 8
-"""A mean over fewer says nothing."""
+"""A mean over fewer tokens proves nothing."""
 STANDARD_ERRORS = 3.0
-"""A mean counts with so many standard errors taken off: a few outliers among few tokens are no
-proof."""
+"""This many standard errors are subtracted from a mean, because a few outliers among few tokens
+prove nothing."""
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """In host memory. Log-probabilities are at the temperature that the token's group names."""
+    """The trained tokens of a batch, in host memory. Logprobs are at the temperature that the
+    token's group names."""
 
     logp: Tensor  # [N] float32, the trainer's
     behaviour_logp: Tensor  # [N] float32, the server's, as logged
     temperature: Tensor  # [N] float32
-    sequence: Tensor  # [N] int64, counted through the batch
+    sequence: Tensor  # [N] int64, index of the sequence in the batch
     position: Tensor  # [N] int64, index of the token in its sequence
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], logp: Sequence[Tensor]) -> TokenTable:
-        """Args: logp: [B, T] per micro-batch, in host memory as these are."""
+        """Args: logp: [B, T] for each micro-batch, in host memory."""
         first = 0
         parts = []
         for micro, seen in zip(micro_batches, logp, strict=True):
@@ -60,19 +61,19 @@ class TokenTable:
 
     @property
     def diff(self) -> Tensor:
-        """[N] trainer's minus server's."""
+        """[N] the trainer's logprob minus the server's."""
         return self.logp - self.behaviour_logp
 
     def mean_distance(self) -> float:
-        """Mean |difference|; needs a token at least."""
+        """Mean |difference|; needs at least one token."""
         return float(self.diff.abs().double().mean())
 
     def sequences(self) -> list[int]:
-        """Of the sequences that have tokens here, in order."""
+        """Indices of the sequences with at least one trained token, in order."""
         return sorted(set(self.sequence.tolist()))
 
     def diff_abs_quantile(self, share: float) -> float | None:
-        """Smallest |difference| that at least this share of the tokens does not exceed."""
+        """The smallest |difference| that at least this share of the tokens does not exceed."""
         if not len(self):
             return None
         rank = max(1, math.ceil(share * len(self)))
@@ -81,11 +82,10 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far logged log-probabilities lie from the trainer's.
+    """How far the behaviour logprobs are from the trainer's logprobs.
 
-    `lower_bound`: the mean less three standard errors, 0 for fewer than 8 tokens. Where completions
-    were sampled below temperature 1, that mean is in units of the logits, whose noise is what the
-    tolerance is about.
+    `lower_bound`: the mean minus three standard errors; 0 for fewer than 8 tokens. Logprobs at a
+    temperature T below 1 are noisier by the factor 1/T, so their differences are multiplied by T.
     """
 
     tokens: int
@@ -97,7 +97,7 @@ class Distance:
     def of(cls, table: TokenTable) -> Distance:
         if not len(table):
             return cls(0, 0.0, 0.0, 0.0)
-        diff = table.diff.abs().double()  # a sum of what float32 holds may be more than it holds
+        diff = table.diff.abs().double()  # a sum of float32 values may overflow
         noise = diff * table.temperature.clamp(max=1.0)
         error = noise.std(correction=0) / len(table) ** 0.5
         lower_bound = (

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient objective. Only maths: no forward pass, no logging, no I/O.
+"""The GRPO loss: a clipped policy gradient. Pure maths, without forward pass, logging or I/O.
 
 Legend: B sequences of the micro-batch, T positions after the causal shift.
 """
@@ -17,9 +17,9 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the trained tokens of a micro-batch, in double precision, so that the
-    micro-batches of one step add up to the same numbers however it is cut. A name that ends in
-    `max` is a maximum."""
+    """Sums over the trained tokens of a micro-batch. They are in double precision, so that the sums
+    of a step do not depend on its division into micro-batches. A field whose name ends in `max`
+    holds a maximum instead."""
 
     tokens: float
     ratio: float
@@ -31,15 +31,15 @@ class LossSums:
     behaviour_logp: float
     behaviour_logp_square: float
     diff: float
-    """Trainer's minus server's log-probability."""
+    """The trainer's minus the server's logprob."""
     diff_abs: float
     diff_max: float
-    """Of the absolute difference."""
+    """Maximum of the absolute difference."""
     kl_k3: float
-    """ratio - 1 - log ratio."""
+    """Sum of ratio - 1 - log ratio, an estimate of the KL divergence."""
     positive_tokens: float
     positive_logp: float
-    """Over the tokens of sequences with an advantage above 0."""
+    """Sum over the tokens of sequences with an advantage above 0."""
     negative_tokens: float
     negative_logp: float
 
@@ -52,7 +52,7 @@ class LossSums:
         return LossSums(**{f.name: joined(f.name) for f in fields(self)})
 
     def mean(self, name: str) -> float | None:
-        """Mean of one of the sums per trained token; None where nothing was trained on."""
+        """Mean per trained token of one of the sums; None if no token is trained on."""
         value: float = getattr(self, name)
         return value / self.tokens if self.tokens else None
 
@@ -68,7 +68,8 @@ class LossSums:
 
     @property
     def effective_sample_fraction(self) -> float | None:
-        """(sum r)^2 / (n sum r^2), Kish's effective sample size per sample; 1 when on policy."""
+        """(sum r)^2 / (n sum r^2): Kish's effective sample size per sample; 1 if all tokens are
+        fresh."""
         if not self.ratio_square:
             return None
         return self.ratio * self.ratio / (self.tokens * self.ratio_square)
@@ -87,15 +88,15 @@ def grpo_loss(
     """Sum over tokens of `-weight * min(r A, clip(r, 1-eps, 1+eps) A)`, r = exp(logp - behaviour).
 
     PPO's clipped surrogate (arXiv 1707.06347, equation 7) with group-relative advantages. The
-    minimum holds for either sign of A: with A < 0 it keeps the gradient of a ratio that is too
-    high, the case that a maximum there would silence.
+    minimum is right for both signs of A: if A < 0 and the ratio is too high, it keeps the gradient
+    that a maximum would remove.
 
     Args:
-        logp: [B, T] log-probability of each target token under the policy, at the temperature
-            that sampled it
-        behaviour_logp: [B, T] the same from the server, when it was sampled
+        logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
+            it
+        behaviour_logp: [B, T] the server's logprob when it sampled the token
         advantages: [B]
-        token_weight: [B, T] what each token counts; 0 where it is not trained on
+        token_weight: [B, T] weight of each token; 0 if it is not trained on
         clip_eps: half-width of the interval in which the ratio may move
 
     Returns:
@@ -116,14 +117,15 @@ def loss_sums(
     token_weight: Tensor,
     clip_eps: float,
 ) -> LossSums:
-    """Sums for the metrics. Args: those of `grpo_loss`, in host memory: each sum is looked at."""
+    """Sums for the metrics. Args: those of `grpo_loss`, in host memory, because each sum is
+    read."""
     trained = token_weight > 0
     if not bool(trained.any()):
         return NO_SUMS
     log_ratio = _log_ratio(logp, behaviour_logp)
     ratio = log_ratio.exp()
     is_clipped = ratio != _clipped(ratio, clip_eps)
-    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], as all that follow
+    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], like all tensors below
     logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
     log_ratio = log_ratio[trained].double()
     diff, ratio = logp - behaviour_logp, log_ratio.exp()
@@ -150,8 +152,8 @@ def loss_sums(
 
 
 def _log_ratio(logp: Tensor, behaviour_logp: Tensor) -> Tensor:
-    """Untrained positions hold placeholders, and a trained token may be all but impossible to one
-    side: exp would overflow, and inf * 0 is NaN. The bound lies far outside any clipping."""
+    """The bounded log ratio. Placeholders and near-impossible tokens would overflow exp, and inf *
+    0 is NaN. The bound is far outside every clipping interval."""
     return (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

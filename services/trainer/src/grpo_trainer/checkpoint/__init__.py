@@ -1,1 +1,1 @@
-"""What a run saves, and how it resumes. Nothing of how weights are served."""
+"""What a run saves (checkpoints and exported models), and how it resumes."""

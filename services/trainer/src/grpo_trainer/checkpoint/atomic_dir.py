@@ -1,7 +1,7 @@
-"""The directory that a run saves into: one trainer at a time, whole directories or none.
+"""Writes directories completely or not at all, and locks --save-path for one trainer.
 
-A directory is written under another name, every file synced to the disk, then renamed, then the
-rename synced. So whatever is killed when, by a power cut too, a name stands for something whole.
+A directory is written under a temporary name and synced to disk. Then it is renamed, and the rename
+is synced. So after a kill or a power cut, every directory with a final name is complete.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = structlog.get_logger()
 
 LOCK = ".lock"
 LOCK_DEADLINE_S = 5.0
-"""A trainer that was just killed may need a moment to be gone."""
+"""Time for a trainer that was just killed to release the lock."""
 _LOCK_POLL_S = 0.1
 _NEW, _FORMER, _OLD, _PART = ".new", ".former", ".old", ".part"
-"""Ends of hidden names: being written, being replaced, being removed; a file that is being
-written."""
+"""Suffixes of hidden names: a directory being written, being replaced and being removed; a file
+being written."""
 
 
 @contextlib.contextmanager
 def hold_save_path(save_path: Path) -> Iterator[None]:
-    """Find out before the first step whether the last one will have where to go, and keep others
-    out as long as the context is open.
+    """Lock the directory against other trainers, and check before the first step that it can be
+    written.
 
     Raises:
-        UnusableSavePath: it cannot be written, or another trainer saves there.
+        UnusableSavePath: it cannot be written, or another trainer uses it.
     """
     try:
         make_directory(save_path)
@@ -67,26 +67,27 @@ def _take(lock: IO[str], save_path: Path) -> None:
         except BlockingIOError:
             if deadline.has_passed:
                 raise UnusableSavePath(
-                    f"--save-path {save_path}: another trainer saves there; end it, or choose a "
-                    "directory of its own for each run"
+                    f"--save-path {save_path}: another trainer uses it; stop that trainer, or "
+                    "choose another directory for this run"
                 ) from None
             time.sleep(_LOCK_POLL_S)
         except OSError as error:
             log.warning(
-                "this file system cannot tell whether another trainer saves here",
+                "save_path.lock_failed",
                 save_path=str(save_path),
                 reason=str(error),
+                hint="make sure that no other trainer uses this directory",
             )
             return
 
 
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """An empty directory to write into. When the block ends well it becomes `target`, in place of
-    what was there.
+    """Yield an empty directory to write into. If the block succeeds, the directory replaces
+    `target`.
 
     Raises:
-        CheckpointNotSaved: something could not be written; what was at `target` still is.
+        CheckpointNotSaved: a file could not be written; `target` is unchanged.
     """
     staging = _hidden(target, _NEW)
     try:
@@ -100,15 +101,15 @@ def whole_directory(target: Path) -> Iterator[Path]:
             _remove(staging)
         raise CheckpointNotSaved(
             f"{target} could not be written: {error}; make room or choose another --save-path, "
-            "then start the trainer again: it goes on from the last state that it saved"
+            "then start the trainer again: it resumes from its newest checkpoint"
         ) from error
 
 
 def write_whole(target: Path, text: str) -> None:
-    """A file that is there whole or not at all, in place of what was there.
+    """Write a file completely or not at all, replacing `target`.
 
     Raises:
-        CheckpointNotSaved: it could not be written; what was at `target` still is.
+        CheckpointNotSaved: the file could not be written; `target` is unchanged.
     """
     part = _hidden(target, _PART)
     try:
@@ -119,7 +120,7 @@ def write_whole(target: Path, text: str) -> None:
         _sync_directory(target.parent)
     except OSError as error:
         raise CheckpointNotSaved(
-            f"{target} could not be written: {error}; make room, or choose another place for it, "
+            f"{target} could not be written: {error}; make room, or choose another directory, "
             "then start the trainer again"
         ) from error
 
@@ -130,7 +131,7 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(target: Path) -> None:
-    """At no moment is half of it there under its name."""
+    """Remove a directory. It is renamed first, so its name never refers to a part of it."""
     old = _hidden(target, _OLD)
     _remove(old)
     target.rename(old)
@@ -138,7 +139,7 @@ def remove_directory(target: Path) -> None:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """What a trainer that was killed left behind in the middle of writing or removing."""
+    """Remove unfinished files and directories of a trainer that was killed."""
     for part in parent.glob(f".*{_PART}"):
         part.unlink()
     for suffix in (_NEW, _OLD):
@@ -148,12 +149,12 @@ def remove_unfinished(parent: Path) -> None:
         target = former.with_name(former.name.removeprefix(".").removesuffix(_FORMER))
         if target.exists():
             _remove(former)
-        else:  # it was about to be replaced
+        else:  # the trainer died while replacing it
             former.rename(target)
 
 
 def _replace(target: Path, staging: Path) -> None:
-    """At every moment one whole directory is there, under its name or beside it."""
+    """Replace `target` by `staging`. A complete directory exists at every moment."""
     former = _hidden(target, _FORMER)
     _remove(former)
     if target.exists():
@@ -179,7 +180,7 @@ def _sync_tree(directory: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Names in a directory are on the disk only once the directory itself is synced."""
+    """Sync the names in a directory to disk, which a sync of the files does not do."""
     _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 

@@ -1,7 +1,7 @@
-"""Saves what was trained where and how its users expect it.
+"""Exports the trained model or adapter in Hugging Face format, with its tokenizer.
 
-A whole model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
-`PeftModel.from_pretrained`; its tokenizer lies beside each.
+A model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
+`PeftModel.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FINAL_ADAPTER = "final_adapter"
 
 
 def save_policy(policy: CausalLM, model_name: str, target: Path, is_adapter: bool = False) -> None:
-    """Write model or adapter, and tokenizer, to `target`, complete and durable or not at all.
+    """Write the model or adapter, and the tokenizer, to `target`, completely or not at all.
 
     Raises:
-        CheckpointNotSaved: the disk is full, or the like.
+        CheckpointNotSaved: a file could not be written, e.g. the disk is full.
     """
     from transformers import AutoTokenizer
 
@@ -34,32 +34,33 @@ def save_policy(policy: CausalLM, model_name: str, target: Path, is_adapter: boo
         else:
             _write_model(policy, model_name, directory)
         AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)
-    log.info("saved", directory=str(target))
+    log.info("model.exported", directory=str(target))
 
 
 def _write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
-    """Weights, configuration and generation configuration, as transformers has them."""
+    """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig
 
-    with contextlib.suppress(OSError):  # most models have one; without, the configuration's
+    with contextlib.suppress(OSError):  # without the file, transformers derives one
         policy.generation_config = GenerationConfig.from_pretrained(model_name)
-    # Views share one storage, which would be taken for tied weights: save separate tensors.
-    # On the host: a second copy of the model may be more than a GPU has left.
+    # transformers would take views of one storage for tied weights, so save separate tensors. They
+    # are copied to the host, because a GPU may have no room for a second copy of the model.
     tensors = {name: p.detach().to("cpu", copy=True) for name, p in policy.named_parameters()}
     policy.save_pretrained(directory, state_dict=tensors)
 
 
 def write_adapter(policy: CausalLM, directory: Path) -> None:
-    """Adapter weights in float32 and their configuration, as PEFT has them."""
-    # "auto" asks the model hub whether the vocabulary has grown; ours never does.
+    """Write the adapter's weights in float32, and its configuration, in PEFT's format."""
+    # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
+    # here.
     policy.save_pretrained(str(directory), save_embedding_layers=False)
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """One that may be gone already, or that something may keep from going."""
+    """Remove an exported model. A failure is logged and training continues."""
     try:
         remove_directory(directory)
     except OSError as error:
-        log.warning("checkpoint.kept", directory=str(directory), reason=str(error))
+        log.warning("export.removal_failed", directory=str(directory), reason=str(error))
     else:
-        log.info("checkpoint.removed", directory=str(directory))
+        log.info("export.removed", directory=str(directory))

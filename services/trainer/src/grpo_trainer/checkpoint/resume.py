@@ -1,4 +1,4 @@
-"""Which saved state a trainer goes on from, and how it joins the run again at run-api."""
+"""Chooses the checkpoint to resume from, and rejoins its run at run-api."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = structlog.get_logger()
 
 
 def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | None:
-    """What `--resume` asks for; None to train from the start.
+    """The checkpoint that `--resume` selects; None to train from the start.
 
     Raises:
-        NoSuchState: it names a directory without a state.
-        DamagedState: the record of the state cannot be read.
-        StateMismatch: the newest state is of another model.
+        NoSuchState: the named directory has no checkpoint.
+        DamagedState: the checkpoint's record cannot be read.
+        StateMismatch: the newest checkpoint is of another model.
     """
     if settings.resume == NEVER:
         return None
@@ -34,9 +34,9 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     saved = store.newest()
     if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
         raise StateMismatch(
-            f"{saved.directory} is a state of {saved.record.model_name}, not of "
-            f"{settings.model}; pass --resume {saved.directory} where that is the same model "
-            "in another place, --resume never to train from the start, or another --save-path"
+            f"{saved.directory} is a checkpoint of {saved.record.model_name}, not of "
+            f"{settings.model}; pass --resume {saved.directory} if both are the same model, "
+            "--resume never to train from the start, or another --save-path"
         )
     return saved
 
@@ -48,7 +48,8 @@ def restore(
     api: TrainerClient,
     settings: TrainerSettings,
 ) -> Position:
-    """Put the state into the optimizer, then join the run; returns where to go on.
+    """Load the checkpoint into the optimizer, then rejoin the run; returns the position to resume
+    at.
 
     Raises:
         StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
@@ -56,38 +57,39 @@ def restore(
     require_fit(saved.record, policy, settings, str(saved.directory))
     load_state(saved.load(), policy, optimizer)
     at = rejoin(api, settings, saved)
-    noted = OpenedEpochs(saved.directory.parents[1]).newest()  # where --save-path is another
-    at = replace(at, epoch=max(at.epoch, noted))
-    log.info("resuming", state=str(saved.directory), step=at.step, batch_id=at.batch_id)
+    # --resume may name a checkpoint of another --save-path.
+    started = OpenedEpochs(saved.directory.parents[1]).newest()
+    at = replace(at, epoch=max(at.epoch, started))
+    log.info("run.resumed", checkpoint=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
 
 
 def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> TrainerSettings:
-    """The W&B runs of all starts are in one group, unless the user names another."""
+    """The settings with the checkpoint's W&B group, unless the user names another one."""
     if saved is None or not saved.record.wandb_group or "wandb_group" in settings.model_fields_set:
         return settings
     return settings.model_copy(update={"wandb_group": saved.record.wandb_group})
 
 
 def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> Position:
-    """Register as the one who goes on after `saved`, and acknowledge what is in it: the trainer
-    before may have been killed in between.
+    """Register at run-api as the successor of `saved`, and acknowledge the checkpoint's batches.
+    The previous trainer may have been killed between saving and acknowledging.
 
     Returns:
-        That of the state; without a batch where the run has not handed it out.
+        The checkpoint's position; with batch_id=0 if the run at run-api does not have that batch.
 
     Raises:
-        StateOfAnotherRun: the run at run-api is not that of the state. A state that `--resume`
-            names may go on there all the same, with the data that the run has.
+        StateOfAnotherRun: the checkpoint belongs to another run than the one at run-api. A
+            checkpoint that `--resume` names may resume there anyway, with that run's data.
     """
     at = saved.record.position
-    # Asked first: a run that is new must not learn a starting step from a state of another.
+    # Read before registering: a new run must not get the starting step of a foreign checkpoint.
     run_uuid = api.status().run_uuid
     known = run_uuid is not None and run_uuid == saved.record.run_uuid
     if not known and settings.resume == AUTO:
         raise _of_another_run(saved, api, f"run {run_uuid}" if run_uuid else "no run yet")
     api.register(settings.registration(first_step=at.step))
-    if known and api.run_uuid != run_uuid:  # it was reset between the two
+    if known and api.run_uuid != run_uuid:  # it was reset in between
         raise _of_another_run(saved, api, f"run {api.run_uuid}")
     if known and at.batch_id > 0:
         try:
@@ -98,9 +100,10 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
             known = False
     if not known:
         log.warning(
-            "the run at run-api is not the one of this state: going on with the data that it has",
-            state=str(saved.directory),
+            "run.differs",
+            checkpoint=str(saved.directory),
             unknown_batch=at.batch_id,
+            hint="run-api has another run than the checkpoint; training continues with its data",
         )
     at = at if known else replace(at, batch_id=0)
     api.resume_after(at.batch_id)
@@ -110,11 +113,11 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
 def _of_another_run(saved: SavedState, api: TrainerClient, found: str) -> StateOfAnotherRun:
     record = saved.record
     return StateOfAnotherRun(
-        f"{saved.directory} has taken {record.step} steps, the last one on batch "
-        f"{record.batch_id} of run {record.run_uuid or 'unknown'}, and the run at {api.base_url} "
-        f"is not the run of this state, or its Redis lost data ({found}). To train from the "
-        "start, pass --resume never or another --save-path; to go on from this state with that "
-        f"run's data, --resume {saved.directory}"
+        f"{saved.directory} includes {record.step} steps, the last one on batch "
+        f"{record.batch_id} of run {record.run_uuid or 'unknown'}, but run-api at {api.base_url} "
+        f"has another run, or its Redis lost data ({found}). To train from the start, pass "
+        "--resume never or another --save-path; to resume from this checkpoint with run-api's "
+        f"data, pass --resume {saved.directory}"
     )
 
 
@@ -124,8 +127,8 @@ def _named_state(path: Path) -> SavedState:
     saved = StateStore(path).newest()
     if saved is None:
         raise NoSuchState(
-            f"--resume {path}: no {RECORD} there, and no state of a run that saved there; name a "
-            "directory below trainer_state/, or a --save-path"
+            f"--resume {path}: no {RECORD} there, and no checkpoint below it; name a directory in "
+            "trainer_state/, or a --save-path"
         )
     return saved
 

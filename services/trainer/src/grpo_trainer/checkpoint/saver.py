@@ -1,4 +1,4 @@
-"""When models and states are saved, and when run-api may let go of their batches."""
+"""Decides when checkpoints and exported models are saved and when batches are acknowledged."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be saved after a step: models (or adapters) by their directories, and a state."""
+    """What to save after a step: exported models, by directory name, and a checkpoint (`state`)."""
 
     models: tuple[str, ...]
     state: bool
 
 
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
-    """Args: step: steps taken so far; saved_step: those in the newest state."""
+    """Args: step: steps taken so far; saved_step: the newest checkpoint's step."""
     interval, is_last = settings.checkpoint_interval, step == settings.steps
     is_whole = settings.lora is None
     stem, final = ("step_", FINAL_MODEL) if is_whole else ("adapter_step_", FINAL_ADAPTER)
@@ -50,9 +50,9 @@ def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
 
 @dataclass
 class Saver:
-    """Knows what of a run is durable. Batches are acknowledged as soon as a state holds them.
+    """Saves checkpoints and exported models. Acknowledges batches once a checkpoint includes them.
 
-    `seconds`: what saving took since the step before, None where nothing was due.
+    `seconds`: duration of the last save, None if nothing was due after the previous step.
     """
 
     settings: TrainerSettings
@@ -64,14 +64,14 @@ class Saver:
     seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
-        """The next step follows `position`. Where that is not saved it is now: a trainer killed
-        before its first state must not train the same batches into weights that hold them already.
+        """Start at `position`, and save a checkpoint unless it is saved already. Without one, a
+        trainer killed early would train the same batches into weights that already include them.
 
         Args:
-            checkpoints: that the run has written before, the oldest first
+            checkpoints: the exported models that the run has already written, the oldest first
 
         Raises:
-            CheckpointNotSaved: it could not be written.
+            CheckpointNotSaved: the checkpoint could not be written.
         """
         self._position = self._saved = position
         self._checkpoints = list(checkpoints)
@@ -80,11 +80,11 @@ class Saver:
             self._save_state(position)
 
     def step_taken(self, position: Position) -> None:
-        """Save what is due, last of all the state.
+        """Save what is due; the checkpoint comes last.
 
         Raises:
-            CheckpointNotSaved: it could not be written; nothing was acknowledged.
-            ServiceUnavailable: the state is saved, and run-api could not be told.
+            CheckpointNotSaved: a file could not be written; nothing was acknowledged.
+            ServiceUnavailable: the checkpoint is saved, but run-api did not answer.
         """
         self._position, self.seconds = position, None
         due = due_after(position.step, self._saved.step, self.settings)
@@ -96,13 +96,13 @@ class Saver:
         self._save_state(position)
         self.seconds = time.monotonic() - started
 
-    def batch_passed_over(self, position: Position) -> None:
-        """A batch was done with and no step taken on it: the next state holds it."""
+    def batch_skipped(self, position: Position) -> None:
+        """A batch was skipped: the next checkpoint includes it."""
         self._position = position
 
     def release_batches(self) -> bool:
-        """Save the state early, so that run-api may let go of batches. False where the newest state
-        holds them all already. Raises as `step_taken`."""
+        """Save a checkpoint early so that run-api can delete batches. False if the newest
+        checkpoint already includes them all. Raises the errors of `step_taken`."""
         if self._position == self._saved:
             return False
         self._save_state(self._position)
@@ -133,7 +133,7 @@ class Saver:
         directory = self.store.save(state)
         self._saved = position
         log.info(
-            "state saved",
+            "checkpoint.saved",
             directory=str(directory),
             step=position.step,
             batch_id=position.batch_id,
@@ -144,8 +144,8 @@ class Saver:
 
 
 def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: MasterOptimizer) -> None:
-    """Directories at a time at most, with the one that is being written. Weights only: tokenizers
-    and configurations are small beside them."""
+    """Log the maximum disk space of the run's directories, including one that is being written.
+    Only weights count: tokenizers and configurations are small."""
     interval = settings.checkpoint_interval
     saved = settings.steps // interval if interval else 0
     models = 1 + min(saved, settings.keep_checkpoints + 1)
@@ -161,7 +161,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
         model_megabytes=_megabytes(model_bytes),
         states=states,
         state_megabytes=_megabytes(state_bytes),
-        change="--keep-checkpoints, --checkpoint-interval",
+        hint="lower --keep-checkpoints or raise --checkpoint-interval to need less",
     )
 
 

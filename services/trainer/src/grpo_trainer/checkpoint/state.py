@@ -1,12 +1,13 @@
-"""Everything that a run needs to go on as if it had never ended, as a record and tensors.
+"""The content of a checkpoint: a record and the tensors that the next step depends on.
 
     <save path>/trainer_state/000007_step_30/
         trainer_state.json     `StateRecord`
-        tensors.safetensors    master/<name>, and what the update rule keeps: of AdamW, in fp32,
+        tensors.safetensors    master/<name>, and the update rule's state: for AdamW, in fp32,
                                exp_avg/<name>, exp_avg_sq/<name>, step/<name>
 
-The learning rate follows from the step and the settings, which may change between two starts; so
-do the random numbers of stochastic rounding.
+A resumed run computes exactly what the uninterrupted run would have computed. The learning rate and
+the random numbers of stochastic rounding follow from the step and the settings, so they are not
+saved.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: `step` optimizer steps are taken, the last one on batch `batch_id` (0
+    """The progress of a run: `step` optimizer steps are taken, the last one on batch `batch_id` (0
     before the first), and the weights are served under `epoch`."""
 
     step: int
@@ -42,7 +43,7 @@ class Position:
 
 
 class FileFacts(BaseModel):
-    """`sha256` in hexadecimal."""
+    """Size and checksum of a file. `sha256` is in hexadecimal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,11 +52,14 @@ class FileFacts(BaseModel):
 
 
 class StateRecord(BaseModel):
-    """`trainer_state.json`. `parameters`: name → shape, of what is trained; `files`: all others of
-    the directory; `mode`: --weight-bridge-mode; `lora`: None where the whole model is trained;
-    `loss_scale`: None where none is used; `run_uuid`: of the run at run-api that `batch_id` counts
-    in, None in states of former versions; `checkpoints`: that this run keeps, the oldest first;
-    `noise`: of the check of publications, None where it was not measured.
+    """The content of `trainer_state.json`.
+
+    `parameters` maps the name of each trained parameter to its shape. `files` describes all other
+    files of the directory. `mode` is --mode. `lora` is None if the whole model is
+    trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
+    `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
+    exported models, the oldest first. `noise` is the rounding noise of the publication check, None
+    if it was not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -98,7 +102,8 @@ def capture(
     checkpoints: Sequence[str] = (),
     noise: float | None = None,
 ) -> TrainerState:
-    """As it is between two steps. The tensors are those that the next step changes: write first."""
+    """The checkpoint between two steps. Its tensors are not copied: write it before the
+    next step."""
     shapes = _shapes(policy)
     record = StateRecord(
         step=position.step,
@@ -122,7 +127,8 @@ def capture(
 
 @torch.no_grad()
 def load_state(state: TrainerState, policy: CausalLM, optimizer: MasterOptimizer) -> None:
-    """Into the masters, which the parameters follow with the next write, and the generators."""
+    """Load the checkpoint into the master weights and random generators. The next write updates the
+    policy's parameters."""
     optimizer.load_tensors(list(_shapes(policy)), state.tensors)
     if optimizer.loss_scale is not None and state.record.loss_scale is not None:
         optimizer.loss_scale.record = state.record.loss_scale
@@ -132,14 +138,14 @@ def load_state(state: TrainerState, policy: CausalLM, optimizer: MasterOptimizer
 def require_fit(
     record: StateRecord, policy: CausalLM, settings: TrainerSettings, where: str
 ) -> None:
-    """Args: where: the state's directory, for the message.
+    """Args: where: the checkpoint's directory, for the message.
 
     Raises:
         StateMismatch: another model, mode, adapter or optimizer; lists every difference.
     """
     ours, saved = _shapes(policy), record.parameters
     problems = _other_options(record, settings)
-    problems += [f"{name}: not in the state" for name in ours if name not in saved]
+    problems += [f"{name}: not in the checkpoint" for name in ours if name not in saved]
     problems += [f"{name}: not in the model" for name in saved if name not in ours]
     problems += [
         f"{name}: saved shape {list(saved[name])}, the model's {list(shape)}"
@@ -169,7 +175,7 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
 
 
 def _shapes(policy: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Of what is trained, in the order of the optimizer's masters."""
+    """Shapes of the trained parameters, in the order of the optimizer's master weights."""
     return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}
 
 
@@ -178,7 +184,7 @@ class _Record(BaseModel):
 
 
 class NumpyState(_Record):
-    """numpy's global MT19937; `keys`: 624 uint32, base64."""
+    """The state of numpy's global MT19937 generator; `keys` is base64 of 624 uint32."""
 
     keys: str
     position: int
@@ -195,8 +201,8 @@ class PythonState(_Record):
 
 
 class RngState(_Record):
-    """Of all generators that code in this process may draw from. `torch`: base64; `cuda`: the same
-    of each GPU that is seen, () where none is used."""
+    """The states of all random generators that this process may use. `torch` is base64, and so is
+    each entry of `cuda`, one for each visible GPU; () if no GPU is used."""
 
     torch: str
     numpy: NumpyState
@@ -220,11 +226,11 @@ class RngState(_Record):
         )
 
     def restore(self) -> None:
-        """Raises ValueError, TypeError or RuntimeError where these are no such states."""
+        """Raises ValueError, TypeError or RuntimeError if these are not valid states."""
         held, python = self.numpy, self.python
         keys = numpy.frombuffer(base64.b64decode(held.keys, validate=True), dtype="<u4")
         torch.set_rng_state(_tensor(self.torch))
-        # On another host, or another device, what is drawn there is new in any case.
+        # With another number of GPUs the saved states do not apply.
         if len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda])
         numpy.random.set_state(("MT19937", keys, held.position, held.has_gauss, held.cached_gauss))

@@ -1,7 +1,7 @@
-"""Trainer states on disk: written whole, checked when read, the newest two kept.
+"""Writes checkpoints completely, verifies them when they are read, and keeps the newest two.
 
-Their names begin with a number that counts up over all runs that saved here, so that the newest is
-known by its name alone.
+Their names begin with a number that increases over all runs of a save path, so the name shows which
+one is the newest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _NAME = re.compile(r"(\d{6,})_step_\d+")
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state whose record was read; its tensors are still on disk."""
+    """A checkpoint whose record was read. Its tensors are still on disk."""
 
     directory: Path
     record: StateRecord
 
     def load(self) -> TrainerState:
-        """Raises `DamagedState` where a file is not what was written."""
+        """Load the tensors. Raises `DamagedState` if a file has changed since it was written."""
         problems = [
             problem
             for name, facts in self.record.files.items()
@@ -59,16 +59,17 @@ class SavedState:
 
 
 class StateStore:
-    """Args: save_path: of the run; states lie in a folder of it."""
+    """Args: save_path: of the run; checkpoints are saved in a subdirectory."""
 
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
 
     def save(self, state: TrainerState) -> Path:
-        """Make it durable, then let go of all but the newest two.
+        """Write a checkpoint durably, then remove all but the newest two.
 
         Raises:
-            CheckpointNotSaved: the disk is full, or the like; the states before are intact.
+            CheckpointNotSaved: a file could not be written, e.g. the disk is full; earlier
+                checkpoints are intact.
         """
         number = max(self._numbered(), default=0) + 1
         target = self.directory / f"{number:06}_step_{state.record.step}"
@@ -83,7 +84,7 @@ class StateStore:
         return target
 
     def newest(self) -> SavedState | None:
-        """Raises `DamagedState` where its record cannot be read."""
+        """The newest checkpoint, if any. Raises `DamagedState` if its record cannot be read."""
         numbered = self._numbered()
         return read_state(numbered[max(numbered)]) if numbered else None
 
@@ -95,12 +96,20 @@ class StateStore:
 
 
 def read_state(directory: Path) -> SavedState:
-    """Raises `DamagedState` where its record cannot be read."""
+    """Raises `DamagedState` if the record cannot be read."""
     try:
         record = StateRecord.model_validate_json((directory / RECORD).read_bytes())
-    except (OSError, ValidationError) as error:
+    except OSError as error:
         raise _damaged(directory, f"{RECORD}: {error}") from error
+    except ValidationError as error:
+        raise _damaged(directory, f"{RECORD}: {_problems_of(error)}") from error
     return SavedState(directory, record)
+
+
+def _problems_of(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}" for found in error.errors()
+    )
 
 
 def _write_record(record: StateRecord, directory: Path) -> None:
@@ -115,20 +124,24 @@ def _problem(path: Path, written: FileFacts) -> str | None:
     except OSError as error:
         return f"{path.name}: {error}"
     if size_bytes != written.size_bytes:
-        return f"{path.name}: {size_bytes} bytes, {written.size_bytes} were written"
-    return None if digest == written.sha256 else f"{path.name}: other bytes than were written"
+        return f"{path.name}: has {size_bytes} bytes, but {written.size_bytes} were written"
+    return (
+        None
+        if digest == written.sha256
+        else f"{path.name}: its content has changed since it was written"
+    )
 
 
 def _damaged(directory: Path, what: str) -> DamagedState:
     return DamagedState(
-        f"{directory}: {what}. The batches up to this state are acknowledged and will not come "
-        "again; an older state can only go on without those that followed it: name it with "
-        "--resume <directory>, or train from the start with --resume never"
+        f"{directory}: {what}. run-api has deleted the batches that this checkpoint includes. To "
+        "resume from an older checkpoint without them, name it with --resume DIRECTORY; to train "
+        "from the start, pass --resume never"
     )
 
 
 PART_BYTES = 64 << 20
-"""Brought to the host at a time."""
+"""Number of bytes copied to the host at a time."""
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float32: "F32",
@@ -139,19 +152,19 @@ _DTYPES = {
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write a safetensors file, a bounded part at a time; returns its SHA-256 in hexadecimal.
+    """Write a safetensors file in parts of bounded size; returns its SHA-256 in hexadecimal.
 
         8 bytes length of the header (little endian), header (JSON), the tensors' bytes without gaps
 
-    safetensors itself brings all tensors of a file to the host before it writes the first: of a
-    trainer state on a GPU 12 bytes per weight.
+    The safetensors library would copy all tensors of a file to the host at once: for a checkpoint
+    on a GPU, 12 bytes per weight.
 
     Args:
         tensors: on any device, of a floating type or uint8
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the file could not be written, e.g. the disk is full.
     """
-    # The widest elements first: each tensor then begins at a multiple of its element's size.
+    # The widest elements come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -184,10 +197,10 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class OpenedEpochs:
-    """The newest epoch under which trainers of one save path named weights, beside their states.
+    """The newest epoch that trainers of one save path have started.
 
-    A state holds the epoch of its moment. If a trainer opened another one and died before its next
-    state, and the server restarted since, that epoch is recorded here alone.
+    A checkpoint records the epoch at its time. A trainer may start another epoch and die before its
+    next checkpoint. If the server then restarts too, only this file records that epoch.
 
     Args: save_path: of the run
     """
@@ -196,11 +209,11 @@ class OpenedEpochs:
         self._path = save_path / STATES / NEWEST_EPOCH
 
     def newest(self) -> int:
-        """0 where there is none."""
+        """The newest epoch, or 0."""
         return int(self._path.read_text()) if self._path.exists() else 0
 
     def open(self, epoch: int) -> None:
-        """Make it durable, before anybody learns of it.
+        """Record a new epoch durably, before its first publication.
 
         Raises:
             CheckpointNotSaved: it could not be written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
@@ -15,7 +16,8 @@ from grpo_core.settings import (
     load_settings,
     resolved_yaml,
 )
-from grpo_core.settings.fields import missing_model
+from grpo_core.settings.machine import missing_model, not_writable
+from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
@@ -26,10 +28,12 @@ from grpo_trainer.config.sync import (
     ModeOptions,
     SharedVllmSettings,
 )
-from grpo_trainer.config.trainer import RunOptions, TrainerSettings
+from grpo_trainer.config.trainer import AUTO, NEVER, RunOptions, TrainerSettings
 
 M = TypeVar("M", bound=BaseModel)
 
+CONFIG_FILE = "config.yaml"
+"""Below --save-path: the resolved configuration."""
 SINGLE_PROCESS = "the trainer is one process; leave it out"
 COMMAND = Command(
     prog="grpo",
@@ -120,6 +124,7 @@ COMMAND = Command(
     refused={
         "learning-rate": "no such option; write --lr",
         "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
+        "single-copy": "no such option; write --mode shared_vllm",
         "debug-loading": "no such option; write --log-level DEBUG",
         "log-dir": "no such option; grpo logs to stderr, --save-path receives the files",
         "trainer-rank": SINGLE_PROCESS,
@@ -139,7 +144,10 @@ class CommandLine(
     RunOptions,
 ):
     """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
-    new weights to the inference server."""
+    new weights to the inference server.
+
+    Options of the archived trainer are accepted under their names there, for example --model-name
+    and --training-steps."""
 
     command: ClassVar[Command] = COMMAND
 
@@ -151,8 +159,6 @@ class CommandLine(
 
     def mistakes(self) -> Iterator[Mistake]:
         yield from self._options_of_other_modes()
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
         kind = MODES[self.mode]
         if self.redis_url is None and kind.hands_off:
             yield Mistake("redis_url", f"mode {self.mode} needs the server's Redis")
@@ -174,6 +180,17 @@ class CommandLine(
                 f"{oldest + 1} steps, so groups are up to {oldest} steps old; allow {oldest} or "
                 "publish more often",
             )
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        if problem := not_writable(self.save_path):
+            yield Mistake("save_path", problem)
+        if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
+            yield Mistake("metrics_file", problem)
+        if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
+            yield Mistake("resume", f"no such directory: {self.resume}; auto finds the newest")
+        yield from missing_packages(self)
 
     def _options_of_other_modes(self) -> Iterator[Mistake]:
         own = MODES[self.mode].model_fields
@@ -198,7 +215,7 @@ class CommandLine(
 
 def parse_settings(argv: Sequence[str]) -> TrainerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(CommandLine, argv).settings()
+    return load_settings(CommandLine, argv, at_start=True).settings()
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""From a batch of run-api to tensors: wait, filter, collate, count. No forward pass, no loss."""
+"""Fetches a batch from run-api, filters it, and converts it to tensors."""

@@ -1,4 +1,4 @@
-"""Waits for the batch that the next step trains on."""
+"""Fetches the batch for the next step from run-api, and skips batches that cannot be used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """One that can be trained on. `filtered.stale_groups` and `filtered.unusable_groups` count
-    those of batches passed over too; `groups`: all of it, as it came."""
+    """A batch to train on. `groups` has all its groups as received; `filtered` also counts the
+    stale and unusable groups of skipped batches."""
 
     batch_id: int
     groups: list[ScoredGroup]
@@ -38,8 +38,8 @@ class TakenBatch:
 @dataclass(frozen=True)
 class BatchSource:
     """Args:
-    recover_server: called while the trainer waits
-    saver: is told of batches that are passed over, and saves early if run-api asks for it
+    recover_server: called repeatedly while the trainer waits
+    saver: notes skipped batches, and saves a checkpoint early if run-api requires it
     """
 
     settings: TrainerSettings
@@ -51,15 +51,16 @@ class BatchSource:
     saver: Saver
 
     def take(self, position: Position) -> TakenBatch:
-        """Wait for a batch of which something can be trained on.
+        """Wait for a batch with at least one group to train on.
 
-        One whose groups are all stale or unusable, or that is in quarantine, is passed over: the
-        next state holds its id, and with that it is acknowledged. No step is taken on it.
+        A batch is skipped if all its groups are stale or unusable, or if it is in quarantine. No
+        step is taken on it, but the next checkpoint includes its id, which acknowledges it.
 
         Raises:
-            StaleData: nothing else came for as long as a batch may take.
+            StaleData: only stale groups arrived until the deadline.
             UnusableGroup: see `GroupFilter`; the batch is in quarantine.
-            DuplicatedBatch: see `GroupFilter`; and as `next_batch`.
+            DuplicatedBatch: see `GroupFilter`.
+            NoEnvironmentLeft: and the other errors of `next_batch`.
         """
         settings = self.settings
         began, stale, unusable = time.monotonic(), 0, 0
@@ -70,27 +71,28 @@ class BatchSource:
             if filtered.groups:
                 counted = replace(filtered, stale_groups=stale, unusable_groups=unusable)
                 return TakenBatch(leased.id, leased.groups, counted)
-            position = self._pass_over(leased.id, position)
+            position = self._skip(leased.id, position)
             log.warning(
-                "batch.passed_over",
+                "batch.skipped",
                 batch_id=leased.id,
                 stale_groups=filtered.stale_groups,
                 unusable_groups=filtered.unusable_groups,
             )
             if filtered.stale_groups and time.monotonic() - began >= settings.batch_deadline_s:
                 raise StaleData(
-                    f"{stale} groups came in {settings.batch_deadline_s:g} s, and all are more "
-                    f"than --max-staleness {settings.max_staleness} steps old. Let less data wait "
-                    "(fewer or slower environments), or allow older data"
+                    f"{stale} groups arrived in {settings.batch_deadline_s:g} s, and all are more "
+                    f"than --max-staleness {settings.max_staleness} steps old. Shorten the queue "
+                    "(fewer or slower environments), or raise --max-staleness"
                 )
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
         """Args:
-            last_batch: id of the one taken before, 0 where this line of training begins
-            batches_left: how many the run needs, with this one
+            last_batch: id of the previous batch; 0 before the first one
+            batches_left: number of batches that the run still needs, this one included
 
         Raises:
-            NoEnvironmentLeft: nobody is left to send it; and as `TrainerClient.next_batch`.
+            NoEnvironmentLeft: no environment is left to send groups.
+            GrpoError: the errors of `TrainerClient.next_batch`.
         """
         watch = self.environments
         watch.wait_started()
@@ -101,7 +103,7 @@ class BatchSource:
             leased = ask()
         except LeasesFull as full:
             log.warning(
-                "run-api asks for batches to be acknowledged; saving early", reason=str(full)
+                "leases.full", reason=str(full), hint="saving a checkpoint early to release them"
             )
             if not self.saver.release_batches():
                 raise
@@ -109,19 +111,20 @@ class BatchSource:
         watch.wait_ended()
         if 0 < last_batch < leased.id - 1:
             log.warning(
-                "batches are missing here: a state that this run does not go on from held them",
+                "batches.missing",
                 first=last_batch + 1,
                 last=leased.id - 1,
+                reason="they were acknowledged by a newer checkpoint than the one of this run",
             )
         return leased
 
     def reject(self, taken: TakenBatch, position: Position, error: GrpoError) -> Position:
-        """Keep a batch in quarantine, and go on behind it."""
+        """Put a batch into quarantine and skip it; returns the new position."""
         self.quarantine.add(taken.batch_id, taken.groups, position.step, error)
-        return self._pass_over(taken.batch_id, position)
+        return self._skip(taken.batch_id, position)
 
     def _filtered(self, leased: LeasedBatch, step: int) -> FilteredBatch:
-        """Without groups where the batch is in quarantine."""
+        """The filtered batch, without any group if it is in quarantine."""
         if self.quarantine.holds(leased.id):
             return FilteredBatch([], unusable_groups=0, repeated_groups=0)
         try:
@@ -130,21 +133,21 @@ class BatchSource:
             self.quarantine.add(leased.id, leased.groups, step, error)
             raise
 
-    def _pass_over(self, batch_id: int, position: Position) -> Position:
+    def _skip(self, batch_id: int, position: Position) -> Position:
         beyond = replace(position, batch_id=batch_id)
-        self.saver.batch_passed_over(beyond)
+        self.saver.batch_skipped(beyond)
         return beyond
 
 
 class EnvironmentWatch:
-    """Notices, while a batch is waited for, that no environment is left that could send one.
+    """While the trainer waits for a batch, detects that no environment is left to send one.
 
-    Counts from the moment at which this trainer has seen one: after a start, environments of the
-    run may still be on their way.
+    The deadline applies only after this trainer has seen an environment, because environments may
+    start later than the trainer.
 
     Args:
-        return_deadline_s: how long to wait for an environment once the last one has left
-        clock: seconds
+        return_deadline_s: how long to wait after the last environment has left
+        clock: returns seconds
     """
 
     def __init__(
@@ -159,12 +162,12 @@ class EnvironmentWatch:
         self._deadline, self._has_waited = None, False
 
     def wait_ended(self) -> None:
-        """The batch came: an environment has sent it, unless it was there before the wait."""
+        """A batch arrived. If the trainer had to wait, an environment must have sent it."""
         self._has_seen |= self._has_waited
 
     def check(self, environments: EnvironmentCount) -> None:
-        """Raises `NoEnvironmentLeft` once all have been gone for the deadline. If none has ever
-        registered, groups come from elsewhere."""
+        """Raises `NoEnvironmentLeft` if all environments are gone for longer than the deadline. If
+        no environment ever registered, the groups come from another source."""
         self._has_waited = True
         self._has_seen |= environments.connected > 0
         if environments.connected or not environments.registered or not self._has_seen:
@@ -174,18 +177,18 @@ class EnvironmentWatch:
             log.warning(
                 "environments.left",
                 registered=environments.registered,
-                waits_s=self._return_deadline_s,
-                more="--environment-return-deadline-s",
+                deadline_s=self._return_deadline_s,
+                hint="start one, or raise --environment-return-deadline-s",
             )
         elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
                 f"no environment is connected to run-api: {environments.registered} registered in "
                 f"this run, all have left or stopped polling, and none came back within "
-                f"{self._return_deadline_s:g} s. Look at their logs for why they ended, and start "
-                "them and the trainer again, or wait longer with --environment-return-deadline-s"
+                f"{self._return_deadline_s:g} s. Find in their logs why they ended, and start "
+                "them and the trainer again, or raise --environment-return-deadline-s"
             )
 
     def excluding(self, work: Callable[[], None]) -> None:
-        """Do not count the time of `work`: a server that restarts keeps environments away too."""
+        """Run `work` with the deadline suspended: a server that restarts stops environments too."""
         with self._deadline.suspended() if self._deadline else nullcontext():
             work()

@@ -1,4 +1,4 @@
-"""From usable groups to tensors: the only place that knows both.
+"""Builds tensors from usable groups. No other module knows both formats.
 
 Legend: B sequences of a micro-batch, T positions after the causal shift (longest sequence - 1).
 """
@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads."""
+    """The input of one forward pass and of the loss."""
 
     inputs: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64
@@ -31,10 +31,10 @@ class MicroBatch:
     token_weight: Tensor  # [B, T] float32, sums to (sequences with trained tokens) / batch size
     advantages: Tensor  # [B] float32
     temperature: Tensor  # [B] float32
-    lengths: tuple[int, ...]  # [B] inputs of each sequence, 1 at least; behind them is padding
+    lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
 
     def to(self, device: torch.device) -> MicroBatch:
-        """What is there already is not copied."""
+        """Move to `device`. Tensors that are already there are not copied."""
         return replace(
             self,
             inputs=self.inputs.to(device),
@@ -48,29 +48,29 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one sequence comes from."""
+    """The group, environment and weights that one sequence comes from."""
 
     group: int
-    """Place of its group in the batch."""
+    """Index of its group in the batch."""
     env_id: int | None
     version: PolicyVersion | None
-    """The one version of the weights that sampled all of it; None where not known, or several."""
+    """The policy version that sampled all of it; None if it is unknown or there are several."""
     siblings: int
-    """Sequences of its group, itself included."""
+    """Number of sequences in its group, itself included."""
     shared_tokens: int
-    """Length of the beginning that all of them have in common: the prompt, often a little more."""
+    """Length of the common beginning of all these sequences: the prompt, often a little more."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """In host memory. `origins`: one per sequence, in the order of the micro-batches' rows."""
+    """One step's micro-batches, in host memory. `origins` has one entry for each row, in order."""
 
     micro_batches: list[MicroBatch]
     origins: list[Origin]
     stats: BatchStats
 
     def tokens(self, sequence: int, length: int) -> Tensor:
-        """[length] the first tokens of a sequence, `length` of at least 2."""
+        """[length] the first `length` (at least 2) tokens of a sequence."""
         number, row = divmod(sequence, len(self.micro_batches[0].inputs))
         micro = self.micro_batches[number]
         last = micro.targets[row, length - 2 : length - 1]
@@ -92,8 +92,8 @@ class _Row:
 def collate(groups: Sequence[UsableGroup], seq_len: int, micro_batch_size: int) -> Batch:
     """Build one step's micro-batches.
 
-    Sequences longer than `seq_len` tokens are cut at the end. Every sequence weighs the same and
-    so does every trained token inside it: token_weight = 1 / (its trained tokens * all sequences).
+    Sequences longer than `seq_len` tokens are cut at the end. All sequences have the same weight,
+    and so do all trained tokens of one: token_weight = 1 / (its trained tokens * all sequences).
 
     Args: seq_len in tokens, micro_batch_size in sequences
     """

@@ -1,4 +1,4 @@
-"""What makes a scored group unusable for GRPO, and what is read from a usable one."""
+"""Checks whether a scored group can be trained on, and reads what training needs from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6
-"""A probability of 1 may come back as a log-probability this far above 0: rounding."""
+"""Rounding may put the logprob of a probability of 1 this far above 0."""
 
 NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
@@ -27,12 +27,13 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "structured_outputs": (),
 }
-"""Values under which the logged log-probabilities are those of softmax(logits / temperature)."""
+"""Values for which the behaviour logprobs are those of softmax(logits / temperature)."""
 
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """`vocab_size`: token ids lie below it; `seq_len`: tokens to which sequences are cut."""
+    """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this
+    length."""
 
     vocab_size: int
     seq_len: int
@@ -40,10 +41,11 @@ class GroupLimits:
 
 @dataclass(frozen=True)
 class UsableGroup:
-    """A group that passed every check, with what the checks read from it.
+    """A group that passed every check, with the values that the checks read.
 
-    `temperatures`: one per sequence. `zero_advantage`: sequences whose advantage is set to zero.
-    `version_bound`: where `facts` name no version, the newest that may have sampled it, if known.
+    `temperatures` has one value for each sequence. `zero_advantage` marks sequences whose advantage
+    is set to zero. `version_bound` is the newest policy version that may have sampled the group, if
+    its `facts` name none.
     """
 
     group: ScoredGroup
@@ -58,9 +60,9 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     """Check one group; `index` is its place in the batch, for messages.
 
     Raises:
-        UnusableGroup: no inference_logprobs, sampled from another distribution than the one its
-            logprobs can be compared with, masks that do not fit its tokens or leave the prompt
-            unmasked, nothing to train on, or tokens that the policy does not know.
+        UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
+            distribution, masks do not fit the tokens or leave the prompt unmasked, no token is
+            trained on, or a token is outside the policy's vocabulary.
     """
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
@@ -93,8 +95,8 @@ def _check_sampling(index: int, group: ScoredGroup) -> None:
     if truncating:
         raise UnusableGroup(
             UnusableReason.SAMPLING,
-            f"group {index}: sampled with {', '.join(sorted(truncating))}, which renormalises the "
-            "logged probabilities; sample with the temperature alone",
+            f"group {index}: sampled with {', '.join(sorted(truncating))}, which changes the "
+            "distribution that the logprobs describe; sample with the temperature only",
         )
 
 
@@ -103,8 +105,8 @@ def _check_tokens(index: int, group: ScoredGroup, vocab_size: int) -> None:
         if max(tokens) >= vocab_size:
             raise UnusableGroup(
                 UnusableReason.UNKNOWN_TOKEN,
-                f"group {index}, sequence {i}: token {max(tokens)}, but the policy knows "
-                f"{vocab_size}; environment and trainer use different tokenizers",
+                f"group {index}, sequence {i}: token id {max(tokens)} is outside the policy's "
+                f"vocabulary of {vocab_size}; use one tokenizer in environment and trainer",
             )
 
 
@@ -113,14 +115,14 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
         if any(m not in (MASKED, t) for m, t in zip(masks, tokens, strict=True)):
             raise UnusableGroup(
                 UnusableReason.MASKS,
-                f"group {index}, sequence {i}: a mask is neither {MASKED} nor its own token; "
-                "masks and tokens are shifted against each other",
+                f"group {index}, sequence {i}: a mask is neither {MASKED} nor the token at "
+                "its position; align the environment's masks with its tokens",
             )
     if not any(_trained_positions(masks) for masks in group.masks):
         raise UnusableGroup(
             UnusableReason.NOTHING_TRAINED,
-            f"group {index}: every mask is {MASKED}, so there is nothing to train on; the mask of "
-            "a completion's token is the token itself",
+            f"group {index}: every mask is {MASKED}, so there is nothing to train on; in the "
+            "environment, set the mask of each completion token to the token itself",
         )
 
 
@@ -130,7 +132,7 @@ def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:
         raise UnusableGroup(
             UnusableReason.CUT_OFF,
             f"group {index}: the first trained token is number {first + 1}, and --seq-len "
-            f"{seq_len} cuts it off; raise it, or have the environment make shorter prompts",
+            f"{seq_len} cuts it off; raise --seq-len, or shorten the environment's prompts",
         )
 
 
@@ -141,30 +143,30 @@ def _check_logprobs(where: str, masks: list[int], logprobs: list[float]) -> None
         raise UnusableGroup(
             UnusableReason.POSITIVE_LOGPROBS,
             f"{where}: ref_logprobs avg {sum(positive) / len(positive):.3f} (should be negative!) "
-            f"at {len(positive)} of {len(trained)} trained positions of inference_logprobs. The "
-            f"prompt's placeholder ({PROMPT_LOGPROB}) there means that masks and logprobs are "
-            "shifted against each other, or that the prompt is not masked",
+            f"at {len(positive)} of {len(trained)} trained positions of inference_logprobs. If "
+            f"the value is the prompt's placeholder ({PROMPT_LOGPROB}), mask the prompt, and align "
+            "masks with logprobs",
         )
 
 
 def _check_prompts(index: int, group: ScoredGroup) -> None:
-    """The first token has nothing before it that could have predicted it: it is no completion."""
+    """No earlier token can have predicted the first one, so it belongs to the prompt."""
     unmasked = [i for i, masks in enumerate(group.masks) if masks[0] != MASKED]
     if unmasked:
         raise UnusableGroup(
             UnusableReason.PROMPT_TRAINED,
             f"group {index}: the first token of {len(unmasked)} of {group.size} sequences is "
-            f"trained on, so the prompt is not masked; masks are {MASKED} at prompt positions",
+            f"trained on, so the prompt is not masked; set masks to {MASKED} at prompt positions",
         )
 
 
 def _trained_positions(masks: list[int]) -> list[int]:
-    """Without the first: nothing predicts it."""
+    """Positions that are trained on, without the first, which nothing predicts."""
     return [t for t in range(1, len(masks)) if masks[t] != MASKED]
 
 
 def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> float:
-    """From the sequence's overrides, else the generation parameters, else the group's overrides."""
+    """The sequence's override, else the generation parameters' value, else the group's override."""
     found = next(_given_temperatures(group, override), 1.0)
     if (
         isinstance(found, bool)
@@ -173,9 +175,8 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
     ):
         raise UnusableGroup(
             UnusableReason.TEMPERATURE,
-            f"group {index}: temperature {found!r}; the importance ratio needs completions that "
-            f"were sampled at a temperature above 0 (from {MIN_TEMPERATURE:g} to "
-            f"{FLOAT32_MAX:.2g})",
+            f"group {index}: temperature {found!r}; sample with a temperature from "
+            f"{MIN_TEMPERATURE:g} to {FLOAT32_MAX:.2g}: the importance ratio is undefined at 0",
         )
     return float(found)
 

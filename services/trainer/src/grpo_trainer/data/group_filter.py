@@ -1,7 +1,7 @@
-"""Filters a batch: recognises repeats, drops stale and unusable groups.
+"""Filters a batch: counts repeated groups and drops stale and unusable ones.
 
-One bad group is data: it is counted and training goes on with the rest. Bad groups as a rule are a
-broken environment: the run ends with the error that names why.
+A single bad group is counted, and training continues with the rest. Many bad groups mean a broken
+environment: the run ends with an error that names the reason.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from grpo_trainer.errors import DuplicatedBatch, UnusableGroup
 log = structlog.get_logger()
 
 WINDOW_BATCHES = 5
-"""Over so many batches, no more than half of the groups may be unusable."""
+"""Number of recent batches of which at most half of the groups may be unusable."""
 MAX_UNUSABLE_BATCHES = 3
-"""So many batches in a row without a usable group are no accident."""
+"""The run ends after this many batches in a row without a usable group."""
 REPEAT_EVERY_STEPS = 50
-"""Groups that come again are logged at most that often; the metric counts them all."""
+"""Minimum number of steps between two warnings about repeated groups; the metric counts
+them all."""
 REMEMBERED_BATCHES = 300
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class FilteredBatch:
-    """A batch as it is trained on, and the counts of what was noticed.
+    """The usable groups of a batch, and the counts of the others.
 
-    `groups`: none where all of them are stale or unusable.
+    `groups` is empty if all groups are stale or unusable.
     """
 
     groups: list[UsableGroup]
@@ -53,12 +54,12 @@ class _Tally:
 
 @dataclass(eq=False)
 class GroupFilter:
-    """Remembers recent batches, and which warnings it logged.
+    """Filters batches. Remembers recent batches and the warnings that were logged.
 
     Args:
-        limits: what the policy can be trained on
-        history: tells how old groups are
-        max_staleness: in steps; older groups are dropped, None: none
+        limits: the policy's vocabulary size and sequence length
+        history: computes how stale groups are
+        max_staleness: older groups are dropped; in steps, None for no limit
     """
 
     limits: GroupLimits
@@ -78,18 +79,18 @@ class GroupFilter:
         received_under: Sequence[PolicyVersion | None] = (),
     ) -> FilteredBatch:
         """Args:
-            groups: one batch, not empty.
-            received_under: for each of them the version that was served when run-api received it;
-                empty: that is not known of any.
+            groups: one batch, not empty
+            received_under: for each group the served version at the time when run-api received it;
+                empty if unknown
 
         Raises:
-            DuplicatedBatch: this batch was handed out before.
-            UnusableGroup: three whole batches in a row, or more than half of the groups of the
-                last 5 batches, cannot be trained on.
+            DuplicatedBatch: run-api delivered this batch before.
+            UnusableGroup: no group of three batches in a row, or less than half of the groups of
+                the last 5 batches, can be trained on.
         """
         repeated = self._batches.count_repeats(groups, step)
         if repeated and step >= self._next_repeat_warning:
-            log.warning("groups that were sent before", groups=repeated, of=len(groups), step=step)
+            log.warning("groups.repeated", groups=repeated, of=len(groups), step=step)
             self._next_repeat_warning = step + REPEAT_EVERY_STEPS
         young: list[tuple[ScoredGroup, GroupProvenance]] = []
         for group, version in zip(groups, received_under or [None] * len(groups), strict=True):
@@ -116,15 +117,16 @@ class GroupFilter:
                 problems.append(problem)
                 if self._is_first(problem.reason, group.env_id):
                     log.warning(
-                        "dropping a group that cannot be trained on",
+                        "group.dropped",
                         reason=str(problem.reason),
                         env_id=group.env_id,
                         example=str(problem),
                     )
             if group.advantages and self._is_first("advantages", group.env_id):
                 log.warning(
-                    "advantages sent with groups are not used: they follow from the scores",
+                    "advantages.ignored",
                     env_id=group.env_id,
+                    reason="the trainer computes advantages from the scores",
                 )
         return usable, problems
 
@@ -160,19 +162,19 @@ class _Seen:
 
 
 class RecentBatches:
-    """Digests of the groups of the last 300 batches: 16 bytes a group, whatever its length."""
+    """Digests of the groups of recent batches: 16 bytes for each group."""
 
     def __init__(self, remembered: int = REMEMBERED_BATCHES) -> None:
         self._seen: deque[_Seen] = deque(maxlen=remembered)
         self._lone_repeats = 0
 
     def count_repeats(self, groups: Sequence[ScoredGroup], step: int) -> int:
-        """How many of these groups were in an earlier batch, or twice in this one.
+        """Number of groups that were in an earlier batch, or twice in this one.
 
         Raises:
-            DuplicatedBatch: all of them were in one earlier batch. Training on them again would
-                take a second step on samples whose gain is spent. A batch of one group may be an
-                environment's repeat of a submission whose answer was lost, so its second counts.
+            DuplicatedBatch: all of them were in one earlier batch. A second step on the same
+                samples would bias the policy. A batch of one group is accepted once, because its
+                environment may have repeated a submission after a lost answer.
         """
         digests = [digest(group) for group in groups]
         batch = frozenset(digests)
@@ -180,9 +182,9 @@ class RecentBatches:
             if batch <= seen.groups and self._is_duplicate(batch):
                 raise DuplicatedBatch(
                     f"step {step}: all {len(groups)} groups of this batch were in the batch of "
-                    f"step {seen.step}, with the same tokens, logprobs and scores. Look in "
-                    "run-api's log for a batch delivered twice, and at the environments for one "
-                    "that sends its groups again; nothing was trained on this batch"
+                    f"step {seen.step}, with the same tokens, logprobs and scores; nothing was "
+                    "trained on this batch. Find in run-api's log a batch that was delivered "
+                    "twice, or an environment that sends its groups again"
                 )
         known = frozenset().union(*(seen.groups for seen in self._seen))
         self._seen.append(_Seen(step, batch))
@@ -196,8 +198,8 @@ class RecentBatches:
 
 
 def digest(group: ScoredGroup) -> bytes:
-    """Of what makes a group itself: tokens, logprobs, scores, and the seconds it took to sample
-    where the environment says. Those tell two groups of a small model apart that came out alike."""
+    """A hash of a group's tokens, logprobs, scores and sampling seconds, if known. The seconds
+    distinguish groups with equal completions, which a small model often samples."""
     state = blake2b(digest_size=_DIGEST_BYTES)
     logprobs = group.inference_logprobs or []
     seconds = RolloutFacts.of(group).generation_seconds
@@ -209,5 +211,5 @@ def digest(group: ScoredGroup) -> bytes:
 
 
 def _length_prefixed(values: array[int] | array[float]) -> bytes:
-    """With their number ahead, so that no two sequences of lists make the same bytes."""
+    """The values with their count in front, so that different lists never give the same bytes."""
     return len(values).to_bytes(8, "little") + values.tobytes()

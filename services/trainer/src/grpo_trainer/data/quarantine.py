@@ -1,4 +1,4 @@
-"""Batches on which no step can be taken: kept on disk, and passed over by every later start."""
+"""Keeps batches that could not be trained on in files, so that later starts skip them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ log = structlog.get_logger()
 
 QUARANTINE = "quarantine"
 MAX_IN_A_ROW = 3
-"""So many batches in a row on which no step could be taken: the policy may be to blame."""
+"""The run ends after this many failed batches in a row, because the policy may be the cause."""
 
 
 class Quarantine:
-    """A batch that is kept here is not tried again by the trainers that follow.
+    """The quarantined batches of a run. Later trainers of the run skip them.
 
     Args:
-        save_path: of the run; the batches lie in a folder of it
-        run_uuid: of the run at run-api, which counts the batches
+        save_path: of the run; the batches are saved in a subdirectory
+        run_uuid: identifies the run at run-api whose batch ids are used
 
-    `since_step`: batches that were put here since the step before.
+    `since_step`: number of batches added since the previous step.
     """
 
     def __init__(self, save_path: Path, run_uuid: str) -> None:
@@ -40,11 +40,13 @@ class Quarantine:
     def add(
         self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError
     ) -> None:
-        """Args: groups: as received; error: why.
+        """Args:
+            groups: as received
+            error: why no step could be taken
 
         Raises:
-            PolicyDiverged: no step could be taken on it, nor on the two before.
-            CheckpointNotSaved: it could not be written.
+            PolicyDiverged: no step could be taken on this batch and on the two before it.
+            CheckpointNotSaved: the batch could not be written.
         """
         path = self._file(batch_id)
         sent = [group.model_dump(mode="json") for group in groups]
@@ -61,9 +63,9 @@ class Quarantine:
         if isinstance(error, NonFiniteStep) and self.since_step == MAX_IN_A_ROW:
             raise PolicyDiverged(
                 f"step {step}: no step could be taken on {MAX_IN_A_ROW} batches in a row "
-                f"({error}). Look at those in {self._directory}, which the next start passes over; "
-                "where they are sound the policy is not: lower the learning rate, or go on from an "
-                "older state (--resume DIRECTORY)"
+                f"({error}). Inspect them in {self._directory}; the next start skips them. If they "
+                "look right, the policy has diverged: lower the learning rate, or resume from an "
+                "older checkpoint (--resume DIRECTORY)"
             ) from error
 
     def step_taken(self) -> None:

@@ -1,4 +1,4 @@
-"""What the metrics say about the data itself."""
+"""Computes the metrics that describe a batch's data: rewards, lengths and policy versions."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from grpo_trainer.data.group_checks import UsableGroup
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Of the groups that are trained on."""
+    """Statistics of the groups that are trained on."""
 
     tokens: int
-    """Prompt and completion tokens, padding not counted."""
+    """Prompt and completion tokens, without padding."""
     reward_mean: float
     reward_std_in_group: float
-    """Mean over groups of the population's standard deviation of their scores."""
+    """Mean over groups of the population standard deviation of their scores."""
     zero_variance_fraction: float
-    """Share of groups whose scores are all equal: they teach nothing."""
+    """Share of groups whose scores are all equal, so that all advantages are 0."""
     truncated_fraction: float
-    """Share of sequences that were cut to the longest length."""
+    """Share of sequences that were cut to --seq-len."""
     completion_tokens_mean: float
-    """Trained tokens per sequence, those that were cut off included."""
+    """Trained tokens per sequence, including tokens that were cut off."""
     first_versions: list[PolicyVersion]
-    """The weights that sampled each completion's first token, where known."""
+    """The policy version that sampled each completion's first token, if known."""
     version_bounds: list[PolicyVersion]
-    """For each completion of the other groups the newest weights that may have, where known."""
+    """The newest policy version that may have sampled each of the other completions, if known."""
     bound_fraction: float
-    """Share of groups of which no more is known than such a bound."""
+    """Share of groups with such a bound instead of a known version."""
     generation_s: float | None
-    """Mean seconds of the groups' generation requests, where an environment says."""
+    """Mean duration of the groups' generation requests in seconds, if environments report it."""
 
 
 def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
-    """Args: seq_len: tokens to which sequences are cut."""
+    """Args: seq_len: longer sequences are cut to this number of tokens."""
     lengths = [len(tokens) for usable in groups for tokens in usable.group.tokens]
     trained = [
         sum(mask != MASKED for mask in masks) for usable in groups for masks in usable.group.masks
@@ -65,7 +65,7 @@ def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
 
 
 def _reward_mean(groups: Sequence[UsableGroup]) -> float:
-    """Over every graded completion where the environment counts those it dropped, else over the
+    """Mean over all graded completions if the environments report dropped ones, else over the
     scores of the batch."""
     samples = [s for usable in groups if (s := usable.facts.reward_sample) is not None]
     if len(samples) == len(groups):

@@ -1,4 +1,4 @@
-"""A frozen model with a LoRA adapter (arXiv 2106.09685) in float32 on top of it."""
+"""Adds a float32 LoRA adapter (arXiv 2106.09685) to a frozen model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DROPOUT = ".lora_dropout."
 
 
 def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
-    """Freeze `model` and put an adapter on it that changes nothing yet (B = 0).
+    """Freeze `model` and add an adapter that changes nothing yet (B = 0).
 
-    The adapter is in float32 whatever the model is in: its updates are small beside its weights.
+    The adapter is always in float32, because its updates are small compared with its weights.
 
     Raises:
         PolicyMismatch: the model has no such modules or layers; lists all of them.
@@ -41,21 +41,20 @@ def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
 
 
 def served_rank(r: int) -> int:
-    """The lowest --max-lora-rank of vLLM that takes an adapter of rank `r`.
+    """The smallest --max-lora-rank of vLLM that accepts an adapter of rank `r`.
 
     Raises:
         PolicyMismatch: there is none.
     """
     enough = [rank for rank in LORA_RANKS if rank >= r]
     if not enough:
-        raise PolicyMismatch(f"--lora-r {r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+        raise PolicyMismatch(f"--lora-r {r}: vLLM serves adapters only up to rank {LORA_RANKS[-1]}")
     return enough[0]
 
 
 @contextlib.contextmanager
 def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
-    """Drop inside the block and nowhere else: whatever is compared with the server must not be
-    random."""
+    """Switch dropout on inside the block only: a comparison with the server must not be random."""
     for module in dropouts:
         module.train()
     try:
@@ -66,8 +65,8 @@ def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def adapter_dropouts(policy: CausalLM) -> list[nn.Module]:
-    """Of the adapter, where they drop anything. A model's own dropout stays off: the server's
-    log-probabilities are without it."""
+    """The adapter's dropout modules, if active. The model's own dropout stays off, because the
+    server has none."""
     return [
         module
         for name, module in policy.named_modules()
@@ -76,12 +75,12 @@ def adapter_dropouts(policy: CausalLM) -> list[nn.Module]:
 
 
 def trained_parameters(policy: CausalLM) -> dict[str, nn.Parameter]:
-    """By name, in the order of the optimizer's masters."""
+    """The trained parameters by name, in the order of the optimizer's master weights."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def adapter_tensors(policy: CausalLM) -> dict[str, torch.Tensor]:
-    """As they stand in `adapter_model.safetensors`."""
+    """The adapter's tensors, named as in `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
 
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
@@ -94,7 +93,7 @@ def _require_places(model: CausalLM, lora: LoraOptions) -> None:
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     layers = int(model.config.num_hidden_layers)
     problems = [
-        f"--lora-target-modules {name}: no module of the model ends in it"
+        f"--lora-target-modules {name}: no module of the model has this name"
         for name in lora.target_modules
         if name.rpartition(".")[2] not in leaves
     ]

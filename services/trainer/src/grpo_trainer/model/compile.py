@@ -1,7 +1,7 @@
-"""torch.compile of each decoder layer: one short compilation for all of them, as they are alike.
+"""Compiles each decoder layer with torch.compile: one short compilation serves all equal layers.
 
-The modules and their parameters stay what they are: views into shared memory keep their addresses,
-and gradient hooks fire.
+The modules and their parameters stay the same objects. Views into shared memory keep their
+addresses, and gradient hooks still run.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model.policy_protocol import CausalLM
 
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
-"""By the type of the device: the variable that names one, and what is looked for without it. On a
-GPU kernels are compiled by Triton, and the code that launches them by a C compiler."""
+"""For each type of device: the variable that names a compiler, and the names to look for without
+it. On a GPU, Triton compiles kernels, and a C compiler compiles the code that launches them."""
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raises `MissingPackage` where torch.compile would fail in the first step."""
+    """Raises `MissingPackage` if torch.compile would fail in the first step."""
     variable, *names = _COMPILERS[device.type]
     candidates = [os.environ[variable]] if os.environ.get(variable) else names
     if not any(shutil.which(name) for name in candidates):
         raise MissingPackage(
-            f"--compile needs a compiler on {device.type}, and there is no "
+            f"--compile needs a compiler on {device.type}, but there is no "
             f"{' or '.join(candidates)}: apt-get install build-essential, name one in "
-            f"${variable}, or leave --compile out"
+            f"${variable}, or omit --compile"
         )
 
 
 def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
-    """Have the model's layers compiled when they are first called.
+    """Compile the model's layers when they are first called.
 
     Args:
-        model: as transformers made it, without an adapter's wrapper
+        model: the transformers model, without an adapter's wrapper
         backend: of torch.compile
 
     Raises:
@@ -45,8 +45,9 @@ def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise FastPathRefused(
-            f"--compile: {type(model).__name__} has no list of layers; leave --compile out"
+            f"--compile: {type(model).__name__} has no list of layers; omit --compile"
         )
     for layer in layers:
-        # Lengths differ from batch to batch: one compilation for all of them.
+        # Dynamic shapes, because lengths differ between batches: one compilation serves all of
+        # them.
         layer.compile(dynamic=True, backend=backend)

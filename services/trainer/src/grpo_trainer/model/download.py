@@ -1,6 +1,6 @@
-"""`python -m grpo_trainer.model.download MODEL`: the model is there before anything loads it.
+"""Downloads a model before the services start: `python -m grpo_trainer.model.download MODEL`.
 
-Services that share a volume would otherwise all fetch it, or all fail on it, each in its own words.
+Services that share a volume would otherwise all download it, or all fail with different errors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = structlog.get_logger()
 
 EXIT_FAILED = 1
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""Of a repository on the hub: no second copy of the weights in another format."""
+"""Files to download. The others may be a second copy of the weights in another format."""
 
 
 class ModelNotFound(GrpoError):
-    """There is no model of that name, or it cannot be fetched."""
+    """The model does not exist or cannot be downloaded."""
 
 
 class ModelSourceSettings(CommandSettings):
@@ -45,24 +45,24 @@ class ModelSourceSettings(CommandSettings):
 
 
 def provide(model: str) -> Path:
-    """Where the model lies now.
+    """The model's directory on this machine, downloaded if necessary.
 
     Raises:
-        ModelNotFound: a directory without `config.json`, or nothing that the hub gives out.
+        ModelNotFound: a directory without `config.json`, or the hub does not provide the model.
     """
     if not model.startswith(("/", ".")):
         return _fetched(model)
     directory = Path(model)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
-            f"{model}: no config.json there; name a directory that transformers saved a model "
-            "into, or a hub id"
+            f"{model}: no config.json there; name a directory with a model in "
+            "transformers' format, or a hub id"
         )
     return directory
 
 
 def require_writable(directory: Path) -> None:
-    """Raises `UnusableSavePath` where nothing can be saved later."""
+    """Raises `UnusableSavePath` if the trainer could not save there."""
     from grpo_trainer.checkpoint.atomic_dir import make_directory, not_writable
 
     probe = directory / ".write-probe"
@@ -86,21 +86,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ModelNotFound, UnusableSavePath) as error:
         log.error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
-    log.info("model at hand", model=settings.model, directory=str(directory))
+    log.info("model.ready", model=settings.model, directory=str(directory))
 
 
 def _fetched(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    log.info("fetching the model", model=hub_id)
+    log.info("model.download_started", model=hub_id)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(WANTED)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
-            f"{hub_id}: not to be had from the hub ({type(error).__name__}: {error}); check the id "
-            "and the network, set HF_TOKEN for a gated one (HF_TOKEN_FILE with Compose), or name "
-            "a directory"
+            f"{hub_id}: cannot be downloaded ({type(error).__name__}: {error}); check the id and "
+            "the network, set HF_TOKEN for a gated model (HF_TOKEN_FILE with Compose), or name a "
+            "directory"
         ) from error
 
 

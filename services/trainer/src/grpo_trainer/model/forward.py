@@ -1,7 +1,7 @@
-"""How the log-probabilities of a micro-batch are computed: chosen once, when a run begins.
+"""Chooses, when a run begins, how the logprobs of a micro-batch are computed.
 
-What is faster than the plain way must give its numbers. That is asked of the model at hand, on a
-few tokens, before anything is trained: a model that needs something nobody here thought of shows.
+A faster way must give the same numbers as the plain way. This is tested on the actual model with a
+few tokens before training, so unsupported features of a model are found.
 
 Legend: B sequences, T positions after the causal shift, K positions that are trained on.
 """
@@ -34,23 +34,22 @@ _PROBE_TEMPERATURES = (1.0, 0.7, 1.4)
 
 
 ForwardPass = Callable[[CausalLM, MicroBatch], Tensor]
-"""One way of computing. [B, T] float32: of each target that is trained on the log-probability, at
-the temperature that sampled it; of the others some finite number. The batch is on the policy's
-device."""
+"""Computes [B, T] float32: the logprob of each trained target at the temperature that sampled it,
+and some finite number for other targets. The batch is on the policy's device."""
 
 
 def plain_forward(policy: CausalLM, micro: MicroBatch) -> Tensor:
-    """Padded rows, all logits at once. Of every target."""
+    """Compute padded rows with all logits at once; every target gets its logprob."""
     return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
 
 
 @dataclass(frozen=True)
 class FastForward:
-    """Only the positions that are trained on.
+    """Computes only the positions that are trained on.
 
     Args:
         layout: of the sequences in the model call
-        head: computes the logits of some positions at a time; None: all logits of the call exist
+        head: computes the logits of some positions at a time; None: all logits of the call at once
     """
 
     layout: Layout = padded
@@ -70,25 +69,25 @@ class FastForward:
             hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
             chosen = hidden.flatten(0, 1)[positions]  # [K, H]
             output = model.get_output_embeddings()
-            assert isinstance(output, nn.Linear)  # `fused_head.obstacles` refuses others
+            assert isinstance(output, nn.Linear)  # `fused_head.obstacles` excludes others
             logp = linear_logprobs(chosen, output, targets, temperature, self.head)
         return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
 
 
 def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass:
-    """The way that the options ask for, as far as the model allows it; the log names it.
+    """Choose the fastest way that the options and the model allow; the log names it.
 
-    The policy is left as it is but for the attention and the layers that were asked for.
+    The policy's attention and layers change only if an option needs it.
 
     Raises:
-        FastPathRefused: the model does not allow what is asked for by name.
+        FastPathRefused: the model does not support a way that was explicitly requested.
         MissingPackage: there is no compiler.
     """
     device = device_of(policy)
     if options.compile:
         require_compiler(device)
     arithmetic = _arithmetic(options, device)
-    probed = EAGER if options.compile else arithmetic  # what is compiled is asked at the end
+    probed = EAGER if options.compile else arithmetic  # compiled code is tested at the end
     probe = _Probe(policy)
     is_packed = is_enabled(
         "packing", options.packing, device, lambda: _enable_packing(policy, probe)
@@ -101,26 +100,26 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
         forward = FastForward(packed if is_packed else padded, arithmetic if is_fused else None)
     if options.compile:
         compile_layers(base_model(policy))
-        # What does not compile fails now, and what was compiled wrongly is refused.
+        # Errors of the compiler, or wrong results, must appear now and not in the first step.
         probe.differentiate(forward)
         try:
             probe.require_equal(forward)
         except FastPathRefused as refusal:
-            raise FastPathRefused(f"--compile: {refusal}; leave it out") from refusal
-    log.info("forward pass", packed=is_packed, fused_head=is_fused, compiled=options.compile)
+            raise FastPathRefused(f"--compile: {refusal}; omit --compile") from refusal
+    log.info("forward.chosen", packed=is_packed, fused_head=is_fused, compiled=options.compile)
     return forward
 
 
 def is_enabled(
     option: str, choice: Choice, device: torch.device, enable: Callable[[], None]
 ) -> bool:
-    """Whether a faster way was chosen and could be taken.
+    """Whether a faster way was chosen and is possible.
 
     Args:
-        enable: raises `FastPathRefused` where the model does not allow it
+        enable: raises `FastPathRefused` if the model does not support it
 
     Raises:
-        FastPathRefused: it was asked for by name.
+        FastPathRefused: it was explicitly requested.
     """
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return False
@@ -129,7 +128,7 @@ def is_enabled(
     except FastPathRefused as refusal:
         if choice == "on":
             raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
-        log.info("a faster way is not taken", option=f"--{option}", why=str(refusal))
+        log.info("fast_path.refused", option=f"--{option}", reason=str(refusal))
         return False
     return True
 
@@ -140,7 +139,7 @@ def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
     packing.enable(model)
     try:
         probe.require_equal(FastForward(layout=packed))
-        probe.require_equal(plain_forward)  # as the checks ask, one sequence at a time
+        probe.require_equal(plain_forward)  # the checks compute single sequences
     except FastPathRefused:
         model.set_attn_implementation(packing.DEFAULT)
         raise
@@ -150,7 +149,7 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
     if options.head_kernel == LIGER:
         if device.type != "cuda":
             raise FastPathRefused(
-                f"--head-kernel liger needs a GPU, and the weights are on {device}"
+                f"--head-kernel liger needs a GPU, and the weights are on {device}; omit it"
             )
         return liger_arithmetic()
     return Arithmetic.compiled() if options.compile else EAGER
@@ -164,11 +163,11 @@ def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -
 
 def _require_none(model: CausalLM, obstacles: list[str]) -> None:
     if obstacles:
-        raise FastPathRefused(f"{type(model).__name__} does not allow it: {'; '.join(obstacles)}")
+        raise FastPathRefused(f"{type(model).__name__} does not support it: {'; '.join(obstacles)}")
 
 
 class _Probe:
-    """Three short sequences, and what the plain way says of them."""
+    """Three short sequences, and their logprobs as computed in the plain way."""
 
     def __init__(self, policy: CausalLM) -> None:
         self._policy = policy
@@ -176,17 +175,17 @@ class _Probe:
         self._expected = self._logprobs(plain_forward)
 
     def require_equal(self, forward: ForwardPass) -> None:
-        """Raises `FastPathRefused` where `forward` says something else, beyond rounding."""
+        """Raises `FastPathRefused` if `forward` differs by more than rounding."""
         off = float((self._logprobs(forward) - self._expected).abs().mean())
         tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
-                f"{type(base_model(self._policy)).__name__} then answers otherwise: its "
-                f"log-probabilities differ by {off:.2g} on average (tolerance {tolerance:g})"
+                f"{type(base_model(self._policy)).__name__} gives other results with "
+                f"it: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
             )
 
     def differentiate(self, forward: ForwardPass) -> None:
-        """Through all layers. No gradient is kept, and no hook sees one."""
+        """Run a backward pass through all layers. It stores no gradient and calls no hook."""
         first = next(p for p in self._policy.parameters() if p.requires_grad)
         torch.autograd.grad(forward(self._policy, self._micro).sum(), first)
 

@@ -1,9 +1,8 @@
-"""Log-probabilities of given tokens from hidden states, without all logits at once.
+"""Computes logprobs of given tokens from hidden states, without storing all logits at once.
 
-The logits of a vocabulary of 150,000 tokens take 600 kB per position in float32, and the plain
-path holds several copies of them for the backward pass. Here they exist for some rows at a time:
-they are computed once for the log-probabilities, and again for the gradient. Values and rounding
-are those of the plain path.
+With a vocabulary of 150,000 tokens the logits take 600 kB per position in float32, and the plain
+way holds several copies of them for the backward pass. Here they exist for some rows at a time:
+once for the logprobs, and again for the gradient. Values and rounding equal those of the plain way.
 
 Legend: K rows, H hidden size, V vocabulary.
 """
@@ -22,8 +21,8 @@ from torch.nn import functional
 from grpo_trainer.model.policy_protocol import CausalLM
 
 CHUNK_LOGITS = 2**27
-"""Logits that exist at a time: half a GB in float32, and more than enough rows to keep a matrix
-product busy."""
+"""Number of logits that exist at a time: half a GB in float32. This gives enough rows for an
+efficient matrix product."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -33,16 +32,17 @@ _CHANGES_LOGITS = (
     "logits_scaling",
     "lm_head_multiplier",
 )
-"""Of a model's configuration: what its own forward pass does to the logits, and this does not."""
+"""Options of a model's configuration that change its logits. The fused head does not
+support them."""
 _NO_TARGET = -100
 _PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
-"""No weights, z-loss, smoothing, reduction or cap."""
+"""Liger's options: no weights, z-loss, smoothing, reduction or cap."""
 
 
 def obstacles(model: CausalLM) -> list[str]:
-    """What stands in the way of computing the head here, as far as the model says it.
+    """Reasons why the fused head does not fit the model, as far as its configuration shows them.
 
-    Args: model: as transformers made it, without an adapter's wrapper.
+    Args: model: the transformers model, without an adapter's wrapper.
     """
     config = model.config.get_text_config()
     found = [
@@ -59,22 +59,21 @@ def obstacles(model: CausalLM) -> list[str]:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What is done with the logits of some rows: [K, V] in the model's type."""
+    """The computations on the logits of some rows: [K, V] in the model's type."""
 
     logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
     @classmethod
     def compiled(cls) -> Arithmetic:
-        """Each as one kernel that reads the logits and writes its result, instead of several that
-        pass float32 copies on."""
+        """Each as one kernel, instead of several that exchange float32 copies."""
         return cls(
             torch.compile(_logprobs, dynamic=True), torch.compile(_logits_gradient, dynamic=True)
         )
 
 
 def _logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] log-probabilities of the targets, and [K] logsumexp of the scaled logits; float32."""
+    """[K] logprobs of the targets, and [K] logsumexp of the scaled logits; float32."""
     scaled = logits.float() / temperature.unsqueeze(-1)  # [K, V]
     logp = -functional.cross_entropy(scaled, targets, reduction="none")
     return logp, scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logp
@@ -83,10 +82,10 @@ def _logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Ten
 def _logits_gradient(
     logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
 ) -> Tensor:
-    """[K] gradient of the log-probabilities → [K, V] of the logits, in their type."""
+    """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
     scaled = logits.float() / temperature.unsqueeze(-1)
     distribution = scaled.sub_(logsumexp.unsqueeze(-1)).exp_()
-    # In float32: of a target that is all but certain, bfloat16 would leave nothing.
+    # In float32, because bfloat16 would round the gradient of a nearly certain target to 0.
     distribution.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(logsumexp, -1)[:, None])
     return distribution.mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
 
@@ -102,13 +101,13 @@ def linear_logprobs(
     arithmetic: Arithmetic = EAGER,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> Tensor:
-    """Log-probability of each target at its temperature: [K] float32.
+    """Logprob of each target at its temperature: [K] float32.
 
     Args:
         hidden: [K, H] in the head's type
         targets: [K] int64
         temperature: [K] float32
-        chunk_logits: how many logits may exist at a time; one row's in any case
+        chunk_logits: how many logits may exist at a time, but at least those of one row
     """
     rows = max(1, chunk_logits // head.out_features)
     found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -118,7 +117,7 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Keeps what it was given and a logsumexp per row; logits are computed again."""
+    """Stores its inputs and one logsumexp per row; computes the logits again for the gradient."""
 
     @staticmethod
     def forward(
@@ -147,7 +146,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, logsumexp = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        # Added up in float32: there are many rows, and each part would be rounded.
+        # Summed in float32, because each of the many parts would be rounded.
         of_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part in _parts(len(hidden), ctx.rows):
@@ -184,7 +183,7 @@ def liger_arithmetic() -> Arithmetic:
 
 
 def _liger_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] log-probabilities of the targets, twice: the gradient needs no logsumexp."""
+    """[K] logprobs of the targets, twice: Liger's gradient needs no logsumexp."""
     loss, _ = _cross_entropy(_scaled(logits, temperature), targets)
     return -loss, -loss
 
@@ -192,7 +191,7 @@ def _liger_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tup
 def _liger_logits_gradient(
     logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
 ) -> Tensor:
-    """[K] gradient of the log-probabilities → [K, V] of the logits, in their type."""
+    """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
     del logsumexp
     _, of_loss = _cross_entropy(_scaled(logits, temperature).requires_grad_(), targets)
     return of_loss.detach().mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
@@ -203,7 +202,7 @@ def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _cross_entropy(scaled: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] losses, and [K, V] their gradient in place of `scaled`, where that requires one."""
+    """[K] losses. Their gradient [K, V] replaces `scaled` if that requires one."""
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
     loss, _, _, _, in_place = cross_entropy_forward(scaled, targets, *_PLAIN)

@@ -1,4 +1,4 @@
-"""Loads the policy onto its device; writes and recognises its weights."""
+"""Loads the policy onto its device, writes its weights, and recognises written weights."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def import_architecture(model_name: str) -> None:
 
 
 def device_to_load_on(wanted: str) -> torch.device:
-    """Where the trainer has weights of its own. "auto": a GPU where there is one. It becomes CUDA's
-    current one.
+    """The device to train on. "auto" takes a GPU if there is one. It becomes CUDA's current device.
 
     Raises:
-        NoSuchDevice: this process sees no such GPU, or its torch has no CUDA.
+        NoSuchDevice: this process cannot see that GPU, or its torch has no CUDA.
     """
     if wanted == AUTO_DEVICE:
         return _current(torch.device("cuda", 0) if torch.cuda.is_available() else HOST)
@@ -53,31 +52,35 @@ def device_to_load_on(wanted: str) -> torch.device:
             + (
                 "this build of torch has no CUDA"
                 if torch.version.cuda is None
-                else "is the driver loaded, and CUDA_VISIBLE_DEVICES right?"
+                else "check the driver and CUDA_VISIBLE_DEVICES"
             )
         )
     if index >= count:
-        raise NoSuchDevice(f"--device {wanted}: this process sees {count} GPUs, counted from 0")
+        raise NoSuchDevice(
+            f"--device {wanted}: this process sees {count} GPUs, numbered from 0; choose one"
+        )
     return _current(torch.device("cuda", index))
 
 
 def require_device(wanted: str, shared: torch.device) -> None:
-    """Where the weights are the server's, so is the device. It becomes CUDA's current one.
+    """Check that --device fits the device of the shared weights, which becomes CUDA's current
+    device.
 
     Raises:
-        PolicyMismatch: another one was asked for.
+        PolicyMismatch: --device names another one.
     """
     device = shared if wanted == AUTO_DEVICE else torch.device(wanted)
     if device.type != shared.type or device.index not in (None, shared.index):
         raise PolicyMismatch(
-            f"--device {wanted}, but the served weights are on {shared}; leave --device out, or "
-            "start the server there"
+            f"--device {wanted}, but the served weights are on {shared}; omit --device, or "
+            "start the server on that device"
         )
     _current(shared)
 
 
 def _current(device: torch.device) -> torch.device:
-    """Kernels of Triton and libraries, and memory of no named device, else go to the first GPU."""
+    """Make the device CUDA's current one. Triton and libraries would otherwise use the
+    first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -85,19 +88,19 @@ def _current(device: torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """`lora`: None where every parameter of the model is trained; else the model is frozen and an
-    adapter is trained."""
+    """Loads and writes the trained weights. `lora` is None if every parameter is trained; else the
+    model is frozen and an adapter is trained."""
 
     model_name: str
     lora: LoraOptions | None = None
 
     @property
     def kind(self) -> WeightKind:
-        """Of the directories that `write` makes."""
+        """The kind of the directories that `write` creates."""
         return WeightKind.CHECKPOINT if self.lora is None else WeightKind.ADAPTER
 
     def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
-        """The policy as it is before any training, on `device`; what is not trained is in `dtype`.
+        """Load the untrained policy onto `device`; weights that are not trained are in `dtype`.
 
         Raises:
             PolicyMismatch: the options do not fit the model.
@@ -107,7 +110,7 @@ class TrainedWeights:
         name = self.model_name
         policy: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
         log.info(
-            "loaded the model",
+            "model.loaded",
             model=name,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
@@ -115,10 +118,10 @@ class TrainedWeights:
         return policy if self.lora is None else with_adapter(policy, self.lora)
 
     def write(self, policy: CausalLM, target: Path) -> None:
-        """All that a server needs, complete and durable or not at all.
+        """Write all files that a server needs, completely or not at all.
 
         Raises:
-            CheckpointNotSaved: the disk is full, or the like.
+            CheckpointNotSaved: a file could not be written, e.g. the disk is full.
         """
         if self.lora is None:
             save_policy(policy, self.model_name, target)
@@ -127,8 +130,8 @@ class TrainedWeights:
             write_adapter(policy, directory)
 
     def are_in(self, policy: CausalLM, directory: Path) -> bool:
-        """Does `directory`, as `write` makes them, hold exactly the policy's weights? False where
-        it cannot be read."""
+        """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it
+        cannot be read."""
         if self.lora is None:
             ours = {name: p.detach() for name, p in policy.named_parameters()}
             files = sorted(directory.glob(MODEL_WEIGHTS_GLOB))

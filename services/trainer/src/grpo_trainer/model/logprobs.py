@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under the policy, and the sequences that probes ask for.
+"""Computes the policy's logprobs of given tokens, and creates token sequences for checks.
 
 Legend: B sequences, T positions after the causal shift, V vocabulary.
 """
@@ -13,21 +13,21 @@ from grpo_trainer.model.policy_protocol import CausalLM, device_of
 
 PROBE_LENGTH = 32
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Bound on the mean |difference| per dtype of the served weights, where the noise is below a fourth
-of it. Measured on tiny models (tests/inference/test_shared_weights.py): 4e-7 in float32, 0.001 to
-0.006 in bfloat16."""
+"""Tolerance for the mean |difference|, by data type of the served weights. It applies if four times
+the rounding noise is smaller. Noise measured on tiny models
+(tests/inference/test_shared_weights.py): 4e-7 in float32, 0.001 to 0.006 in bfloat16."""
 DEFAULT_TOLERANCE = 0.05
 GPU_FLOAT32_TOLERANCE = 0.01
-"""On a GPU vLLM's attention multiplies float32 in TF32, with 10 bits of mantissa. Not measured."""
+"""On a GPU, vLLM's attention multiplies float32 as TF32, with 10 bits of mantissa. Not measured."""
 
 
 def token_logprobs(
     policy: CausalLM, inputs: Tensor, targets: Tensor, temperature: Tensor
 ) -> Tensor:
-    """Log-probability of each target under the policy, at the temperature that sampled it.
+    """Logprob of each target under the policy, at the temperature that sampled it.
 
-    The plain way, which every other is held against. Padding is on the right and attention is
-    causal, so no attention mask is needed.
+    This is the plain way, with which faster ones are compared. Padding is on the right and
+    attention is causal, so no attention mask is needed.
 
     Args:
         inputs: [B, T] token ids
@@ -44,7 +44,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def logprobs_of(policy: CausalLM, token_ids: list[int]) -> Tensor:
-    """The policy's log-probabilities of token_ids[1:] at temperature 1: [T] → [T-1]"""
+    """The policy's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]"""
     device = device_of(policy)
     ids = torch.tensor([token_ids], device=device)
     one = torch.ones(1, device=device)
@@ -52,7 +52,7 @@ def logprobs_of(policy: CausalLM, token_ids: list[int]) -> Tensor:
 
 
 def tolerance_of(policy: CausalLM) -> float:
-    """Bound on the mean |difference| between two computations with the policy's weights."""
+    """Allowed mean |difference| between two computations with the policy's weights."""
     weights = next(policy.parameters())
     if weights.is_cuda and weights.dtype == torch.float32:
         return GPU_FLOAT32_TOLERANCE
@@ -70,8 +70,8 @@ def probe_tokens(vocabulary: int, length: int = PROBE_LENGTH) -> list[int]:
 def sampled_tokens(policy: CausalLM, length: int = PROBE_LENGTH) -> list[int]:
     """A sequence that the policy samples at temperature 1, the same one each time: [length]
 
-    Of tokens that it would never sample, computations differ far more than of those that are
-    trained on. Every call has one shape: what follows a position does not count for it.
+    Improbable tokens would not do: computations differ on them far more than on trained tokens. All
+    calls have one shape; tokens after a position do not affect it.
     """
     device, generator = device_of(policy), torch.Generator().manual_seed(20240229)
     tokens = torch.zeros(1, length, dtype=torch.long, device=device)
@@ -79,6 +79,6 @@ def sampled_tokens(policy: CausalLM, length: int = PROBE_LENGTH) -> list[int]:
     for position in range(1, length):
         logits = policy(input_ids=tokens, use_cache=False).logits[0, position - 1].float().cpu()
         noise = torch.empty_like(logits).exponential_(generator=generator)
-        tokens[0, position] = (logits - noise.log()).argmax()  # Gumbel's way to sample
+        tokens[0, position] = (logits - noise.log()).argmax()  # sampling by the Gumbel-max trick
     found: list[int] = tokens[0].tolist()
     return found

@@ -1,14 +1,14 @@
-"""A micro-batch as the model takes it: padded rows, or sequences end to end without padding.
+"""Lays out a micro-batch for the model: as padded rows, or as packed sequences without padding.
 
-Packed sequences see nothing of each other: their causal attention is registered with transformers
-under a name of our own. On a GPU in a 16-bit type it is torch's flash attention for sequences of
-different lengths. Anywhere else one sequence after the other goes through the attention that
-transformers uses by default. Calls that do not say where sequences meet get that for whole rows,
-so padded and packed calls can alternate.
+Packed sequences must not attend to each other. So a causal attention for them is registered with
+transformers under its own name. On a GPU in a 16-bit type this is torch's flash attention for
+sequences of different lengths. Otherwise each sequence goes through transformers' default
+attention. Calls without sequence boundaries use that default for whole rows, so padded and packed
+calls can alternate.
 
 Legend: B sequences (rows), T positions after the causal shift, N positions of the longest row of
-the model call, A heads, D their width; a key or value may have fewer heads. Attention is causal, so
-padding on the right needs no mask.
+the model call, A heads, D their width; keys and values may have fewer heads. Attention is causal,
+so padding on the right needs no mask.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ from grpo_trainer.model.policy_protocol import CausalLM
 
 NAME = "packed_sequences"
 DEFAULT = "sdpa"
-"""What transformers chooses by default, and what a packed model is compared with."""
+"""The attention that transformers chooses by default, and with which packing is compared."""
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _CHANGES_SCORES = ("attn_logit_softcapping", "attention_chunk_size", "alibi")
-"""Of a model's configuration: not computed here."""
+"""Options of a model's configuration that this attention does not support."""
 _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block_indices", "cu_seqlens")
-"""That layers of some models hand to their attention: not computed here."""
+"""Arguments that layers of some models pass to their attention; not supported here."""
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_WIDTHS = range(8, 257, 8)
 
 Attention = Callable[..., tuple[Tensor, None]]
-"""As transformers' layers call it."""
+"""The interface of attention functions in transformers."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """`starts`: where each sequence begins among all positions of the call, row after row."""
+    """The arguments of a model call. `starts`: index of each sequence's first position, counted
+    over all rows."""
 
     arguments: dict[str, Any]  # by keyword
     starts: Tensor  # [B] int64
 
 
 class SequenceLengths:
-    """`values`: in host memory, where a loop over the sequences needs them.
+    """The lengths of the sequences (`values`), in host memory for a loop over them.
 
-    No tuple: torch.compile would compile in how many there are, and read each.
+    Not a tuple, because torch.compile would compile its length and values in.
     """
 
     def __init__(self, values: tuple[int, ...]) -> None:
@@ -65,15 +66,16 @@ Layout = Callable[[MicroBatch], ModelInputs]
 
 
 def padded(micro: MicroBatch) -> ModelInputs:
-    """[B, T] as it is."""
+    """Padded rows: [B, T]."""
     rows, width = micro.inputs.shape
     starts = torch.arange(0, rows * width, width, device=micro.inputs.device)
     return ModelInputs({"input_ids": micro.inputs, "use_cache": False}, starts)
 
 
 def packed(micro: MicroBatch) -> ModelInputs:
-    """[1, N], N the sum of the lengths. Positions count from 0 in every sequence; where sequences
-    meet is told under the names that transformers gives to flash attention, and as lengths."""
+    """Packed sequences: [1, N], where N is the sum of their lengths. Position ids restart at 0 in
+    every sequence. The boundaries are passed under transformers' names for flash attention, and as
+    lengths."""
     device = micro.inputs.device
     sizes = torch.tensor(micro.lengths)  # [B]
     bounds = torch.tensor([0, *accumulate(micro.lengths)])  # [B + 1]
@@ -96,9 +98,9 @@ def packed(micro: MicroBatch) -> ModelInputs:
 
 
 def obstacles(model: CausalLM) -> list[str]:
-    """What stands in the way of packing, as far as the model says it.
+    """Reasons why packing does not fit the model, as far as its configuration shows them.
 
-    Args: model: as transformers made it, without an adapter's wrapper.
+    Args: model: the transformers model, without an adapter's wrapper.
     """
     config = model.config.get_text_config()
     found = [
@@ -108,21 +110,21 @@ def obstacles(model: CausalLM) -> list[str]:
     ]
     foreign = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if foreign:
-        found.append(f"it has layers of other kinds than attention: {', '.join(sorted(foreign))}")
+        found.append(f"it has layers other than attention: {', '.join(sorted(foreign))}")
     if not getattr(config, "is_causal", True):
         found.append("its attention is not causal")
     if config._attn_implementation not in (DEFAULT, NAME):
         found.append(f"transformers computes its attention as {config._attn_implementation!r}")
     if not getattr(model, "_supports_flash_attn", False):
-        found.append("its attention is not one that flash kernels compute")
+        found.append("flash kernels do not support its attention")
     return found
 
 
 def enable(model: CausalLM) -> None:
-    """Let the model's layers call the attention of this file.
+    """Make the model's layers call the attention of this file.
 
     Raises:
-        FastPathRefused: they do not take it from transformers' registry.
+        FastPathRefused: they do not use transformers' registry.
     """
     from transformers import AttentionInterface
 
@@ -133,18 +135,19 @@ def enable(model: CausalLM) -> None:
     )
     model.set_attn_implementation(NAME)
     if model.config.get_text_config()._attn_implementation != NAME:
-        raise FastPathRefused("its layers have an attention of their own")
+        raise FastPathRefused("its layers do not use transformers' attention")
 
 
 @dataclass(frozen=True)
 class Flash:
-    """Torch's flash attention. `takes_fewer_heads`: of keys and values than of queries."""
+    """Torch's flash attention. `takes_fewer_heads`: whether keys and values may have fewer
+    heads."""
 
     takes_fewer_heads: bool
 
     @classmethod
     def on(cls, device: torch.device) -> Flash | None:
-        """None where the device has no such kernels."""
+        """None if the device has no such kernels."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
             return None
         from torch.nn.attention.varlen import varlen_attn
@@ -180,7 +183,7 @@ class Flash:
         found = varlen_attn(
             q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **options
         )
-        assert isinstance(found, Tensor)  # without what it may return beside
+        assert isinstance(found, Tensor)  # a tuple only if other outputs are requested
         return found.unsqueeze(0)
 
 
@@ -201,18 +204,18 @@ def packed_attention(
     sequence_lengths: SequenceLengths | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' layers call it: [B, N, A, D], and no weights.
+    """Attention with the interface of transformers' layers: [B, N, A, D], and no weights.
 
     Args:
-        default: transformers' own
-        sliding_window: tokens that each one sees, itself included
-        cu_seq_lens_q: [sequences + 1] int32, where those of the one row begin, and its end; None:
-            every row is one sequence
-        max_length_q: the longest of them
-        sequence_lengths: of all of them
+        default: transformers' own attention
+        sliding_window: number of tokens that each token attends to, itself included
+        cu_seq_lens_q: [sequences + 1] int32, the start of each sequence in the one row, and the end
+            of the last; None: every row is one sequence
+        max_length_q: length of the longest sequence
+        sequence_lengths: the lengths of all sequences
 
     Raises:
-        FastPathRefused: the layer asks for more than this.
+        FastPathRefused: the layer needs an unsupported feature.
     """
     _require_plain(module, attention_mask, dropout, others)
     options = (scaling, sliding_window)
@@ -238,10 +241,10 @@ def _require_plain(
     if False in (others.get("is_causal"), getattr(module, "is_causal", True)):
         found.append("attention that is not causal")
     if found:
-        raise FastPathRefused(f"{type(module).__name__} asks for {', '.join(found)}")
+        raise FastPathRefused(f"{type(module).__name__} needs {', '.join(found)}")
 
 
-# Compiled layers call it as it is: the number and the lengths of sequences would be compiled in.
+# Not compiled, because torch.compile would fix the number and the lengths of sequences.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_turn(
     default: Attention,

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 
 class CausalOutput(Protocol):
-    """What a model call returns, as far as the trainer reads it."""
+    """The part of a model call's result that the trainer reads."""
 
     logits: Tensor  # [B, T, V]
 
 
 class CausalLM(Protocol):
-    """What the trainer uses of a policy. An `nn.Module`; PEFT's wrapper passes the rest on."""
+    """The methods of a policy that the trainer uses. An `nn.Module`; PEFT's wrapper
+    forwards them."""
 
     config: Any
     generation_config: Any
@@ -46,13 +47,12 @@ class CausalLM(Protocol):
 
 
 def device_of(policy: CausalLM) -> torch.device:
-    """Where its weights are, and its inputs must be."""
+    """The device of the policy's weights; its inputs must be there too."""
     return next(policy.parameters()).device
 
 
 def base_model(policy: CausalLM) -> CausalLM:
-    """The model as transformers made it, without what PEFT wraps around it. The adapter's layers
-    are part of it."""
-    # Only PEFT's wrapper has that. To ask for its class would load the package without an adapter.
+    """The transformers model without PEFT's wrapper. The adapter's layers are part of it."""
+    # Only PEFT's wrapper has this method. Checking for its class would import PEFT without need.
     unwrapped = getattr(policy, "get_base_model", None)
     return policy if unwrapped is None else cast(CausalLM, unwrapped())

@@ -1,1 +1,1 @@
-"""From gradients to updated masters: schedule, update rules, rounding. Pure: no I/O, no client."""
+"""The optimizer: gradients, loss scale, AdamW on master weights, and rounding. No I/O."""

@@ -1,8 +1,9 @@
-"""AdamW's update rules: moments in fp32, or quantised to a byte each by bitsandbytes.
+"""AdamW's update rules: with moments in fp32, or quantised to 8 bits by bitsandbytes.
 
-A rule (`UpdateRule`) works on fp32 weights; `masters` holds and rounds them, so the two combine
-freely. Everything happens one parameter at a time: a step needs a few times the largest parameter
-beside weights, moments and gradients, and a gradient is free as soon as it is used.
+A rule (`UpdateRule`) works on fp32 weights; the module `masters` stores and rounds them, so rules
+and roundings combine freely. Parameters are updated one at a time: beside weights, moments and
+gradients, a step needs a few times the memory of the largest parameter. Each gradient is freed once
+it is used.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from torch.optim.adamw import adamw
 from grpo_trainer.errors import UnusableOptimizer
 
 State = dict[str, Tensor]
-"""What a rule remembers of one parameter, by kind; empty before its first step."""
+"""A rule's state of one parameter, by kind; empty before its first step."""
 
 STEP = "step"
-"""The kind that counts a parameter's steps: a scalar, float32."""
+"""The kind that counts a parameter's steps: a float32 scalar."""
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 """Adam's constants (arXiv 1412.6980, section 2), as in torch and bitsandbytes."""
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 BLOCK = 256
-"""Neighbouring moments that share a scale; what bitsandbytes' kernels are built for."""
+"""Number of neighbouring moments that share a scale, fixed by bitsandbytes' kernels."""
 MIN_8BIT_ELEMENTS = 4096
-"""Smaller parameters have fp32 moments: bitsandbytes' own limit."""
+"""Smaller parameters have fp32 moments, as in bitsandbytes."""
 _NO_DECAY = 0.0
-"""`masters` adds it."""
+"""The module `masters` adds weight decay."""
 _ADAM, _UNUSED = "adam", 0.0
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What all parameters of a step share. `gradient_scale`: at most 1, clips the gradients' norm
-    and undoes the loss scale; those that were gathered are without it."""
+    """Options of a step, equal for all parameters. `gradient_scale` clips the gradient norm and
+    divides by the loss scale."""
 
     lr: float
     weight_decay: float
@@ -46,38 +47,39 @@ class StepOptions:
 
 
 class UpdateRule(Protocol):
-    """AdamW in one way of keeping its moments."""
+    """AdamW with one way of storing its moments."""
 
     def initial_state(self, weights: Tensor) -> State:
-        """Before a parameter's first step."""
+        """The state before a parameter's first step."""
 
     def place_of_step(self, weights: Tensor) -> torch.device:  # noqa: ARG002
-        """Of the count of steps: where Python reads it, which must not wait for a GPU."""
+        """The device of the step counter. Python reads it, which must not wait for a GPU."""
         return torch.device("cpu")
 
     def restored(self, saved: State, weights: Tensor) -> State:
-        """A copy of a saved state, every tensor where the rule wants it."""
+        """A copy of a checkpoint's state, on the devices that the rule needs."""
         moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
         return moved | {STEP: saved[STEP].to(self.place_of_step(weights), copy=True)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
-        """One step, in place, without weight decay: that is added where masters are held.
+        """Take one step in place, without weight decay, which the module `masters` adds.
 
         Args:
             weights: fp32, contiguous
-            gradient: of any floating type; it may be used up
-            state: changed as well
+            gradient: of any floating type; may be overwritten
+            state: updated in place
         """
 
 
 class AdamW32(UpdateRule):
-    """AdamW (arXiv 1711.05101, algorithm 2) with both moments in fp32, whatever the masters are in.
+    """AdamW (arXiv 1711.05101, algorithm 2) with both moments in fp32 for every type of master
+    weights.
 
-    A second moment in bf16 would stop following its gradients: a step moves it by one part in a
+    In bf16 the second moment would stop following its gradients: a step changes it by one part in a
     thousand, and bf16 resolves four.
 
     Args:
-        fused: one kernel reads and writes everything (torch's own); made for GPUs
+        fused: use torch's single kernel, which is made for GPUs
     """
 
     def __init__(self, fused: bool = False) -> None:
@@ -110,7 +112,7 @@ class AdamW32(UpdateRule):
         )
 
     def place_of_step(self, weights: Tensor) -> torch.device:
-        """The fused kernel reads the count itself."""
+        """The fused kernel reads the counter on the weights' device."""
         return weights.device if self._fused else super().place_of_step(weights)
 
 
@@ -120,15 +122,16 @@ def _scaled(gradient: Tensor, scale: float) -> Tensor:
 
 
 class AdamW8bit(UpdateRule):
-    """bitsandbytes' AdamW8bit (arXiv 2110.02861): moments quantised in blocks, along a map of 256
-    values. State, limits and result are those of its class `AdamW8bit`, whose functions are called
-    directly: the class would keep the weights, and wait for the GPU after every parameter.
+    """bitsandbytes' AdamW8bit (arXiv 2110.02861), with moments quantised in blocks to 256 values.
+    State, limits and results are those of its class `AdamW8bit`. Only the class's functions are
+    used, because the class would keep the weights and wait for the GPU after every parameter.
 
-    Kinds of state: step, state1, state2 (moments; uint8, in small parameters fp32), and of the
-    quantised ones absmax1, absmax2 (scales: [blocks]) and qmap1, qmap2 (maps: [256]).
+    Kinds of state: step, state1 and state2 (the moments: uint8, or fp32 in small parameters).
+    Quantised moments also have absmax1 and absmax2 (scales: [blocks]), and qmap1 and qmap2 (maps:
+    [256]).
 
     Raises:
-        UnusableOptimizer: bitsandbytes has no kernel for `device`, or it does not work there.
+        UnusableOptimizer: bitsandbytes has no working kernel for `device`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,13 +199,13 @@ class AdamW8bit(UpdateRule):
             "state2": torch.zeros_like(weights, dtype=torch.uint8),
             "absmax1": torch.zeros(blocks, device=device),
             "absmax2": torch.zeros(blocks, device=device),
-            # Of each parameter its own, so that no two tensors of a saved state share memory.
+            # Each parameter has its own maps, so that no two tensors of a checkpoint share memory.
             "qmap1": quantisation_map(signed=True).to(device),
             "qmap2": quantisation_map(signed=False).to(device),
         }
 
     def _require_kernel(self, device: torch.device) -> None:
-        """A first step of Adam moves every weight by the learning rate."""
+        """Test the kernel: Adam's first step must move every weight by the learning rate."""
         try:
             weights = torch.zeros(MIN_8BIT_ELEMENTS, device=device)
             options = StepOptions(lr=1.0, weight_decay=0.0)
@@ -211,7 +214,7 @@ class AdamW8bit(UpdateRule):
         except (RuntimeError, AttributeError) as error:
             raise _no_kernel(device, str(error)) from error
         if not furthest < 1e-3:
-            raise _no_kernel(device, f"a step of 1 is off by {furthest:.3g}")
+            raise _no_kernel(device, f"a test step of size 1 is wrong by {furthest:.3g}")
 
 
 def _unquantised(weights: Tensor) -> State:

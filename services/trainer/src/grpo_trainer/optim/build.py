@@ -1,4 +1,4 @@
-"""Builds the optimizer, and the update of masters, that the options ask for."""
+"""Builds the optimizer that the settings select."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimizer:
-    """Raises `UnusableOptimizer` if the options do not go with the policy's weights."""
+    """Raises `UnusableOptimizer` if the options do not fit the policy's weights."""
     parameters = list(trained_parameters(policy).values())
     return MasterOptimizer(
         parameters,
@@ -30,16 +30,16 @@ def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimi
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         update=build_update(settings, parameters),
-        # An adapter is in float32, and its gradients come through a model that is not.
+        # Even an adapter in float32 needs it, because its gradients pass through a float16 model.
         scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
     )
 
 
 def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Masters:
-    """Args: parameters: all that is trained, on one device.
+    """Args: parameters: all trained parameters, on one device.
 
     Raises:
-        UnusableOptimizer: the weights, or their device, do not go with the options.
+        UnusableOptimizer: the weights or their device do not fit the options.
     """
     if settings.fused_step:
         return _fused(parameters)
@@ -51,8 +51,8 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
     _require_dtypes(
         parameters,
         {torch.bfloat16},
-        "--master-dtype bfloat16: the weights are in {found}, of which bfloat16 masters would lose "
-        "a part; pass --master-dtype float32, or serve the model in bfloat16",
+        "--master-dtype bfloat16: the weights are in {found}, and bfloat16 would lose part of "
+        "their precision; pass --master-dtype float32, or serve the model in bfloat16",
     )
     return Masters(rule, torch.bfloat16, _rounding(settings, device))
 
@@ -61,10 +61,11 @@ def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRoun
     if settings.rounding != "nearest":
         return StochasticRounding(settings.seed, device)
     log.warning(
-        "--rounding nearest loses updates smaller than what bfloat16 resolves: of 1,000 weights "
-        "about 5 change in a step at a learning rate of 1e-6, 35 at 1e-5, 270 at 1e-4",
+        "rounding.loses_updates",
         lr=settings.lr,
-        instead="--rounding stochastic, or --master-dtype float32",
+        reason="--rounding nearest drops updates below bfloat16's precision: of 1,000 weights "
+        "about 5 change in a step at a learning rate of 1e-6, 35 at 1e-5, 270 at 1e-4",
+        hint="pass --rounding stochastic, or --master-dtype float32",
     )
     return None
 
@@ -72,11 +73,13 @@ def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRoun
 def _fused(parameters: Sequence[Tensor]) -> Masters:
     device = parameters[0].device
     if device.type != "cuda":
-        raise UnusableOptimizer(f"--fused-step needs a GPU, and the weights are on {device}")
+        raise UnusableOptimizer(
+            f"--fused-step needs a GPU, but the weights are on {device}; omit --fused-step"
+        )
     _require_dtypes(
         parameters,
         {torch.bfloat16, torch.float32},
-        "--fused-step rounds to bfloat16, and the weights are in {found}; leave it out",
+        "--fused-step rounds to bfloat16, but the weights are in {found}; omit --fused-step",
     )
     from grpo_trainer.optim.fused_adamw import FusedAdamW
 

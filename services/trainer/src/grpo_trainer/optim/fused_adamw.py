@@ -1,8 +1,8 @@
-"""AdamW on fp32 masters in one pass over memory (`--fused-step`). Importing it imports Triton.
+"""AdamW on fp32 master weights in one pass over memory (`--fused-step`); needs Triton.
 
-The kernel writes the rounded weights into the staging copy, not into what is served. A step on
-served weights would have to lie inside the pause: it moves 30 bytes per weight there, where the
-copy of what is staged moves 4. And a write can be repeated on a server that came back, a step not.
+The kernel writes the rounded weights into a staging copy, not into the served weights. A step on
+the served weights would have to run during the pause and move 30 bytes per weight; copying the
+staged weights moves 4. The copy can also be repeated on a restarted server, but a step cannot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ BLOCK = 1024
 
 
 class FusedAdamW(Masters):
-    """Masters in fp32. Their state is that of `AdamW32`: a run may go on with either."""
+    """Master weights in fp32. Their state is that of `AdamW32`, so a checkpoint resumes with
+    either."""
 
     def __init__(self) -> None:
         super().__init__(AdamW32())
@@ -66,7 +67,7 @@ class FusedAdamW(Masters):
         return low
 
 
-# Triton compiles annotations too, and knows `tl.constexpr` alone of ours.
+# Triton also compiles the annotations, and supports only `tl.constexpr` among them.
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw_kernel(  # type: ignore[no-untyped-def]
     master,
@@ -88,10 +89,10 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     """AdamW (arXiv 1711.05101, algorithm 2), in the order of operations of `AdamW32`.
 
     Args:
-        master, exp_avg, exp_avg_sq: [count] fp32, changed in place
+        master, exp_avg, exp_avg_sq: [count] fp32, updated in place
         gradient: [count], any floating type
-        low: [count] bf16, receives the new master; any pointer unless WRITES_LOW
-        decay: lr * weight decay, which is added to the update: 1 - decay may be 1 in fp32
+        low: [count] bf16, receives the new master weights; any pointer unless WRITES_LOW
+        decay: lr * weight decay; added to the update, because 1 - decay may round to 1 in fp32
         step_size: lr / (1 - beta1^steps)
         bias_correction2_sqrt: sqrt(1 - beta2^steps)
     """
@@ -103,7 +104,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     p = tl.load(master + at, mask=inside, other=0.0)
     m = m + (g - m) * (1 - BETA1)
     v = v * BETA2 + g * (1 - BETA2) * g
-    # Rounded as IEEE 754 has it: `/` and `sqrt` of Triton are approximations on a GPU.
+    # IEEE 754 rounding: on a GPU, Triton's `/` and `sqrt` are approximations.
     update = tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + EPS)
     p = p - (update + decay * p)
     tl.store(exp_avg + at, m, mask=inside)
@@ -115,9 +116,10 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearest_bfloat16(x):  # type: ignore[no-untyped-def]
-    """fp32 numbers that bf16 holds exactly: the nearest, ties to the even one.
+    """Round fp32 numbers to the nearest value of bf16, ties to even; the result is still fp32.
 
-    In integers, because Triton's interpreter, in which this is tested, cuts off where a GPU rounds.
+    It uses integers because Triton's interpreter, which runs the tests, truncates to bf16 while a
+    GPU rounds.
     """
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536

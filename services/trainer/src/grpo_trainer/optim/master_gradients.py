@@ -1,8 +1,8 @@
-"""The gradients of one step: taken over as they appear, added up, and kept within float16's range.
+"""Collects the gradients of one step, adds them up, and keeps them within float16's range.
 
-Below 6e-8 float16 holds nothing but 0, and gradients of a loss that is a mean over 100,000 tokens
-are as small. So the loss is multiplied by a power of two before the backward pass, and the
-gradients are divided by it where they are used: loss scaling (arXiv 1710.03740, section 3.2).
+float16 rounds values below 6e-8 to 0, and gradients of a mean over 100,000 tokens are that small.
+So the loss is multiplied by a power of two before the backward pass, and the gradients are divided
+by it when they are used: loss scaling (arXiv 1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 log = structlog.get_logger()
 
 GROWTH_STEPS = 100
-"""Steps in a row without overflow after which the scale is doubled."""
+"""The loss scale is doubled after this many steps without overflow."""
 T = TypeVar("T")
 
 
 class GatheredGradients:
-    """A parameter's gradient is gathered in fp32 from the second backward pass on. The first one is
-    kept as it came, which in bf16 is half as large and loses nothing: it was computed in bf16.
+    """Adds up each parameter's gradients over the backward passes of a step.
+
+    The first gradient keeps its data type: in bf16 it takes half the memory and loses nothing,
+    because it was computed in bf16. From the second pass on, the sum is in fp32.
 
     Args:
-        parameters: each gives up its `.grad` as soon as that is complete
+        parameters: their `.grad` is taken as soon as it is complete
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -39,7 +41,7 @@ class GatheredGradients:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def norm(self) -> Tensor:
-        """L2 norm over all of them, in fp32: a scalar where they are."""
+        """L2 norm over all gradients, in fp32: a scalar on their device."""
         norms = [
             torch.linalg.vector_norm(gradient, dtype=torch.float32)
             for gradient in self.tensors
@@ -48,12 +50,12 @@ class GatheredGradients:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def pop(self, index: int) -> Tensor | None:
-        """That of a parameter, which is the caller's from now on; None where there was none."""
+        """Remove and return a parameter's gradient; None if there is none."""
         gradient, self.tensors[index] = self.tensors[index], None
         return gradient
 
     def clear(self) -> None:
-        """Forget what was gathered: it is computed again."""
+        """Drop all gradients, so that they can be computed again."""
         self.tensors = [None] * len(self.tensors)
 
     def _take_over(self, index: int, parameter: Tensor) -> None:
@@ -64,7 +66,7 @@ class GatheredGradients:
 
 
 class ScaleRecord(BaseModel):
-    """A saved scale. `good_steps`: since it was changed."""
+    """A loss scale in a checkpoint. `good_steps`: steps since it was last changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +75,7 @@ class ScaleRecord(BaseModel):
 
 
 class LossScale:
-    """Args: gradients: where those of a backward pass are gathered, multiplied by the scale."""
+    """Args: gradients: collects the gradients of a backward pass, multiplied by the scale."""
 
     def __init__(self, gradients: GatheredGradients) -> None:
         self._gradients = gradients
@@ -84,11 +86,13 @@ class LossScale:
         return self.record.value
 
     def without_overflow(self, backward: Callable[[float], T]) -> T:
-        """What `backward`, which gathers a batch's gradients at the scale that it is given, returns
-        at the largest scale, of this one and its halves, at which they are finite.
+        """Run `backward` with the current scale, and halve it until the gradients are finite.
 
-        If they are at none, not even at 1, the batch is to blame: the scale stays, and with it the
-        gradients, which a step refuses.
+        If they are not finite even at 1, the batch is the cause: the scale is restored, and the
+        next optimizer step refuses the gradients.
+
+        Returns:
+            The result of `backward`, which collects a batch's gradients at the given scale.
         """
         before = self.record
         while True:
@@ -100,7 +104,9 @@ class LossScale:
                 return found
             self._gradients.clear()
             self.record = ScaleRecord(value=self.value / 2)
-            log.info("loss_scale.halved", scale=self.value, reason="float16 overflowed")
+            log.info(
+                "loss_scale.halved", scale=self.value, reason="the gradients overflowed float16"
+            )
 
     def step_taken(self) -> None:
         steps = self.record.good_steps + 1

@@ -1,13 +1,12 @@
-"""AdamW on masters of the policy's parameters.
+"""Updates master weights with AdamW, then writes them into the policy's parameters.
 
-A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update rounds away.
-The step is therefore taken on masters, fp32 copies or bf16 ones that are rounded stochastically
-(`masters`), and only its result goes into the served weights. The step itself touches no served
-weight, so serving goes on meanwhile; `write_into_parameters` is the short moment that needs a
-pause.
+A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update would round to
+nothing. So the step updates master weights: fp32 copies, or bf16 copies with stochastic rounding
+(`masters`). The step does not touch the served weights, so the server keeps sampling. Only
+`write_into_parameters` needs a pause.
 
-To keep it short, a step leaves its result in the served data type as well where the masters are in
-another one (the staging copy): each part takes the place of a gradient that was used up.
+To shorten the pause, a step also rounds its result to the served data type, if that differs, into
+the staging copy. Each part of this copy replaces a gradient that was used.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ MASTER = "master"
 
 
 class MasterOptimizer:
-    """Owns the masters, their gradients and the learning-rate schedule.
+    """Owns the master weights, their gradients and the learning-rate schedule.
 
     Args:
-        parameters: the policy's parameters; their gradients are taken over as they appear
+        parameters: the policy's parameters; their gradients are collected as they appear
         lr: peak learning rate, reached after `warmup_steps` steps of linear growth
         max_grad_norm: bound on the global L2 norm of the gradient
-        update: what a step does to a master (default: AdamW in fp32)
-        scales_loss: gradients are computed in float16 and come multiplied by `loss_scale`
+        update: updates one master weight tensor (default: AdamW in fp32)
+        scales_loss: gradients are computed in float16 and multiplied by `loss_scale`
     """
 
     def __init__(
@@ -60,14 +59,15 @@ class MasterOptimizer:
         self._max_grad_norm = max_grad_norm
 
     def learning_rate(self, step: int) -> float:
-        """Rate of the step with this index, counted from 0."""
+        """Learning rate of the step with this index, counted from 0."""
         if step >= self._warmup_steps:
             return self._lr
         return self._lr * (step + 1) / self._warmup_steps
 
     @torch.no_grad()
     def step(self, step: int) -> float:
-        """Update the masters from the gathered gradients; returns the norm before clipping.
+        """Update the master weights from the collected gradients; returns the gradient norm before
+        clipping.
 
         Raises:
             NonFiniteGradient: nothing was updated.
@@ -88,7 +88,7 @@ class MasterOptimizer:
         return norm
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """All that the next step depends on, as `kind/name`; not copied.
+        """All tensors that the next step depends on, as `kind/name`; not copied.
 
         Kinds: master, and those of the update rule once it has taken a step (AdamW's: step,
         exp_avg, exp_avg_sq).
@@ -103,14 +103,14 @@ class MasterOptimizer:
         return found
 
     def state_bytes(self) -> int:
-        """Of what `tensors` returns once every parameter has taken a step."""
+        """Size of what `tensors` returns once every parameter has taken a step."""
         states = [self._update.initial_state(master.to("meta")) for master in self.masters]
         kept = [*self.masters, *(tensor for state in states for tensor in state.values())]
         return sum(tensor.nbytes for tensor in kept)
 
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned. The parameters follow with the next write."""
+        """Load what `tensors` returned. The next write updates the policy's parameters."""
         own: dict[str, State] = {name: {} for name in names}
         for path, tensor in tensors.items():
             kind, _, name = path.partition("/")
@@ -123,10 +123,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def write_into_parameters(self) -> None:
-        """Round the masters into the policy's parameters, in place: their addresses stay.
+        """Round the master weights into the policy's parameters, in place: their addresses stay.
 
-        Copies what the step has staged, where it has, and lets go of it. A repeated write rounds
-        once more, to the same bytes: to the nearest in either case.
+        Writes the staging copy if there is one, then frees it. A repeated write rounds the master
+        weights again, with the same result: both round to the nearest.
         """
         pairs = zip(self._staged, self.masters, strict=True)
         newest = [master if staged is None else staged for staged, master in pairs]
@@ -135,18 +135,17 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def unwritten_parameters(self) -> int:
-        """How many parameters do not hold their master's value; 0 right after a write."""
+        """Number of parameters that differ from their master weights; 0 right after a write."""
         pairs = zip(self._parameters, self.masters, strict=True)
         return sum(not torch.equal(p, master.to(p.dtype)) for p, master in pairs)
 
     @property
     def _scale(self) -> float:
-        """What the gathered gradients are multiplied by; a power of two, so that to divide by it
-        rounds nothing."""
+        """Factor of the collected gradients. It is a power of two, so dividing by it is exact."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _norm_and_clip_factor(self) -> tuple[float, float]:
-        """In fp32, as `torch.nn.utils.clip_grad_norm_` has them; waits for the device once."""
+        """Computed in fp32 as in `torch.nn.utils.clip_grad_norm_`; waits for the device once."""
         norm = self.gradients.norm() / self._scale
         clip_factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
         both: list[float] = torch.stack((norm, clip_factor)).tolist()
@@ -159,9 +158,9 @@ class MasterOptimizer:
         served = self._parameters[index].dtype
         state = self._states[index] or self._update.initial_state(master)
         staged = self._update.step(master, gradient, state, options, served)
-        del gradient  # its memory is what the staging copy goes into
+        del gradient  # frees the memory that the staging copy needs
         self._states[index] = state
-        # of one type: the master itself, and no copy
+        # `to` makes no copy if both have one type
         self._staged[index] = master.to(served) if staged is None else staged
 
 

@@ -1,10 +1,9 @@
-"""Masters of the policy's weights: in fp32, or in bf16 with stochastic rounding.
+"""Stores master weights in fp32, or in bf16 with stochastic rounding.
 
-bf16 is the upper half of fp32's bits. Between two neighbouring bf16 numbers the lower 16 bits count
-evenly from the one nearer to 0 to the other, so adding a uniform 16-bit number before they are cut
-off reaches the farther one with a probability that equals the distance to the nearer one: the
-expectation is the fp32 number itself (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551,
-section 3).
+A bf16 number is the upper half of an fp32 number's bits. The lower 16 bits measure the distance
+from the bf16 number nearer to 0 to the next one. Adding a uniform random 16-bit number before
+cutting them off rounds up with a probability equal to that distance. So the expected result is the
+fp32 number itself (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551, section 3).
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from grpo_trainer.optim.adamw import State, StepOptions, UpdateRule
 
 LOWER_BITS = 16
 CHUNK_ELEMENTS = 1 << 24
-"""Rounded at a time: what it takes beside the weights is three times 64 MiB."""
+"""Number of weights rounded at a time; needs three times 64 MiB beside the weights."""
 
 
 @dataclass(eq=False)
 class Masters:
-    """Takes masters of one data type through a step.
+    """Updates master weights of one data type.
 
     In fp32 every update counts, however small. bf16 takes half the memory: the update is computed
-    in fp32 and its result rounded. Stochastically, an update smaller than what bf16 resolves
-    changes a part of the weights by more, and the mean is right; to the nearest, it is lost.
+    in fp32 and its result is rounded. With stochastic rounding, an update below bf16's precision
+    changes some weights by more, and the mean is right. With rounding to the nearest it is lost.
 
     Decoupled weight decay (arXiv 1711.05101, algorithm 2) is added to the rule's update, and both
-    at once to the weights. Libraries multiply by 1 - lr * weight decay first, which changes nothing
-    where that product is below 6e-8: fp32 rounds the factor to 1.
+    are applied at once. Libraries multiply by 1 - lr * weight decay first. If that product is below
+    6e-8, fp32 rounds the factor to 1, and nothing changes.
 
     Args:
         dtype: float32 or bfloat16
-        rounding: to bfloat16; None: to the nearest
+        rounding: how to round to bfloat16; None: to the nearest
     """
 
     rule: UpdateRule
@@ -44,7 +43,7 @@ class Masters:
     rounding: StochasticRounding | None = None
 
     def begin_step(self, step: int) -> None:
-        """The step with this index, counted from 0, comes next."""
+        """Prepare for the step with this index, counted from 0."""
         if self.rounding is not None:
             self.rounding.begin_step(step)
 
@@ -62,14 +61,15 @@ class Masters:
         options: StepOptions,
         served: torch.dtype,  # noqa: ARG002
     ) -> Tensor | None:
-        """One step of one master, in place.
+        """Update one master weight tensor in place.
 
         Args:
-            served: data type of the parameter that the master stands behind
+            served: data type of the policy's parameter
         Returns:
-            The new master rounded to the nearest `served`, if that cost nothing more; else None.
+            The new master weights rounded to the nearest `served`, if the kernel computed them;
+                else None.
         """
-        wide = master.float()  # fp32 masters themselves
+        wide = master.float()  # no copy if they are fp32
         self._update(wide, gradient, state, options)
         if self.rounding is not None:
             self.rounding.round_into(master, wide)
@@ -91,9 +91,8 @@ class Masters:
 
 
 class StochasticRounding:
-    """Either neighbour. The random numbers of a step follow from `seed` and its index alone, so a
-    run that goes on from a saved state draws what it would have drawn, and no state has to hold
-    them.
+    """Rounds to one of the two neighbouring bf16 numbers at random. The random numbers depend only
+    on `seed` and the step, so a resumed run draws the same ones without saving them.
 
     Args:
         device: of the weights
@@ -104,7 +103,7 @@ class StochasticRounding:
         self._generator = torch.Generator(device)
 
     def begin_step(self, step: int) -> None:
-        # Through a hash: neighbouring seeds and steps are to have nothing in common.
+        # Use a hash, so that neighbouring seeds and steps give unrelated random numbers.
         self._generator.manual_seed(random.Random(f"{self._seed}/{step}").getrandbits(63))
 
     def round_into(self, target: Tensor, wide: Tensor) -> None:
@@ -113,8 +112,8 @@ class StochasticRounding:
             low.copy_(self._rounded(high))
 
     def _rounded(self, wide: Tensor) -> Tensor:
-        """Numbers that bf16 can hold, still in fp32. Infinities have no lower bits, and stay; a
-        NaN might be carried into a number, so it is kept aside."""
+        """Round to values of bf16, still in fp32. Infinities stay, because their lower bits are 0.
+        NaN is restored afterwards, because adding to its bits may give a number."""
         noise = torch.empty_like(wide, dtype=torch.int32)
         noise.random_(0, 1 << LOWER_BITS, generator=self._generator)
         bits = noise.add_(wide.view(torch.int32)).bitwise_and_(-(1 << LOWER_BITS))

@@ -1,1 +1,1 @@
-"""What a run reports: the record of each step, where it goes, alerts, benchmark times."""
+"""Records, metrics and warnings of each training step."""

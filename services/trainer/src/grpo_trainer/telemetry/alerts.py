@@ -1,4 +1,4 @@
-"""Warns when a metric leaves the range in which training is known to go well."""
+"""Warns when a metric leaves the range of healthy training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import structlog
 log = structlog.get_logger()
 
 REPEAT_EVERY_STEPS = 50
-"""A metric that stays outside, or comes and goes, is mentioned that often."""
+"""Minimum number of steps between two warnings about one metric."""
 
 
 @dataclass(frozen=True)
 class HealthyRange:
-    """Both bounds are healthy."""
+    """A metric's healthy range, both bounds included. `look_at` names what to check outside it."""
 
     metric: str
     low: float
@@ -36,48 +36,48 @@ RANGES = (
         "grpo/mean_ratio",
         0.8,
         1.2,
-        "the policy moved far from the one that sampled: lower --lr, or let less data wait "
-        "(staleness/mean); far from 1 at staleness 0: the logprobs or the temperature",
+        "the policy moved far from the weights that sampled: lower --lr, or shorten the queue "
+        "(staleness/mean). If staleness is 0, check the logprobs and the temperature",
     ),
     HealthyRange(
         "grpo/clipped_fraction",
         0.0,
         0.3,
-        "most of the batch teaches nothing any more: lower --lr, or let less data wait",
+        "clipped tokens do not change the policy: lower --lr, or shorten the queue",
     ),
     HealthyRange(
         "alignment/diff_abs_mean",
         0.0,
         0.1,
-        "staleness/mean and alignment/fresh_diff_abs_mean: with fresh data the difference is "
-        "noise, so what is left comes from old data, or from steps that are too large",
+        "compare alignment/fresh_diff_abs_mean: if it is small, the difference comes from stale "
+        "data (staleness/mean) or from steps that are too large",
     ),
     HealthyRange(
         "train/loss",
         -10.0,
         math.inf,
-        "ratios or advantages exploded: grpo/ratio_max, reward/std_in_group and the scores that "
-        "the environment sends",
+        "ratios or advantages exploded: check grpo/ratio_max, reward/std_in_group and the "
+        "environment's scores",
     ),
 )
 
 
 @dataclass
 class _Watch:
-    """`outside`: steps since the last warning that the value was outside."""
+    """`outside`: number of steps outside the range since the last warning."""
 
     warned_at: int | None = None
     outside: int = 0
 
 
 class RangeWatch:
-    """Says when a value leaves its range, and at most every 50 steps that it still does."""
+    """Warns when a value leaves its range, then at most every 50 steps while it is outside."""
 
     def __init__(self) -> None:
         self._watches = {healthy.metric: _Watch() for healthy in RANGES}
 
     def look(self, record: Mapping[str, float]) -> None:
-        """Args: record: one step's metrics; what is not in it is not judged."""
+        """Args: record: one step's metrics; metrics that are missing are not checked."""
         for healthy in RANGES:
             value = record.get(healthy.metric)
             if value is not None and not healthy.low <= value <= healthy.high:
@@ -89,12 +89,12 @@ class RangeWatch:
         if watch.warned_at is not None and step - watch.warned_at < REPEAT_EVERY_STEPS:
             return
         log.warning(
-            "a metric is outside its healthy range",
+            "metric.out_of_range",
             metric=healthy.metric,
             value=value,
             healthy=str(healthy),
             step=step,
             steps_outside_since_last_warning=watch.outside,
-            look_at=healthy.look_at,
+            hint=healthy.look_at,
         )
         watch.warned_at, watch.outside = step, 0

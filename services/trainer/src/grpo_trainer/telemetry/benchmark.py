@@ -1,4 +1,4 @@
-"""`--benchmark`: where the time of a run went, in the archived trainer's layout, and as a file."""
+"""Reports how a run spent its time (`--benchmark`), as the archived trainer did and as JSON."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Summary:
-    """The fields of `benchmark.json`. Those that are None are not known: without a GPU, without a
-    publication, without a reward, or without a supervisor that reports to Redis."""
+    """The fields of `benchmark.json`. A field is None if there is no GPU, no publication, no
+    reward, or no supervisor status in Redis."""
 
     mode: str
-    steps: int  # taken by this process
-    total_s: float  # from the first step's beginning to the end of the last one
-    step_s_mean: float  # from asking for a batch to its record
-    sync_s_total: float  # of publishing
+    steps: int  # number of steps that this process took
+    total_s: float  # from the start of the first step to the end of the last one
+    step_s_mean: float  # from requesting a batch to writing its record
+    sync_s_total: float  # of all publications
     sync_s_mean: float | None  # of one publication
-    fetch_s_total: float  # of waiting for batches
-    compute_s_total: float  # of everything else that a step does before it publishes
-    publishes: int  # after a step
-    peak_rss_bytes: int  # of the trainer
+    fetch_s_total: float  # of all waits for batches
+    compute_s_total: float  # of all steps, without waits and publications
+    publishes: int  # after steps; the one at the start does not count
+    peak_rss_bytes: int  # of the trainer process
     peak_cuda_bytes: int | None
-    restarts: int | None  # engine starts after the first, by the server's count
-    dropped_requests: int | None  # aborted by drains
-    generation_tokens: int | None  # sampled
-    reward_first: float | None  # mean of the first step, and of the last one
-    reward_last: float | None
+    restarts: int | None  # engine starts after the first
+    dropped_requests: int | None  # requests that drains aborted
+    generation_tokens: int | None  # tokens that the server sampled
+    reward_first: float | None  # mean reward of the first step
+    reward_last: float | None  # mean reward of the last step
 
     def write(self, save_path: Path) -> None:
         (save_path / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -91,7 +91,7 @@ class Summary:
 
 
 class Stopwatch:
-    """Adds up the records of a run's steps, whose names are those of `metrics`."""
+    """Adds up the records of a run's steps. Their names are those of `metrics`."""
 
     def __init__(self) -> None:
         self._steps = self._publishes = 0
@@ -133,7 +133,7 @@ class Stopwatch:
 
 
 def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
-    """What the server's supervisor counts; None where no Redis says it."""
+    """The supervisor's counters; None if Redis is not configured or has no status."""
     url = plain(settings.redis_url)
     if url is None:
         return None

@@ -1,4 +1,4 @@
-"""One record per optimizer step, under the names that the field uses."""
+"""Builds the record of one optimizer step, with the metric names that are common in the field."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Record = dict[str, float]
 
 
 class StepWatch:
-    """Takes the times of a step that begins now."""
+    """Measures the times of one step, which starts with this object."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begin = self._fetched = self._computed = clock()
 
     def fetched(self) -> None:
-        """The batch is here."""
+        """The batch has arrived."""
         self._fetched = self._clock()
 
     def computed(self) -> None:
-        """All but the optimizer's part of the computation is done."""
+        """The gradients are computed."""
         self._computed = self._clock()
 
     def times(self, published: Published, run_started: float) -> Record:
-        """The step ends now: its seconds, as they stand in the record. Compute includes the
-        optimizer, the step everything; "time_s": since the first step of this process began.
+        """End the step; returns its times in seconds. Compute time includes the optimizer, and step
+        time includes everything. "time_s" counts from the first step of this process.
 
         Args: run_started: the clock when the first step began
         """
@@ -50,13 +50,13 @@ class StepWatch:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """All that is known of the step with index `step`, counted from 0.
+    """The results of the step with index `step`, counted from 0.
 
     Args:
-        fresh: of the tokens that the trainer's own weights sampled
-        alignment: None where the server was not asked at this step
-        quarantined_batches: passed over since the step before
-        save_s: seconds of saving between the step before and this one, None where nothing was
+        fresh: the logprob difference over fresh tokens
+        alignment: None if this step had no check of the server
+        quarantined_batches: number of batches quarantined since the previous step
+        save_s: seconds of saving since the previous step, None if nothing was saved
     """
 
     step: int
@@ -74,7 +74,8 @@ class StepOutcome:
 
 
 def step_record(outcome: StepOutcome) -> Record:
-    """Flat record; "step" in it counts from 1. What is not defined at this step is not in it."""
+    """The step's flat record. "step" in it counts from 1. Metrics that this step does not have are
+    missing."""
     defined_or_not = {
         "step": outcome.step + 1,
         "steps": outcome.steps,
@@ -152,8 +153,8 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
-    """In steps, within the epoch: versions of another trainer are no nearer for a low number. A
-    bound counts like a version: the completion is at least as old."""
+    """Staleness in steps, within the epoch: steps of other epochs cannot be compared. A bound
+    counts like a version: the completion is at least as old."""
     facts = outcome.facts
     versions = [*facts.first_versions, *facts.version_bounds]
     epoch = outcome.published.version.epoch

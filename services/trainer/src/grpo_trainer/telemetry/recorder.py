@@ -1,4 +1,4 @@
-"""Writes the record of each step: to the log, to every sink, and as alerts."""
+"""Writes the record of each step to the log and to every sink, and checks it for alerts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = structlog.get_logger()
 
 
 class Recorder:
-    """Made when the first step of this process begins.
+    """Create the recorder when the first step of this process begins.
 
-    Args: write: to every sink
+    Args: write: writes a record to every sink
 
-    `started`: time.monotonic() then.
+    `started`: time.monotonic() at creation.
     """
 
     def __init__(self, settings: TrainerSettings, write: Write) -> None:
@@ -33,13 +33,13 @@ class Recorder:
 
     def record(self, outcome: StepOutcome) -> None:
         record = step_record(outcome)
-        log.info("step", **record)
+        log.info("step.finished", **record)
         self._write(record)
         self._ranges.look(record)
         self._stopwatch.add(record, outcome.published.is_served)
 
     def report_times(self) -> None:
-        """To standard output, and to benchmark.json."""
+        """Write the summary to standard output and to benchmark.json."""
         settings = self._settings
         summary = self._stopwatch.summary(settings.sync.mode, server_status(settings))
         summary.write(settings.save_path)

@@ -1,4 +1,4 @@
-"""Where the record of each step goes."""
+"""Writes the record of each step to the metrics file and to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Write = Callable[[Record], None]
 
 @contextlib.contextmanager
 def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
-    """What writes a record everywhere that the settings name.
+    """Yield a function that writes a record to every configured sink.
 
     Raises:
-        WandbUnavailable: --use-wandb, and W&B cannot start.
+        WandbUnavailable: --use-wandb is set, and W&B cannot start.
     """
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []
@@ -44,11 +44,11 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
 
 
 def trim_records(path: Path, steps_taken: int) -> None:
-    """Leave one record of each step up to `steps_taken`: later steps, which a killed trainer took
-    beyond the state that the run goes on from, are taken again. Lines that are no record go too.
+    """Keep one record for each step up to `steps_taken`. A killed trainer may have taken later
+    steps, which the resumed run repeats. Broken lines are removed too.
 
     Raises:
-        CheckpointNotSaved: the file could not be written anew; it is as it was.
+        CheckpointNotSaved: the file could not be rewritten; it is unchanged.
     """
     if not path.is_file():
         return
@@ -60,7 +60,7 @@ def trim_records(path: Path, steps_taken: int) -> None:
 
 
 def rotate_records(path: Path) -> None:
-    """Those of another run: `path` is renamed to `path.1`, or the next number that is free.
+    """Rename another run's file to `path.1`, or to the next free number.
 
     Raises:
         CheckpointNotSaved: it cannot be renamed.
@@ -74,13 +74,13 @@ def rotate_records(path: Path) -> None:
     except OSError as error:
         raise CheckpointNotSaved(
             f"{path} holds records of another run and cannot be renamed: {error}; move it away, or "
-            "name another --metrics-file"
+            "pass another --metrics-file"
         ) from error
-    log.info("metrics.set_aside", file=str(aside))
+    log.info("metrics.rotated", file=str(aside))
 
 
 def _step_of(line: str) -> int | None:
-    """None where it is not a whole record: its writer was killed, or the disk full."""
+    """None if the line is not a complete record: its writer was killed, or the disk was full."""
     try:
         step = json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
@@ -89,7 +89,7 @@ def _step_of(line: str) -> int | None:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one JSON line, whole, so that others can follow the file.
+    """Append one complete JSON line, so that other processes can follow the file.
 
     Raises:
         ValueError: a value is NaN or infinite.

@@ -1,9 +1,9 @@
-"""The process that speaks to Weights & Biases: `python -m grpo_trainer.telemetry.wandb_process`.
+"""The child process that sends records to Weights & Biases.
 
-Its parent is `wandb_sink`. Reads one JSON object per line: {"start": ...} first, then
-{"record": ...} for each step, then {"finish": exit status}. Answers the first with
-{"run": URL or directory} or {"error": why not}. Where the input ends without "finish", the parent
-died, and the run is marked as failed.
+`wandb_sink` starts it as `python -m grpo_trainer.telemetry.wandb_process`. It reads one JSON object
+per line: first {"start": ...}, then {"record": ...} for each step, then {"finish": exit status}. It
+answers the first with {"run": URL or directory} or {"error": reason}. If the input ends without
+"finish", the parent died, and the run is marked as failed.
 """
 
 from __future__ import annotations

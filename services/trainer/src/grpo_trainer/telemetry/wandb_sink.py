@@ -1,8 +1,8 @@
-"""Sends each step's record to Weights & Biases, without ever holding training up.
+"""Sends each step's record to Weights & Biases without ever blocking training.
 
-W&B runs in a child process and takes records through a pipe that is never waited for: with its own
-service process stopped, `log()`, `finish()` and the end of the interpreter block for good. If W&B
-fails or hangs, the sink warns once, and training goes on.
+W&B runs in a child process that reads records from a non-blocking pipe. In the trainer itself
+`log()`, `finish()` and the interpreter's exit block forever if W&B's own service process stops. If
+W&B fails or hangs, the sink warns once, and training continues.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _INIT_TIMEOUT_S = 90.0
 _UPLOAD_TIMEOUT_S = 25.0
 _KILL_DEADLINE_S = 5.0
 PIPE_BYTES = 1024 * 1024
-"""About 500 records that W&B did not take; the most that Linux allows a user by default."""
+"""Room for about 500 records that W&B has not read; Linux's default limit for a user."""
 
 
 def start_wandb(settings: TrainerSettings) -> WandbSink:
-    """Start the child and wait until W&B has opened a run.
+    """Start the child process and wait until W&B has opened a run.
 
     Raises:
-        WandbUnavailable: it did not open a run, for example because nobody is logged in, or the
+        WandbUnavailable: W&B did not open a run, for example because no user is logged in, or the
             file with the key cannot be read.
     """
     sink = WandbSink(_api_key(settings.wandb_key_file))
@@ -58,17 +58,16 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
     except BaseException:
         sink.abandon()
         raise
-    log.info(
-        "W&B run opened", run=where, project=settings.wandb_project, group=settings.wandb_group
-    )
+    log.info("wandb.started", run=where, project=settings.wandb_project, group=settings.wandb_group)
     return sink
 
 
 class WandbSink:
-    """Owns the child process. `api_key`: None where it finds one by itself."""
+    """Owns the child process. `api_key`: None if W&B finds a key itself."""
 
     def __init__(self, api_key: str | None = None) -> None:
-        # A session of its own: Ctrl-C is for the trainer, which then tells the child to finish.
+        # In its own session, because Ctrl-C is for the trainer only, which then tells the child to
+        # finish.
         self._child = subprocess.Popen(
             [sys.executable, "-m", "grpo_trainer.telemetry.wandb_process"],
             stdin=subprocess.PIPE,
@@ -81,7 +80,9 @@ class WandbSink:
         assert self._child.stdout is not None
         self._to_child, self._from_child = self._child.stdin, self._child.stdout
         os.set_blocking(self._to_child.fileno(), False)
-        with contextlib.suppress(OSError):  # beyond a user's limit: the usual 64 KiB, 30 records
+        with contextlib.suppress(
+            OSError
+        ):  # above the user's limit: the pipe keeps 64 KiB, 30 records
             fcntl.fcntl(self._to_child, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._given_up = False
 
@@ -90,36 +91,36 @@ class WandbSink:
         return self._child.pid
 
     def open(self, start: dict[str, Any], deadline_s: float = START_DEADLINE_S) -> str:
-        """Open the run; returns its URL, or its directory where W&B is offline.
+        """Open the run; returns its URL, or its directory if W&B is offline.
 
         Raises:
-            WandbUnavailable: with W&B's own words.
+            WandbUnavailable: with W&B's own message.
         """
-        with contextlib.suppress(OSError):  # it has ended: so has its output
+        with contextlib.suppress(OSError):  # the child has ended; the empty answer shows it
             self._send({"start": start})
         if not select.select([self._from_child], [], [], deadline_s)[0]:
             raise WandbUnavailable(f"W&B did not start within {deadline_s:g} s; {_ADVICE}")
         answer = self._from_child.readline()
         if not answer:
             raise WandbUnavailable(f"W&B ended while it started; {_ADVICE}")
-        said: dict[str, str] = json.loads(answer)
-        if "error" in said:
-            raise WandbUnavailable(f"W&B did not start: {said['error']}; {_ADVICE}")
-        return said["run"]
+        reply: dict[str, str] = json.loads(answer)
+        if "error" in reply:
+            raise WandbUnavailable(f"W&B did not start: {reply['error']}; {_ADVICE}")
+        return reply["run"]
 
     def write(self, record: Record) -> None:
-        """Hand one record over. Never raises and never waits: W&B is no reason to stop."""
+        """Send one record to W&B. Never raises and never waits: W&B must not stop training."""
         if self._given_up:
             return
         try:
             self._send({"record": record})
         except BlockingIOError:
-            self._give_up("it takes nothing any more; its pipe is full")
+            self._give_up("it reads no records any more; its pipe is full")
         except OSError as error:
             self._give_up(f"its process is gone ({error})")
 
     def close(self, failed: bool, deadline_s: float = FINISH_DEADLINE_S) -> None:
-        """Let W&B finish the run, as failed or not, and end the child; never raises."""
+        """Finish the run, as failed or not, and end the child. Never raises."""
         if self._given_up:
             return
         try:
@@ -133,7 +134,7 @@ class WandbSink:
         self._release()
 
     def abandon(self) -> None:
-        """End the child at once."""
+        """Kill the child at once."""
         self._given_up = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
@@ -142,17 +143,17 @@ class WandbSink:
         self._release()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Raises BlockingIOError if the pipe does not take all of it, OSError if nobody reads."""
+        """Raises BlockingIOError if the pipe is full, OSError if the child has ended."""
         line = json.dumps(message).encode() + b"\n"
         if os.write(self._to_child.fileno(), line) < len(line):
             raise BlockingIOError
 
     def _give_up(self, why: str) -> None:
         log.warning(
-            "W&B failed; training goes on without it",
-            why=why,
-            what_to_do="its messages are above; `wandb sync` uploads what it kept in ./wandb, and "
-            "--metrics-file keeps every record",
+            "wandb.failed",
+            reason=why,
+            hint="training continues without it; see its messages above; `wandb sync` uploads the "
+            "records in ./wandb, and --metrics-file keeps every record",
         )
         self.abandon()
 
@@ -173,15 +174,15 @@ class WandbSink:
 
 
 _ADVICE = (
-    "its messages are above. Log in with `wandb login`, or set WANDB_MODE=offline and upload "
-    "later with `wandb sync`, or leave --use-wandb out"
+    "see its messages above. Log in with `wandb login`, or set WANDB_MODE=offline and upload "
+    "later with `wandb sync`, or omit --use-wandb"
 )
 
 
 def _flat(settings: TrainerSettings) -> dict[str, Any]:
-    """The options as the command line names them."""
+    """The options, named as on the command line."""
     options = settings.model_dump(mode="json")
-    return {"weight_bridge_mode": settings.sync.mode, **options, **options.pop("sync")}
+    return {**options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:
@@ -191,5 +192,5 @@ def _api_key(file: Path | None) -> str | None:
         return file.read_text().strip() or None
     except (OSError, UnicodeDecodeError) as error:
         raise WandbUnavailable(
-            f"--wandb-key-file {file}: {error}; name a file with the API key alone"
+            f"--wandb-key-file {file}: {error}; name a file that contains only the API key"
         ) from error

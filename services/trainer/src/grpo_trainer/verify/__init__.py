@@ -1,3 +1,1 @@
-"""Does the server serve the weights that the trainer holds, and did they sample the rollouts? Only
-measures, and refuses; changes no weight.
-"""
+"""Checks that the server serves the trainer's weights and that rollouts were sampled from them."""

@@ -1,9 +1,8 @@
-"""Does the server serve the weights that the trainer holds? Log-probabilities on both sides tell.
+"""Checks that the server serves the trainer's weights, by comparing logprobs on both sides.
 
-Only a check after an update proves anything: before the first one, two equal copies pass as well.
-That one shows how far two computations with the same weights differ, the noise; what comes later
-is held against a multiple of it. And only an update that moves the log-probabilities further than
-the noise can be told from none; how far they moved is measured beside the difference.
+The first check, before any update, measures the rounding noise: how far two computations with equal
+weights differ. Later checks allow a multiple of that noise. A check is conclusive only if the
+update moved the logprobs further than the noise, so this movement is measured too.
 """
 
 from __future__ import annotations
@@ -24,26 +23,27 @@ log = structlog.get_logger()
 
 MISMATCH = "LogProb Alignment: MISMATCH!"
 START_FACTOR = 2.0
-"""The noise itself may be so many times that bound: beyond, the two hold different weights."""
+"""If the first difference exceeds the tolerance by this factor, the weights are not equal."""
 NOISE_FACTOR = 4.0
-"""Bound in multiples of the noise: it grows as training makes the probe's tokens less likely."""
+"""Later differences may be this many times the noise, which grows as training makes the probe's
+tokens less likely."""
 FAR_BETTER = 4.0
-"""Other weights that explain the served log-probabilities so many times better are the ones served,
-however small the difference. In bfloat16 a small update lies below the tolerance, and far above the
-noise of one computation."""
+"""If other weights explain the served logprobs this many times better, the server serves those.
+This finds small differences too: in bfloat16 a small update is below the tolerance, but far above
+the noise."""
 
 ServedLogprobs = Callable[[list[int]], list[float]]
-"""[T] token ids → [T-1], asked of the server at temperature 1."""
+"""[T] token ids → [T-1] logprobs of the server at temperature 1."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """|server's - trainer's log-probability| over the probe's tokens.
+    """server's - trainer's logprob| over the probe's tokens.
 
-    `moved`: mean |change| of the trainer's own since the last conclusive probe. Near the noise, a
-    server that still serves those weights would pass as well.
-    `previous`: mean |server's - trainer's at that probe|.
-    `sampled_mean`: mean over tokens that the server sampled for the check, where it did.
+    `moved`: mean |change| of the trainer's logprobs since the last conclusive probe. If it is near
+    the noise, a server that still serves the previous weights would pass too. `previous`: mean
+    |server's - trainer's logprob at that probe|. `sampled_mean`: the mean over tokens that the
+    server sampled for the check, if any.
     """
 
     mean: float
@@ -56,7 +56,7 @@ class Alignment:
     def of(
         cls, served: Tensor, ours: Tensor, previous: Tensor, sampled_mean: float | None = None
     ) -> Alignment:
-        """Args: log-probabilities of the same tokens, [T-1] each; previous: ours at that probe."""
+        """Args: logprobs of the same tokens, [T-1] each; previous: ours at the previous probe."""
         return cls(
             mean=mean_distance(served, ours),
             max=float((served - ours).abs().max()),
@@ -67,19 +67,19 @@ class Alignment:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether a server that serves the weights of the previous probe would have shown. Until
-        then later probes are held against that one: small steps add up."""
+        """Whether the check would have detected that the server serves the weights of the previous
+        probe. Until it would, later probes compare with the same one, so small steps add up."""
         return self.moved > FAR_BETTER * self.mean
 
 
 @dataclass
 class Bound:
-    """On the mean |difference| between what is served and what the trainer holds.
+    """The tolerance for the mean |difference| between the server's and the trainer's logprobs.
 
     Args:
         floor: `tolerance_of` the policy
-        noise: the difference while nothing was trained yet; None where that was not measured
-        learns: nothing was trained yet, so the next check measures it
+        noise: the difference before any training; None if it was not measured
+        learns: nothing is trained yet, so the next check measures the noise
     """
 
     floor: float
@@ -93,17 +93,18 @@ class Bound:
         return max(self.floor, NOISE_FACTOR * (self.noise or 0.0))
 
     def learn(self, noise: float) -> None:
-        """From the first check. What is compared later was trained, and may differ for that."""
+        """Set the noise from the first check. Later differences may come from training."""
         if self.learns:
             self.noise, self.learns = noise, False
 
 
 class AlignmentProbe:
-    """Compares log-probabilities of fixed tokens at temperature 1 on both sides.
+    """Compares both sides' logprobs of fixed tokens at temperature 1.
 
-    Made before the first update, so that the first measurement knows how far the weights moved.
+    Create it before the first update, so that the first measurement shows how far the weights
+    moved.
 
-    Args: bound: on their mean |difference|; it learns the noise from the first check
+    Args: bound: the tolerance; it learns the noise from the first check
     """
 
     def __init__(self, policy: CausalLM, bound: Bound | None = None) -> None:
@@ -113,7 +114,7 @@ class AlignmentProbe:
         self.bound = bound or Bound(tolerance_of(policy), learns=True)
 
     def require(self, served_logprobs: ServedLogprobs, label: str) -> Alignment:
-        """Args: label: of the moment, for the message.
+        """Args: label: names the moment in the error message.
 
         Raises:
             ServedWeightsDiffer: the server does not serve the policy's weights.
@@ -133,8 +134,8 @@ class AlignmentProbe:
 
 @dataclass(frozen=True)
 class SharedMemoryCheck:
-    """Checks the server after the first update and after every `every_steps`-th, where both sides
-    read one memory. The other modes check every publication (`PublicationCheck`)."""
+    """Checks the server after the first update and after every `every_steps`-th, if both sides
+    share the weights' memory. The other modes check every publication (`PublicationCheck`)."""
 
     probe: AlignmentProbe
     optimizer: MasterOptimizer
@@ -142,10 +143,10 @@ class SharedMemoryCheck:
     every_steps: int
 
     def after_step(self, step: int) -> Alignment | None:
-        """None where no check is due after the step with this index.
+        """None if no check is due after the step with this index.
 
         Raises:
-            ServedWeightsDiffer: other weights are served, or the update was not written.
+            ServedWeightsDiffer: the server serves other weights, or the update was not written.
         """
         if step != 0 and (step + 1) % self.every_steps != 0:
             return None
@@ -160,36 +161,37 @@ def mean_distance(some: Tensor, others: Tensor) -> float:
 
 
 def require_written(optimizer: MasterOptimizer, step: int) -> None:
-    """Whoever compares what is served with the policy asks the memory that both read. That it
-    holds the update at all is another question, put here.
+    """Check that the shared memory contains the update. A comparison of logprobs cannot show this,
+    because both sides read the same memory.
 
     Raises:
-        ServedWeightsDiffer: a parameter does not hold what the optimizer computed.
+        ServedWeightsDiffer: a parameter does not hold the optimizer's result.
     """
     unwritten = optimizer.unwritten_parameters()
     if unwritten:
         raise ServedWeightsDiffer(
             f"{MISMATCH} After step {step}, {unwritten} of "
-            f"{len(optimizer.masters)} parameters do not hold what the optimizer computed: the "
-            "update was not written, or something wrote over it, so stale weights are served"
+            f"{len(optimizer.masters)} parameters do not hold what the optimizer computed, so "
+            "stale weights are served: the update was not written, or another process wrote over "
+            "it. Stop that process and start the trainer again"
         )
 
 
 def require_alignment(alignment: Alignment, tolerance: float, label: str) -> None:
-    """Args: label: of the moment, for the message.
+    """Args: label: names the moment in the error message.
 
     Raises:
-        ServedWeightsDiffer: beyond the tolerance, or far nearer to the weights of the previous
-            probe.
+        ServedWeightsDiffer: the difference exceeds the tolerance, or the weights of the previous
+            probe fit far better.
     """
     is_previous = FAR_BETTER * alignment.previous < alignment.mean
     if is_previous or not alignment.mean <= tolerance:
         raise ServedWeightsDiffer(
-            f"{MISMATCH} {label} the server's log-probabilities differ "
-            f"from the trainer's by {alignment.mean:.2g} on average, {alignment.max:.2g} at most "
-            f"(tolerance {tolerance:.2g}), and from those of the previous check by "
-            f"{alignment.previous:.2g}; the server does not serve the trained weights. Is another "
-            "process writing them, or was the server started without --share-weights?"
+            f"{MISMATCH} {label} the server's logprobs differ from the trainer's by "
+            f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
+            f"{tolerance:.2g}), and from those of the previous check by {alignment.previous:.2g}: "
+            "the server does not serve the trained weights. Stop other processes that write "
+            "them, and start the server with --share-weights"
         )
 
 
@@ -197,7 +199,7 @@ def log_if_inconclusive(alignment: Alignment) -> None:
     if not alignment.is_conclusive:
         log.info(
             "alignment.inconclusive",
-            reason="the weights moved hardly further than rounding error",
+            reason="the weights moved less than rounding error can explain",
             moved=alignment.moved,
             noise=alignment.mean,
         )

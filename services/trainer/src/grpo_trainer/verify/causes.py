@@ -1,7 +1,7 @@
-"""Why logged log-probabilities and the trainer's disagree: hypotheses, tried on the batch itself.
+"""Finds why behaviour logprobs and trainer logprobs differ, by testing hypotheses on the batch.
 
-Each names what would make the two agree and how far they lie apart if it holds. The right one
-leaves rounding noise. The report lists the numbers, what was tried and the likeliest cause.
+Each hypothesis computes the difference that would remain if it were true. The right one leaves only
+rounding noise. The report lists the numbers and the likeliest cause.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ SAMPLE_TOKENS = 256
 SAMPLE_SEQUENCES = 16
 
 _SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
-"""Ratios of neighbouring temperatures in one search after the other, each around the best of the
-one before; the last is 0.2 %."""
+"""Ratios of neighbouring temperatures in four successive searches. Each search starts at the best
+temperature of the previous one; the last ratio is 0.2 %."""
 _SEARCH_WIDTH = 7
 _OTHER_TEMPERATURE = 1.1
-"""Ratio from which on two temperatures count as different."""
+"""Minimum ratio of two temperatures that count as different."""
 UNCHANGED = "No weight was changed by this step."
 _EXPLAINS = 2.0
-"""Factor by which the best assumption must reduce the difference to be called the cause."""
+"""The best hypothesis is reported as the cause if it reduces the difference by this factor."""
 
 
 class Cause(StrEnum):
-    """What to look at, by the hypothesis that holds."""
+    """The likely cause and what to do about it, for each hypothesis."""
 
     LOGPROBS_LATE = (
-        "inference_logprobs stand one position too late: look at where the environment puts the "
+        "inference_logprobs are one position too late: check where the environment inserts the "
         "prompt's placeholders"
     )
     LOGPROBS_EARLY = (
-        "inference_logprobs stand one position too early: look at where the environment puts the "
-        "prompt's placeholders, and whether it cuts the first logprob off"
+        "inference_logprobs are one position too early: check where the environment inserts the "
+        "prompt's placeholders, and whether it drops the first logprob"
     )
     TEMPERATURE = (
-        "the completions were sampled at another temperature than their group says (a group that "
-        "says none means 1.0): let the environment send generation_params.temperature"
+        "the completions were sampled at another temperature than their group states (1.0 if it "
+        "states none): let the environment send generation_params.temperature"
     )
     PROMPT_TRAINED = (
-        "prompt tokens are trained on: look at the environment's masks, which are -100 at prompt "
+        "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
         "positions"
     )
     STALE_WEIGHTS = (
-        "the server does not serve the weights that the trainer holds: look for another process "
-        "that writes them, and at how the server was started"
+        "the server does not serve the trainer's weights: check whether another process writes "
+        "them, and how the server was started"
     )
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """`mean`: mean |difference| of the log-probabilities if it holds."""
+    """A possible cause. `mean`: the mean |difference| of the logprobs if it is true."""
 
     cause: Cause
     assumption: str
@@ -68,7 +68,7 @@ class Hypothesis:
 
 
 def subsample(table: TokenTable) -> TokenTable:
-    """A part that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
+    """A sample that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
     few = table.where(
         torch.isin(table.sequence, torch.tensor(table.sequences()[:SAMPLE_SEQUENCES]))
     )
@@ -76,7 +76,7 @@ def subsample(table: TokenTable) -> TokenTable:
 
 
 def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
-    """Logprobs that belong to the neighbour's token. Args: table: N tokens."""
+    """The hypotheses that logprobs belong to a neighbouring token. Args: table: N tokens."""
     follows = (table.sequence[1:] == table.sequence[:-1]) & (
         table.position[1:] == table.position[:-1] + 1
     )  # [N-1]
@@ -91,7 +91,7 @@ def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
 
 
 def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
-    """Only tokens behind the beginning that all completions of a group share."""
+    """The hypothesis that the common beginning of a group's completions is its prompt."""
     shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
     own = table.where(table.position >= shared[table.sequence])
     if not MIN_TOKENS <= len(own) < len(table):
@@ -102,7 +102,8 @@ def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
 
 @torch.no_grad()
 def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
-    """The temperature that explains the logprobs best, where it is another than said."""
+    """The hypothesis of another temperature, if the best-fitting one differs from the
+    stated one."""
     if len(table) < MIN_TOKENS:
         return []
     logits, targets = _logits(policy, table, batch)  # [N, V], [N]
@@ -112,18 +113,18 @@ def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list
         logp = (logits / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return float((logp - logged).abs().mean())
 
-    said = best = float(table.temperature.median())
+    stated = best = float(table.temperature.median())
     for ratio in _SEARCH_RATIOS:
         steps = range(-_SEARCH_WIDTH, _SEARCH_WIDTH + 1)
         best = min((best * ratio**k for k in steps), key=distance)
-    if abs(math.log(best / said)) < math.log(_OTHER_TEMPERATURE):
+    if abs(math.log(best / stated)) < math.log(_OTHER_TEMPERATURE):
         return []
-    assumption = f"sampled at temperature {best:.2f} instead of {said:g}"
+    assumption = f"sampled at temperature {best:.2f} instead of {stated:g}"
     return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
 
 
 def _logits(policy: CausalLM, table: TokenTable, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Those that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
+    """The logits that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
     device = device_of(policy)
     logits, targets = [], []
     for number in table.sequences():
@@ -137,8 +138,8 @@ def _logits(policy: CausalLM, table: TokenTable, batch: Batch) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """`mean`: |server's - trainer's log-probability| of the same tokens, asked now; None where the
-    server did not answer."""
+    """`mean`: |server's - trainer's logprob| of the same tokens, measured now; None if the server
+    did not answer."""
 
     mean: float | None
     text: str
@@ -151,14 +152,14 @@ def mismatch_report(
     tolerance: float,
     server: ServerAnswer | None = None,
 ) -> str:
-    """What a rollout mismatch tells its reader: the numbers, what was tried, the likeliest cause.
+    """The error message of a rollout mismatch: the numbers, the hypotheses and the likeliest cause.
 
     Args:
-        summary: which tokens, and how far off they are
-        sent: mean |difference| as sent
-        tried: the same under other assumptions
-        tolerance: of the data type
-        server: None if it was not asked
+        summary: which tokens differ, and by how much
+        sent: mean |difference| of the logprobs as sent
+        tried: the same under each hypothesis
+        tolerance: for the data type
+        server: the server's answer; None if it was not requested
     """
     best = sorted(tried, key=lambda hypothesis: hypothesis.mean)
     lines = [
@@ -168,12 +169,12 @@ def mismatch_report(
         *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in best),
     ]
     if server is not None:
-        lines.append(f"  between server and trainer, asked now: {server.text}")
+        lines.append(f"  between server and trainer, measured now: {server.text}")
     if server is not None and (server.mean or 0.0) > tolerance:
         verdict = f"Likely cause: {Cause.STALE_WEIGHTS}."
     elif best and _EXPLAINS * best[0].mean < sent:
         verdict = f"Likely cause: {best[0].cause}."
     else:
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
-        verdict = f"None of these explains it. What to look at, in this order: {causes}."
+        verdict = f"None of these explains it. Check in this order: {causes}."
     return "\n".join([*lines, f"{verdict} {UNCHANGED}"])

@@ -1,12 +1,12 @@
-"""Checks a publication: does the server answer with the weights that were handed to it?
+"""Checks that the server answers with the weights and the version that were published.
 
-Three things must hold. The served log-probabilities of fixed tokens are the trainer's. So are
-those of a few tokens that the server samples behind a fixed prompt: that request goes through the
-prefix cache, which the first one does not read, so keys and values that outlived the weights show
-here. And the answer names the version that was published.
+Three things must hold. The server's logprobs of fixed tokens must match the trainer's. So must the
+logprobs of a few tokens that the server samples after a fixed prompt: this request uses the prefix
+cache, so it also finds cached keys and values of older weights. And the answer must name the
+published version.
 
-Both requests are of the kind that everybody sends. A difference is held against what else the
-server could be serving, so that the error names the likely cause.
+If a check fails, the answer is compared with other weights that the server may hold, so that the
+error can name the likely cause.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ MIN_PROMPT = 2
 
 
 class Server(Protocol):
-    """What is asked of the inference server; both wait while it restarts."""
+    """The requests that the check sends to the server. Both wait while it restarts."""
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]: ...
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """At temperature 1, exactly so many tokens."""
+        """Sample exactly `max_tokens` tokens at temperature 1."""
 
 
 @dataclass(frozen=True)
 class ProbeLengths:
-    """In tokens. `prompt`: one more than a block of the KV cache, so that a whole block can come
-    from the cache, where the server's longest sequence leaves room for it."""
+    """Lengths in tokens. `prompt` is one more than a block of the KV cache, so that a whole block
+    can come from the cache. It is shorter if the server's maximum length requires it."""
 
     fixed: int
     prompt: int
@@ -66,19 +66,19 @@ class ProbeLengths:
         sampled = min(SAMPLED_TOKENS, longest // 2)
         room = max(MIN_PROMPT, longest - sampled)
         prompt = min((kv_block_size or DEFAULT_BLOCK) + 1, room)
-        # a request for log-probabilities of the prompt samples a token behind it
+        # a request for the prompt's logprobs also samples one token
         return cls(max(MIN_PROMPT, min(PROBE_LENGTH, longest - 1)), prompt, sampled)
 
 
 class PublicationCheck:
-    """Made while the policy is still what the server was started with, so that it knows how that
-    would answer.
+    """Create it before training starts: it remembers the starting policy's logprobs, to recognise a
+    server that still serves these weights.
 
     Args:
         policy: the trainer's, without dropout
-        server: who is asked
+        server: receives the requests
 
-    `bound`: on the mean |difference|; it learns the noise from the first publication
+    `bound`: the tolerance for the mean |difference|; it learns the noise from the first publication
     """
 
     def __init__(self, policy: CausalLM, server: Server, lengths: ProbeLengths) -> None:
@@ -91,17 +91,17 @@ class PublicationCheck:
         self._base = self._previous = logprobs_of(policy, self._tokens)  # [T-1]
 
     def prime(self) -> None:
-        """Right before a publication: have the prompt in the server's cache under the old weights.
-        If those keys and values outlive the weights, the check shall meet them."""
+        """Make the server cache the prompt under the old weights, just before a publication. If the
+        cache outlives those weights, the check finds it."""
         self._server.sample(self._prompt, max_tokens=1)
 
     def require(self, version: PolicyVersion, label: str) -> Alignment:
         """Args:
-            version: under which the policy's weights are served
-            label: of the moment, for the message
+            version: the published policy version
+            label: names the moment in the error message
 
         Raises:
-            ServedWeightsDiffer: they are not; names the likely cause.
+            ServedWeightsDiffer: the server does not serve these weights; names the likely cause.
         """
         ours = logprobs_of(self._policy, self._tokens)
         served = torch.tensor(self._server.served_logprobs(self._tokens))
@@ -112,7 +112,7 @@ class PublicationCheck:
         problems = self._problems(alignment, served, named, version)
         if problems:
             raise ServedWeightsDiffer(
-                f"{MISMATCH} {label}, version {tuple(version)} is announced, and "
+                f"{MISMATCH} {label}, version {tuple(version)} is published, but "
                 + "; ".join(problems)
             )
         if alignment.is_conclusive:
@@ -132,38 +132,38 @@ class PublicationCheck:
         other = min(mean_distance(served, self._base), alignment.previous)
         if not alignment.mean <= self.bound.value or FAR_BETTER * other < alignment.mean:
             problems.append(
-                f"the server's log-probabilities of fixed tokens differ from the trainer's by "
+                f"the server's logprobs of fixed tokens differ from the trainer's by "
                 f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
                 f"{self.bound.value:.2g}). Likely cause: {self._cause(served, alignment)}"
             )
         elif not (alignment.sampled_mean or 0.0) <= self.bound.value:
             problems.append(
-                f"what it computes afresh agrees ({alignment.mean:.2g}), but the log-probabilities "
-                f"of tokens that it samples differ by {alignment.sampled_mean:.4f} on average "
-                f"(tolerance {self.bound.value:.2g}). Likely cause: keys and values of the weights "
-                "before are still in its KV cache"
+                f"the logprobs of tokens that the server samples differ from the trainer's by "
+                f"{alignment.sampled_mean:.4f} on average (tolerance {self.bound.value:.2g}), "
+                f"although those of fixed tokens agree ({alignment.mean:.2g}). Likely cause: keys "
+                "and values of the previous weights are still in its KV cache"
             )
         if named != {version}:
             names = ", ".join(str(tuple(v)) for v in sorted(named))
             problems.append(
-                f"the server's answer names {names}: look for another trainer that publishes to it"
+                f"the server's answer names {names}: stop another trainer that publishes to it"
             )
         return problems
 
     def _cause(self, served: Tensor, alignment: Alignment) -> str:
         base, previous, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
         if FAR_BETTER * base < mean and base <= previous:
-            return "it serves the model that it was started with, without what was trained"
+            return "it serves the model that it was started with, without any training"
         if FAR_BETTER * previous < mean:
-            return "it still serves the weights of the publication before"
+            return "it still serves the weights of the previous publication"
         return (
-            "it serves weights of another run, or is started with another model than --model-name "
+            "it serves weights of another run, or was started with another model than --model "
             f"(mean difference to the model it should have been started with: {base:.2g}, to the "
-            f"publication before: {previous:.2g})"
+            f"previous publication: {previous:.2g})"
         )
 
     def _sampled_difference(self, completion: Completion) -> Tensor:
-        """|server's - trainer's| of what was sampled: [K]"""
+        """server's - trainer's logprob| of the sampled tokens: [K]"""
         ours = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
         theirs = torch.tensor(completion.logprobs)
         return (ours[len(self._prompt) - 1 :] - theirs).abs()

@@ -1,17 +1,15 @@
-"""Were the completions sampled by the weights, tokens and temperature that their group names?
+"""Checks that completions were sampled by the weights and the temperature of their group.
 
-A completion whose first and last token carry the version that the trainer holds was sampled by
-exactly these weights, so both sides' log-probabilities of it agree to numerical noise. Whatever
-breaks that (logprobs beside their tokens, a wrong temperature, prompt tokens among the trained
-ones, a server with other weights) is found on the batch that shows it, before its update.
+Fresh completions were sampled by exactly the trainer's weights, so both sides' logprobs must agree
+to rounding noise. Misplaced logprobs, a wrong temperature, trained prompt tokens or other weights
+on the server break this. The check finds them before the batch's update.
 
-For completions of older or unknown weights a difference alone proves nothing: the policy moved.
-There the run ends only where one assumption explains the logprobs far better than what the group
-says: nearly all of the difference at once, or most of it twice in a row.
+For older completions a difference alone proves nothing, because the policy has moved. They end the
+run only if one hypothesis explains the difference: nearly all of it in one batch, or most of it in
+two batches in a row.
 
-Completions of one prompt are sampled independently, so that all of them begin with the same tokens
-is a matter of chance, and the policy knows how small a chance. A prompt among the trained tokens
-is such a beginning, whatever log-probabilities were sent with it.
+Completions of one prompt are sampled independently, so a long common beginning is improbable under
+the policy. If it is too improbable, it must be a prompt among the trained tokens.
 """
 
 from __future__ import annotations
@@ -43,30 +41,30 @@ from grpo_trainer.verify.causes import (
 )
 
 SUSPICIOUS = 0.05
-"""Mean |difference| from which on completions of older weights are looked at."""
+"""Minimum mean |difference| at which older completions are examined."""
 FAR_BETTER = 4.0
-"""Factor by which an assumption must reduce the difference, in two batches in a row, to be believed
-without fresh completions."""
+"""A hypothesis is believed without fresh completions if it reduces the difference by this factor in
+two batches in a row."""
 DECISIVE = 16.0
-"""The same where one batch is enough."""
+"""The factor at which one batch is enough."""
 PROOF_TOKENS = 16
-"""Fresh tokens that clear their environment's other completions in the same batch."""
+"""This many correct fresh tokens clear the environment's other completions in the same batch."""
 SERVER_SAMPLE_SEQUENCES = 4
 CHANCE_NATS = 30.0
-"""exp(-30) is 1e-13."""
+"""The limit of improbability: exp(-30) is 1e-13."""
 DRIFT_NATS = 0.2
-"""What a token's log-probability may have lost since it was sampled. It is not held against the
-group: over a long beginning that is all but certain, it would add up."""
+"""Allowed loss of a token's logprob since it was sampled. Without it, small losses would add up
+over a long and nearly certain beginning."""
 MAX_SIBLINGS = 7
-"""More would only multiply the errors of the policy's log-probabilities."""
+"""Siblings that count. More would only multiply the errors of the policy's logprobs."""
 
 
 @dataclass(frozen=True)
 class RolloutCheck:
     """Args:
-    policy: the trainer's, for assumptions that need another forward pass
-    served_logprobs: the server's answer, asked only where something is wrong
-    tolerance: bound on the mean |difference| of fresh completions, for the served data type
+    policy: the trainer's, for hypotheses that need another forward pass
+    served_logprobs: returns the server's logprobs; called only if a check fails
+    tolerance: for the mean |difference| of fresh completions, given the data type
     """
 
     policy: CausalLM
@@ -77,10 +75,10 @@ class RolloutCheck:
     def require_match(
         self, batch: Batch, table: TokenTable, version: PolicyVersion, step: int
     ) -> Distance:
-        """Check a batch by environment; returns the distance of its fresh tokens.
+        """Check a batch, one environment at a time; returns the distance of its fresh tokens.
 
         Args:
-            table: the batch's trained tokens under the weights that `version` names.
+            table: the batch's trained tokens, with logprobs of the weights that `version` names
 
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
@@ -102,10 +100,10 @@ class RolloutCheck:
         part = subsample(fresh)
         raise RolloutMismatch(
             mismatch_report(
-                f"{case}: {found.tokens} trained tokens were sampled by exactly the "
-                f"weights that the trainer holds, but the log-probabilities logged with them "
-                f"differ from the trainer's by {found.mean:.2g} on average, {found.max:.2g} at "
-                f"most (tolerance {self.tolerance:g}).",
+                f"{case}: {found.tokens} trained tokens were sampled by exactly the trainer's "
+                f"weights, but their behaviour logprobs differ from the trainer's by "
+                f"{found.mean:.2g} on average, {found.max:.2g} at most (tolerance "
+                f"{self.tolerance:g}).",
                 sent=part.mean_distance(),
                 tried=[
                     *shifted_logprobs(part),
@@ -134,10 +132,10 @@ class RolloutCheck:
         if not confirmed:
             return
         summary = (
-            f"{case}: the log-probabilities logged with {found.tokens} trained tokens differ from "
-            f"the trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older weights "
-            "sampled them, or weights that nobody names, so some difference may be right, but one "
-            f"assumption makes it {factor:.0f} times smaller."
+            f"{case}: the behaviour logprobs of {found.tokens} trained tokens differ from the "
+            f"trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older or unknown "
+            "weights sampled them, so some difference is expected, but one hypothesis makes it "
+            f"{factor:.0f} times smaller."
         )
         raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
 
@@ -148,10 +146,10 @@ class RolloutCheck:
         if 2 * len(unlikely) > len(groups):
             raise RolloutMismatch(
                 f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups all completions "
-                "begin with the same trained tokens, which independent sampling at the stated "
-                f"temperature gives with a chance below 1e-13. Likely cause: "
-                f"{Cause.PROMPT_TRAINED}. (Or they were sampled at a far lower temperature than "
-                f"stated.) {UNCHANGED}"
+                "begin with the same trained tokens. Independent sampling at the stated "
+                "temperature does this with a probability below 1e-13. Likely cause: "
+                f"{Cause.PROMPT_TRAINED}. (Or the temperature was far lower than stated.) "
+                f"{UNCHANGED}"
             )
 
     def _ask_server(self, part: TokenTable, batch: Batch) -> ServerAnswer:
@@ -161,12 +159,12 @@ class RolloutCheck:
                 length = int(part.position[part.sequence == number].max()) + 1
                 differences.append(self._from_server(batch.tokens(number, length)))
         except GrpoError as error:
-            return ServerAnswer(None, f"not answered: {error}")
+            return ServerAnswer(None, f"no answer ({error})")
         mean = float(torch.cat(differences).mean())
         return ServerAnswer(mean, f"{mean:.2g}")
 
     def _from_server(self, tokens: Tensor) -> Tensor:
-        """|server's - trainer's| now, at temperature 1: [T] → [T-1]."""
+        """server's - trainer's logprob|, measured now at temperature 1: [T] → [T-1]."""
         ids: list[int] = tokens.tolist()
         ours = logprobs_of(self.policy, ids)
         return (ours - torch.tensor(self.served_logprobs(ids))).abs()
@@ -174,7 +172,7 @@ class RolloutCheck:
 
 @dataclass(frozen=True)
 class _EnvironmentBatch:
-    """One environment's part of one batch."""
+    """The part of a batch that one environment sent."""
 
     step: int
     env_id: int | None
@@ -185,14 +183,14 @@ class _EnvironmentBatch:
 
 
 def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
-    """A fact of each sequence, as one of each token: [N] bool."""
+    """Expand a flag of each sequence to its tokens: [N] bool."""
     return torch.tensor(list(flags))[table.sequence]
 
 
 def groups_with_unlikely_prefix(table: TokenTable, origins: Sequence[Origin]) -> set[int]:
-    """Groups (by their place in the batch) whose shared trained tokens have a chance below 1e-13.
+    """Groups (by index in the batch) whose common trained tokens have a probability below 1e-13.
 
-    The first completion may begin as it likes; each of its siblings repeats it by chance.
+    The first completion may begin in any way; each sibling repeats its beginning by chance.
 
     Args:
         table: trained tokens of any of the batch's sequences

@@ -1,1 +1,1 @@
-"""How new weights reach the inference server: one interface, one object per mode. No loss."""
+"""How new weights reach the inference server: one interface, one class for each mode."""

@@ -1,4 +1,4 @@
-"""What the training loop knows of a weight-sync mode."""
+"""The interface between the training loop and a weight-sync mode."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from grpo_trainer.verify.alignment import Alignment, Bound
 
 @dataclass(frozen=True)
 class Published:
-    """One update as it went out.
+    """The result of one optimizer step and its publication.
 
-    `version` names the weights that the trainer holds now, whether or not anybody serves them.
+    `version` names the trainer's current weights, even if the server does not serve them yet.
     """
 
     version: PolicyVersion
     grad_norm: float
     optimizer_s: float
-    """Seconds of the optimizer step; serving goes on meanwhile where the mode allows."""
+    """Duration of the optimizer step in seconds. The server keeps sampling meanwhile if the mode
+    allows it."""
     publish_s: float
-    """Seconds from the end of the optimizer step until the server serves the new weights; 0 where
-    they were not published."""
+    """Seconds from the end of the optimizer step until the server serves the new weights; 0 if they
+    were not published."""
     is_served: bool = True
-    """False where the server goes on with older weights."""
+    """False if the server continues with older weights."""
     alignment: Alignment | None = None
-    """What the proof of the publication measured, in modes that demand one."""
+    """The result of the check of this publication, in modes that check every one."""
 
 
 class WeightSync(Protocol):
-    """Owns the policy's weights and their way to the server."""
+    """Owns the policy's weights and publishes them to the server."""
 
     begun_as: PolicyVersion | None
-    """Where `start` found its weights served already: the name under which they are. None where it
-    published them itself."""
+    """The policy version under which the server already served the weights of `start`. None if
+    `start` published them."""
 
     def load_policy(self, restoring: bool = False) -> CausalLM:
-        """The model to train, a transformers causal language model.
+        """Load the model to train, a transformers causal language model.
 
         Args:
-            restoring: a saved state takes the place of its weights before they are used.
+            restoring: a checkpoint replaces its weights before they are used
         """
 
     def start(
@@ -52,22 +53,26 @@ class WeightSync(Protocol):
         last_epoch: int = 0,
         bound: Bound | None = None,
     ) -> PolicyVersion:
-        """Have the server serve the weights of `step`, the optimizer's masters; returns the name
-        that they have from now on.
+        """Publish the optimizer's master weights as the weights of `step`; returns their policy
+        version.
 
         Args:
-            last_epoch: of the state that the run goes on from; a later one is opened.
-            bound: for modes that prove their publications (default: one that learns)
+            last_epoch: the epoch of the checkpoint that the run resumes from; a later one is
+                started
+            bound: the tolerance, in modes that check their publications (default: a bound that
+                learns)
         """
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Take the optimizer step with index `step`, and serve its result where that is due."""
+        """Take the optimizer step with index `step`, and publish its result if a publication is
+        due."""
 
     def recover_server(self) -> None:
-        """Called while the trainer waits: if the server went away, wait for its return."""
+        """Wait for the server's return if it stopped. Called repeatedly while the trainer waits for
+        a batch."""
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The server's log-probabilities of token_ids[1:]; [T] → [T-1]."""
+        """The server's logprobs of token_ids[1:]: [T] → [T-1]."""
 
     def close(self) -> None:
-        """Let go of the server. The weights served last stay served."""
+        """Disconnect from the server. It keeps serving the latest published weights."""

@@ -1,4 +1,4 @@
-"""The object that stands for the mode."""
+"""Creates the weight-sync object of the chosen mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACTIONS = {
 
 
 def build_weight_sync(settings: TrainerSettings) -> WeightSync:
-    """Sends no request yet."""
+    """Create the object without sending a request."""
     chosen = settings.sync
     if isinstance(chosen, SharedVllmSettings):
         return _shared(settings, chosen)

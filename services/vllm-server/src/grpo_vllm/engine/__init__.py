@@ -1,1 +1,1 @@
-"""The engine process: its start, control and application. Only `vllm_compat` imports vLLM."""
+"""The engine: starts vLLM, controls it and adds our routes to its application."""

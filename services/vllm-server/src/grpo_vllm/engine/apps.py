@@ -1,4 +1,4 @@
-"""The applications: vLLM's with our routes beside its own, the control port's, the supervisor's."""
+"""Builds the engine's HTTP applications: the public port, the control port, the private socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_vllm.weights.write_lease import WeightBridge
 
 @dataclass(frozen=True)
 class Serving:
-    """What the routes of one engine process work with. `adapters`: None where it takes none."""
+    """The parts that an engine's routes use. `adapters`: None without --enable-lora."""
 
     settings: ServerSettings
     engine: Any
@@ -47,7 +47,7 @@ class Serving:
 async def public_app(
     serving: Serving, arguments: argparse.Namespace, shared: BridgeConfig | None
 ) -> FastAPI:
-    """Generation and facts, for anyone."""
+    """vLLM's application and our routes that generate or report. They change no weights."""
     engine, bridge, adapters = serving.engine, serving.bridge, serving.adapters
     app = await build_openai_app(engine, arguments)
     if adapters is not None:
@@ -59,14 +59,14 @@ async def public_app(
 
 
 def control_app(serving: Serving) -> FastAPI:
-    """What changes state, and nothing else."""
+    """Routes that change the server's state, for the trainer and the operator."""
     app = FastAPI(title="vllm-server control")
     include_control(app, serving)
     return app
 
 
 def private_app(serving: Serving, drain: Callable[[float], None]) -> FastAPI:
-    """For the supervisor."""
+    """Routes for the supervisor."""
     app = FastAPI(title="vllm-server engine process")
     app.include_router(
         engine_router(serving.bridge, serving.in_flight, serving.adapter_control, drain)

@@ -1,4 +1,4 @@
-"""Our options as vLLM's."""
+"""Translates the server's settings into vLLM's command-line options."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from grpo_vllm.weights.lora import BASE_SUFFIX
 log = structlog.get_logger()
 
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution sampled from: the ratio's denominator needs those."""
+"""Report logprobs after temperature and top-p are applied. The importance ratio divides by them."""
 
 
 def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> argparse.Namespace:
-    """A wrong flag ends the process with status 2, in vLLM's own words."""
+    """vLLM's parsed options. A wrong option ends the process with status 2 and vLLM's message."""
     arguments = parse_engine_arguments(engine_arguments(settings, weights))
-    refuse_what_is_ours(arguments, settings.share_weights)
+    refuse_reserved_options(arguments, settings.share_weights)
     key = plain(settings.api_key)
     arguments.api_key = None if key is None else [key]
-    # What serves a checkpoint of this run answers under the name that it was configured with.
+    # The model's name stays the configured one, also if the engine serves a checkpoint of the run.
     names = arguments.served_model_name or [settings.model]
     arguments.served_model_name = list(names)
     if settings.enable_lora:
@@ -41,57 +41,61 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
         refuse_parallel_engines(arguments)
     if arguments.enable_lora and current_platform.is_cuda():
         refuse_float32_adapters(arguments.dtype)
-    # Here, not in the plugin: this process alone knows the options, and the engine's processes
-    # inherit its environment before they read it.
+    # Here, not in the plugin: only this process has the options. vLLM's other processes inherit
+    # its environment.
     if arguments.enable_lora and switch_lora_pdl_off():
-        log.info("LoRA kernels run without programmatic dependent launch on this GPU")
+        log.info("lora.pdl_disabled", reason="Triton cannot compile it on this GPU")
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
     return arguments
 
 
-def refuse_what_is_ours(arguments: argparse.Namespace, share_weights: bool) -> None:
-    """What reached vLLM in a shortened flag or in a file of --config, which our parser does not
-    look into.
+def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) -> None:
+    """Refuse options that the server sets itself. They can still reach vLLM abbreviated, or in
+    vLLM's own configuration file, which our parser does not read.
 
     Raises:
-        SystemExit: status 2, naming the flags.
+        SystemExit: status 2, with the names of the options.
     """
     taken = {
-        "--api-key (write it out, once, or set VLLM_API_KEY)": arguments.api_key is not None,
+        "--api-key (give it once, unabbreviated, or set VLLM_API_KEY)": arguments.api_key
+        is not None,
         "--logprobs-mode": arguments.logprobs_mode != LOGPROBS_MODE,
         "--worker-extension-cls": share_weights
         and arguments.worker_extension_cls != WORKER_EXTENSION,
         "--load-format": share_weights and arguments.load_format != LOAD_FORMAT,
-        f"{arguments.model_tag} (a word that belongs to no flag)": arguments.model_tag is not None,
+        f"{arguments.model_tag} (a word without an option)": arguments.model_tag is not None,
     }
     found = [flag for flag, is_taken in taken.items() if is_taken]
     if found:
-        raise SystemExit(f"vllm-api-server: {', '.join(found)}: not to be passed on to vLLM")
+        raise SystemExit(
+            "vllm-api-server: the server sets these options of vLLM itself; remove them: "
+            + ", ".join(found)
+        )
 
 
 def refuse_float32_adapters(dtype: str) -> None:
-    """vLLM's LoRA kernels on a GPU assert a 16-bit type, in the middle of a request.
+    """Refuse float32 at the start: vLLM's LoRA kernels on a GPU would fail at the first request.
 
     Raises:
-        SystemExit: status 2, saying what to pass.
+        SystemExit: status 2, with the option to pass.
     """
     if dtype in ("float32", "float"):
         raise SystemExit(
-            f"vllm-api-server: --enable-lora with --dtype {dtype}: on a GPU vLLM computes adapters "
-            "in 16-bit types alone; pass --dtype bfloat16"
+            f"vllm-api-server: --enable-lora with --dtype {dtype}: on a GPU vLLM supports adapters "
+            "in 16-bit types only; pass --dtype bfloat16"
         )
 
 
 def engine_arguments(settings: ServerSettings, weights: WeightRef) -> list[str]:
-    """Ours, then the user's own, which win where both name one."""
+    """Our options, then the user's, which win if both set the same one."""
     ours = [
         *("--model", str(weights.checkpoint or settings.model)),
         *("--tokenizer", settings.model),
         *("--host", settings.host),
         *("--port", str(settings.port)),
         *("--logprobs-mode", LOGPROBS_MODE),
-        # Else the model's own defaults for top_p and the like would apply to /v1 requests unseen.
+        # Otherwise the model's own defaults, for example of top_p, would apply to /v1 requests.
         *("--generation-config", "vllm"),
     ]
     if settings.share_weights:

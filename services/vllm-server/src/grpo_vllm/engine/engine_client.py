@@ -1,4 +1,4 @@
-"""Control of vLLM's engine client: pause, version, cache and sleep, each call with a deadline."""
+"""Makes the engine pause, resume, sleep and wake up; every call has a deadline."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ T = TypeVar("T")
 
 
 class EngineTimeout(GrpoError):
-    """The engine did not do in time what it was told."""
+    """The engine did not carry out a call within its deadline."""
 
 
 class EngineControl:
-    """Every method raises `EngineTimeout`, or what the engine raises.
+    """Every method raises `EngineTimeout`, or the engine's own error.
 
     Args:
         engine: vLLM's engine client
-        shares_weights: the worker has the methods of `grpo_vllm.engine.worker_extension`
+        shares_weights: True if the worker has the methods of `grpo_vllm.engine.worker_extension`
     """
 
     def __init__(self, engine: Any, shares_weights: bool = False) -> None:
         self.sleeping = False
         self.broken = False
-        """The engine cannot be brought to serve again: the process must end."""
+        """True if the engine cannot serve any more. The process must then end."""
         self._engine = engine
         self._shares_weights = shares_weights
 
     async def pause(self) -> None:
-        """Stop scheduling, keep requests in flight, forget all keys and values."""
+        """Stop sampling, keep requests in flight and clear the KV cache."""
         try:
             await _in_time("pause", self._pause())
         except EngineTimeout:
-            await self.resume()  # it may still come to rest, with nobody to wake it
+            await self.resume()  # the pause may still take effect later; nothing would end it
             raise
 
     async def resume(self) -> None:
         await self._or_broken("resume", self._engine.resume_generation())
 
     async def name_weights(self, version: PolicyVersion) -> None:
-        """Have the engine stamp what it samples from now on, where it can (vLLM 0.32)."""
+        """Let the engine stamp tokens that it samples from now on, if it can (vLLM 0.32)."""
         if stamps_versions(self._engine):
             label = str(version)
-            await self._or_broken("name its weights", self._engine.update_weight_version(label))
+            await self._or_broken(
+                "set its policy version", self._engine.update_weight_version(label)
+            )
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of finished requests. False: some are in use."""
+        """Clear the KV cache of finished requests. False if requests in flight still use it."""
         return bool(await _in_time("reset its prefix cache", self._engine.reset_prefix_cache()))
 
     async def sleep(self) -> None:
-        """Give memory back. Requests in flight are aborted."""
-        self.sleeping = True  # from here on nothing good comes of a request
+        """Release the engine's GPU memory. Requests in flight are aborted."""
+        self.sleeping = True  # set first: a request that arrives from here on would fail
         await _in_time("fall asleep", self._engine.sleep())
 
     async def wake_up(self) -> None:
@@ -66,19 +68,19 @@ class EngineControl:
     async def _pause(self) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         if self._shares_weights:
-            # The scheduler is at rest, and kernels that read the weights may still be queued.
+            # The scheduler has stopped, but queued kernels may still read the weights.
             await self._engine.collective_rpc("wait_for_device")
 
     async def _or_broken(self, what: str, call: Awaitable[None]) -> None:
         try:
             await _in_time(what, call)
-        except Exception:  # the engine passes on whatever went wrong in it
+        except Exception:  # the engine raises its internal errors unchanged
             self.broken = True
             raise
 
 
 def stamps_versions(engine: Any) -> bool:
-    """True where finished outputs say which weights sampled which tokens."""
+    """True if finished outputs name the weights that sampled each token."""
     return hasattr(engine, "update_weight_version")
 
 

@@ -1,4 +1,4 @@
-"""The engine process: engine, routes and sockets put together, serving until told to stop."""
+"""Runs the engine: starts vLLM, builds the applications and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ log = structlog.get_logger()
 
 
 class EngineDied(GrpoError):
-    """The engine ended, or does not answer any more, while the server was up."""
+    """The engine ended or stopped answering while the server was running."""
 
 
 def run(settings: ServerSettings, plan: EnginePlan) -> None:
-    """Serve until drained, SIGTERM or SIGINT. Raises `EngineDied` when the engine goes first."""
-    # The engine starts inside a blocking call; until the loop's own handlers stand, SIGTERM must
-    # unwind the stack, or the engine's processes would outlive this one.
+    """Serve until drained, SIGTERM or SIGINT. Raises `EngineDied` if the engine ends first."""
+    # vLLM starts inside a blocking call. Until the event loop handles signals, SIGTERM must unwind
+    # the stack. Otherwise vLLM's processes would outlive this one.
     signal.signal(signal.SIGTERM, _unwind)
     asyncio.run(_serve(settings, plan))
 
@@ -89,9 +89,9 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             bridge.write_back.wait,
             settings.write_back_hold_s,
         )
-        pages = frozenset(arguments.allowed_origins) - {"*"}  # which is vLLM's default
+        pages = frozenset(arguments.allowed_origins) - {"*"}  # "*" is vLLM's default
         public = HttpServer(_guarded(gated, settings, pages))
-        app.state.server = public  # vLLM's handler of engine errors ends it when the engine is dead
+        app.state.server = public  # vLLM's error handler stops this server if the engine is dead
 
         def drain(within_s: float) -> None:
             public.drain(within_s, channel.park, in_flight)
@@ -100,7 +100,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         if plan.control is not None:
             servers[HttpServer(_guarded(control_app(serving), settings))] = plan.control
         log.info(
-            "serving",
+            "engine.serving",
             host=settings.host,
             port=settings.port,
             model=str(plan.weights.checkpoint or settings.model),
@@ -110,9 +110,9 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         await serve_until(lambda: engine.errored or bridge.engine.broken, servers)
         await arrival
         if engine.errored:
-            raise EngineDied("the engine process ended; its last lines in this log say why")
+            raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
         if bridge.engine.broken:
-            raise EngineDied("the engine did not resume after a pause")
+            raise EngineDied("the engine did not resume after a pause; the supervisor restarts it")
 
 
 async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
@@ -123,13 +123,13 @@ async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEn
 def _guarded(
     app: ASGIApp, settings: ServerSettings, pages: frozenset[str] = frozenset()
 ) -> ASGIApp:
-    """Behind the API key, and closed to browser pages of other sites than `pages`."""
+    """`app` that requires the API key, and refuses browser pages of sites not in `pages`."""
     guarded = require_api_key(app, settings.api_key)
     return SameSiteOnly(guarded, pages, listed(settings.allowed_hosts))
 
 
 async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
-    """Of weights that a trainer writes here. Others come with the plan."""
+    """The record of weights that a trainer writes in place. Other weights come with the plan."""
     if settings.redis_url is None or not settings.share_weights:
         return ServedStore()
     url = settings.redis_url.get_secret_value()
@@ -142,7 +142,7 @@ def _initial_weights(
     if not settings.share_weights:
         return InitialWeights(weights.version)
     if served is None and weights.kind is WeightKind.MEMORY:
-        # Without Redis the supervisor alone remembers.
+        # Without Redis only the supervisor remembers the served version.
         served = ServedWeights(weights, intact=False)
     return initial_weights_after(served, settings.await_weights)
 
@@ -166,7 +166,7 @@ async def _adapters(
     in_flight: InFlight,
     weights: WeightRef,
 ) -> AdapterSwitch | None:
-    """Raises `AdapterRefused` where the engine does not take the adapter that it is to serve."""
+    """Raises `AdapterRefused` if the engine cannot load the adapter that it must serve."""
     if not settings.enable_lora:
         return None
     adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)
@@ -179,7 +179,7 @@ async def _adapters(
 async def _sharing(
     settings: ServerSettings, engine: Any, bridge: WeightBridge
 ) -> AsyncIterator[BridgeConfig | None]:
-    """Weights and their description are there for trainers inside the context."""
+    """Trainers can attach while the context is open. Yields None without --share-weights."""
     if not settings.share_weights:
         yield None
         return
@@ -198,7 +198,7 @@ async def _sharing(
             config, settings.bridge_config_file, required=settings.bridge_config_required
         ):
             log.info(
-                "sharing weights",
+                "weights.shared",
                 socket=str(settings.socket_path),
                 generation=config.generation,
                 megabytes=round(config.total_bytes / 1e6, 1),

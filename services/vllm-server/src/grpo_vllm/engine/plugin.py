@@ -1,7 +1,7 @@
-"""The plugin that vLLM loads into each of its processes, and the names it shares with the server.
+"""A vLLM plugin: registers the shared load format and ends vLLM's processes with the engine.
 
-Processes that vLLM starts end with the engine process. vLLM ends them itself when that process ends
-in order; one that is killed would leave them behind with all of the engine's memory.
+vLLM ends its processes itself when the engine stops normally. If the engine is killed, they would
+stay behind and keep its memory.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 LOAD_FORMAT = "grpo_shared"
 WORKER_EXTENSION = "grpo_vllm.engine.worker_extension.WeightExport"
 VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
-"""Process id of the engine process, for those that it starts."""
+"""Environment variable with the engine's process id, for the processes that it starts."""
 
 
 def register() -> None:
-    """Register the shared load format where the server asked for it, and tie this process to the
-    engine process. Touches nothing else."""
+    """Called by vLLM in each of its processes. Registers the shared load format only if the server
+    shares weights."""
     end_with_the_engine_process()
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":
         import grpo_vllm.weights.loader  # noqa: F401  (importing registers the load format)
 
 
 def tie_children_to_this_process(descriptors: Sequence[int]) -> None:
-    """Called by the engine process: whatever it starts from now on ends with it.
+    """Make every process that the engine starts from now on end with the engine.
 
     Args:
-        descriptors: of its own, which processes that it forks are not to hold open: a connection
-            ends for its client when the last of them has closed it.
+        descriptors: the engine's own sockets. Its forks close them, because a client sees a
+            connection end only when every process has closed it.
     """
     os.environ[VARIABLE] = str(os.getpid())
     own = {number: os.fstat(number).st_ino for number in descriptors}
@@ -45,13 +45,13 @@ def tie_children_to_this_process(descriptors: Sequence[int]) -> None:
 def _begin_as_fork(not_ours: Mapping[int, int]) -> None:
     for number, inode in not_ours.items():
         with contextlib.suppress(OSError):
-            if os.fstat(number).st_ino == inode:  # else the number has passed to another file
+            if os.fstat(number).st_ino == inode:  # otherwise another file has this number now
                 os.close(number)
     end_with_the_engine_process()
 
 
 def end_with_the_engine_process() -> None:
-    """Have the kernel tell this process when the engine process is gone, and end it then."""
+    """Kill this process as soon as the engine is gone."""
     pid = int(os.environ.get(VARIABLE, 0))
     if not pid or pid == os.getpid():
         return

@@ -1,6 +1,6 @@
-"""The engine process, as the fork server forks it.
+"""Entry point of the engine process, which the fork server forks.
 
-`python -m grpo_vllm.engine.process PLAN OPTION...` is how it starts one where it cannot fork.
+If forking is not possible, the fork server runs `python -m grpo_vllm.engine.process PLAN OPTION...`
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ EXIT_FAILED = 1
 
 
 def preload(options: list[str]) -> str | None:
-    """Import vLLM and what it needs for serving; why this process cannot be forked, None where it
-    can."""
+    """Import vLLM and everything that serving needs. Returns the reason why this process cannot be
+    forked, None if it can."""
     settings = load_server_settings(options)
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
@@ -33,7 +33,7 @@ def preload(options: list[str]) -> str | None:
 
 
 def run_engine(plan: EnginePlan, options: list[str]) -> None:
-    """Serve until told to end. Ends the process with status 1 where that fails."""
+    """Serve until stopped. An error of ours ends the process with status 1."""
     settings = load_server_settings(options)
     tie_children_to_this_process(plan.descriptors())
 
@@ -47,13 +47,13 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
 
 
 def _set_environment(settings: ServerSettings) -> None:
-    # NumPy's, which would start threads when it is imported; torch has its own.
+    # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Inherited by the engine's processes: our plugin registers there only where it is wanted.
+    # vLLM's processes inherit this; our plugin reads it there.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM's development routes pause, resume and call workers for anyone, without a token; its
-    # routes for adapters take any path.
+    # vLLM's development routes let anyone pause the engine and call its workers without a token.
+    # Its routes for adapters accept any path.
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
 

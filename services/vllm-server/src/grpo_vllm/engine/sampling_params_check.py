@@ -1,7 +1,7 @@
-"""Requests that end the engine, or spoil the answers of others, are refused on every route.
+"""Refuses sampling parameters that would crash the engine or falsify the answers of others.
 
-vLLM shows the sampling parameters of each request to its logits processors before the engine sees
-them; this one looks at them and leaves the logits alone.
+vLLM passes the sampling parameters of every request, on every route, to its logits processors for
+validation. `Admission` is such a processor. It does not change the logits.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ PROCESSOR = "grpo_vllm.engine.sampling_params_check:Admission"
 
 
 def refusal_of(sampling: Any) -> str | None:
-    """Why `sampling` (vLLM's `SamplingParams`) cannot be served here; None where it can."""
+    """The reason why `sampling` (vLLM's `SamplingParams`) cannot be served; None if it can."""
     if sampling.seed is not None and current_platform.is_cpu():
-        # vLLM rewinds a request's generator when its prefill is chunked or recomputed after a
-        # pause; torch cannot rewind generators on CPU, and the engine ends.
+        # vLLM rewinds a request's random generator if its prefill is chunked or is recomputed after
+        # a pause. torch cannot rewind generators on CPU, and the engine crashes.
         return "seed: not supported per request on CPU; start the server with --seed"
     if sampling.logprob_token_ids is not None:
-        # vLLM's sampler then gathers these for the whole batch: other requests lose their
-        # alternatives, and where they sampled token 0 its log-probability becomes -inf.
+        # vLLM's sampler then gathers these tokens for the whole batch. Other requests lose their
+        # alternatives, and if they sampled token 0, its logprob becomes -inf.
         return (
-            "logprob_token_ids: not served, it spoils the logprobs of other requests; use logprobs"
+            "logprob_token_ids: not supported, because it falsifies the logprobs of other "
+            "requests; use logprobs"
         )
     if sampling.prompt_logprobs is not None and not sampling.skip_reading_prefix_cache:
-        # What comes from the cache is not computed: memory of others would be answered, or end
-        # the server where it makes no token id.
+        # Logprobs are not computed for tokens from the cache. The answer would hold uninitialised
+        # memory, and the server would crash if that is not a token id.
         return "skip_reading_prefix_cache: must not be false with prompt_logprobs"
     return None
 

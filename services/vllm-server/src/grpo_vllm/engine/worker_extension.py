@@ -1,4 +1,4 @@
-"""Methods that vLLM adds to its worker, called through `collective_rpc`."""
+"""Methods that vLLM adds to its worker, so that the server can export the worker's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightExport:
     """`--worker-extension-cls grpo_vllm.engine.worker_extension.WeightExport`"""
 
     def describe_weights(self) -> dict[str, Any]:
-        """The manifest as JSON; where the memory is an arena, this process and its descriptor."""
+        """The manifest as JSON. On CPU also this process's id and the descriptor of its arena."""
         shared = self._shared_parameters()
         described: dict[str, Any] = {"manifest": shared.manifest.model_dump_json()}
         if shared.memory.fd is not None:
@@ -24,16 +24,16 @@ class WeightExport:
         return described
 
     def export_weights(self) -> dict[str, str]:
-        """Memory on a GPU, for one consumer more: `memory` as JSON, or why it is `refused`."""
+        """Export the GPU memory to one more trainer: `memory` as JSON, or `refused`: the reason."""
         shared = self._shared_parameters().memory
         try:
             memory = exported(shared)
-        except RuntimeError as error:  # of torch and CUDA
-            return {"refused": f"CUDA does not export the weights: {error}"}
+        except RuntimeError as error:  # from torch or CUDA
+            return {"refused": f"CUDA cannot export the weights: {error}"}
         return {"memory": memory.model_dump_json()}
 
     def wait_for_device(self) -> None:
-        """Until what this worker has asked of its GPU is done."""
+        """Return when all queued work on this worker's GPU is done."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -1,1 +1,1 @@
-"""Forks engine processes from one that has imported vLLM. Imports neither vLLM nor torch itself."""
+"""The fork server: starts engines fast, as forks of a process that has imported vLLM."""

@@ -1,4 +1,4 @@
-"""The supervisor's handles on its fork server and on the engine process that was forked there."""
+"""The supervisor's side of the fork server: starts it, has it fork engines and watches both."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ END_DEADLINE_S = 10.0
 
 
 class ForkServer:
-    """Lives on the running event loop. Starts its process with the first engine, and again where
-    that has died.
+    """Starts the fork server's process with the first engine, and again if the process has died.
+    Needs a running event loop.
 
     Args:
-        module: imported by its process; see `grpo_vllm.forkserver.server`
-        options: the command line of engine processes
+        module: the module that the fork server imports; see `grpo_vllm.forkserver.server`
+        options: the command line of the engines
     """
 
     def __init__(self, module: str, options: Sequence[str]) -> None:
@@ -39,12 +39,12 @@ class ForkServer:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Its process, if it runs."""
+        """The fork server's process id; empty if it is not running."""
         running = self._process is not None and self._process.returncode is None
         return frozenset({self._process.pid} if self._process and running else ())
 
     async def start_engine(self, plan: EnginePlan) -> ForkedEngine:
-        """Returns at once: the first engine waits until the server has imported what it needs."""
+        """Returns at once. The first engine starts when the fork server has finished importing."""
         if not self.pids:
             await self._start()
         assert self._process is not None
@@ -55,13 +55,13 @@ class ForkServer:
             try:
                 await asyncio.to_thread(send_plan, sending, plan)
             except OSError as error:
-                log.error("the fork server takes no plan; killing it", reason=str(error))
+                log.error("fork_server.killed", reason=f"it accepted no plan: {error}")
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
         return engine
 
     async def close(self) -> None:
-        """Once no engine runs any more."""
+        """Call this when no engine is running."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -88,17 +88,19 @@ class ForkServer:
 
 
 class ForkedEngine:
-    """Args:
-    server: forks it
-    facts: from the server, about this engine process
+    """An engine that was requested from the fork server.
+
+    Args:
+        server: the fork server's process
+        facts: the socket on which the fork server reports this engine's start and end
     """
 
     def __init__(self, server: asyncio.subprocess.Process, facts: socket.socket) -> None:
         self.pid = 0
-        """0 until the server has imported what the engine needs."""
+        """The process id; 0 until the fork server has forked the engine."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
-        """Its exit code; negative is the signal that ended it."""
+        """The engine's exit code. A negative code is the signal that ended it."""
         self._server = server
         self._pidfd: int | None = None
         self._descriptor = facts.fileno()
@@ -107,7 +109,7 @@ class ForkedEngine:
         self._watching = asyncio.create_task(self._watch_server())
 
     def send(self, number: signal.Signals) -> None:
-        """Before there is an engine process, the server is killed instead."""
+        """Send the engine a signal. If it does not exist yet, kill the fork server instead."""
         with contextlib.suppress(ProcessLookupError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -115,7 +117,7 @@ class ForkedEngine:
                 self._server.kill()
 
     def close(self) -> None:
-        """Once it has ended."""
+        """Call this when the engine has ended."""
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -126,19 +128,19 @@ class ForkedEngine:
         except BlockingIOError:
             return
         match fact:
-            case None:  # `_watch_server` learns the exit code
+            case None:  # the fork server ended; `_watch_server` gets its exit code
                 asyncio.get_running_loop().remove_reader(self._descriptor)
             case (exit_code, None):
                 self._watching.cancel()
                 self._end(exit_code)
             case (pid, pidfd):
                 self.pid, self._pidfd = pid, pidfd
-                log.info("engine process started", pid=pid)
+                log.info("engine.forked", pid=pid)
 
     async def _watch_server(self) -> None:
-        # The kernel kills the engine process together with the fork server.
+        # The kernel kills the engine together with the fork server.
         code = await self._server.wait()
-        log.error("the fork server ended", status=code)
+        log.error("fork_server.ended", status=code)
         self._end(code or 1)
 
     def _end(self, code: int) -> None:

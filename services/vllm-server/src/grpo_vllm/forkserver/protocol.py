@@ -1,8 +1,10 @@
 """Messages between the supervisor, the fork server and the engine process.
 
-- supervisor → fork server: an `EnginePlan` with its descriptors, over a SOCK_SEQPACKET pair
-- fork server → supervisor: start and end of each engine process, over the same pair
-- engine process → supervisor: one byte a message over a stream pair, PARKED with a descriptor
+- supervisor → fork server: an `EnginePlan` and its file descriptors, over a SOCK_SEQPACKET pair
+- fork server → supervisor: the start and end of each engine, over the same pair
+- engine → supervisor: messages of one byte over a stream pair; PARKED comes with a descriptor
+
+A *parked* connection is a client's open connection that one engine hands to the next.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from grpo_core.weights.ref import WeightRef
 _PLAN_BYTES = 1024 * 1024
 _FACT = struct.Struct("i")
 _DESCRIPTORS_PER_PACKET = 200
-"""The kernel takes 253."""
+"""File descriptors that one packet may carry; the kernel's limit is 253."""
 SERVING, PARKED, DROPPED = b"s", b"p", b"d"
 
 
 class EnginePlan(BaseModel):
-    """File descriptors are open in the process that has the plan, under these numbers.
+    """The weights that an engine must serve, and the file descriptors that it gets.
 
-    `channel`: a stream socket to the supervisor (`EngineEnd`); `public`, `control`,
-    `private`: listening; `parked`: connections of clients that wait to be answered.
+    `channel`: a stream socket to the supervisor (`EngineEnd`); `public`, `control`, `private`:
+    listening sockets; `parked`: clients' connections. The numbers are valid in the process that
+    holds the plan.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,12 +45,12 @@ class EnginePlan(BaseModel):
     weights: WeightRef = Field(default_factory=WeightRef)
 
     def descriptors(self) -> tuple[int, ...]:
-        """All that the engine process gets."""
+        """All descriptors of the plan, in a fixed order."""
         control = () if self.control is None else (self.control,)
         return (self.channel, self.public, self.private, *control, *self.parked)
 
     def renumbered(self, numbers: Sequence[int]) -> EnginePlan:
-        """The same, where `descriptors` have other numbers, in that order."""
+        """The same plan with other numbers for `descriptors()`, given in the same order."""
         rest = iter(numbers)
         return self.model_copy(
             update={
@@ -61,7 +64,7 @@ class EnginePlan(BaseModel):
 
 
 def send_plan(fork_server: socket.socket, plan: EnginePlan) -> None:
-    """Raises OSError where the fork server is gone."""
+    """Raises `OSError` if the fork server has ended."""
     fork_server.send(plan.model_dump_json().encode())
     descriptors = plan.descriptors()
     for begin in range(0, len(descriptors), _DESCRIPTORS_PER_PACKET):
@@ -70,7 +73,7 @@ def send_plan(fork_server: socket.socket, plan: EnginePlan) -> None:
 
 
 def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
-    """The next plan, with this process's numbers of its descriptors. None: there will be none."""
+    """The next plan, with descriptors of this process. None if the supervisor closed the socket."""
     message = supervisor.recv(_PLAN_BYTES)
     if not message:
         return None
@@ -85,14 +88,14 @@ def receive_plan(supervisor: socket.socket) -> EnginePlan | None:
 
 
 def send_fact(supervisor: socket.socket, number: int, pidfd: int | None = None) -> None:
-    """Start of an engine process: its pid, with a pidfd. End, once it is reaped: its exit code;
-    negative is the signal that ended it."""
+    """Report an engine's start (its process id and a pidfd) or its end (its exit code; a negative
+    code is the signal that ended it)."""
     descriptors = [] if pidfd is None else [pidfd]
     socket.send_fds(supervisor, [_FACT.pack(number)], descriptors)
 
 
 def receive_fact(fork_server: socket.socket) -> tuple[int, int | None] | None:
-    """(number, pidfd) as sent; None where the fork server has ended. Raises BlockingIOError."""
+    """(number, pidfd) as sent; None if the fork server has ended. Raises `BlockingIOError`."""
     try:
         message, descriptors, _, _ = socket.recv_fds(fork_server, _FACT.size, 1)
     except ConnectionResetError:
@@ -104,28 +107,28 @@ def receive_fact(fork_server: socket.socket) -> tuple[int, int | None] | None:
 
 
 class EngineEnd:
-    """The engine process's end."""
+    """The engine's end of the channel to the supervisor."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
 
     def serving(self) -> None:
-        """Requests are answered from now on, on adopted connections too."""
+        """Report that the engine answers requests now, also on connections that it adopted."""
         self._socket.send(SERVING)
 
     def park(self, descriptor: int) -> None:
         socket.send_fds(self._socket, [PARKED], [descriptor])
 
     def dropped(self) -> None:
-        """A request was given up at the end of a drain."""
+        """Report a request that was dropped at the end of a drain."""
         self._socket.send(DROPPED)
 
 
 @dataclass
 class SupervisorEnd:
-    """The supervisor's end, on a running event loop.
+    """The supervisor's end of the channel. Needs a running event loop.
 
-    `parked`: descriptors of client connections that the engine process has handed over.
+    `parked`: descriptors of the client connections that the engine has handed over.
     """
 
     parked: list[int] = field(default_factory=list)
@@ -134,7 +137,7 @@ class SupervisorEnd:
     _socket: socket.socket | None = None
 
     def open(self) -> socket.socket:
-        """A new pair; returns the engine process's end, which is inheritable."""
+        """Create a new socket pair; returns the engine's end, which is inheritable."""
         self.close()
         self.serving = asyncio.Event()
         self.dropped = 0
@@ -144,27 +147,26 @@ class SupervisorEnd:
         return theirs
 
     def close(self) -> None:
-        """Take in what was sent before the engine process ended, then close."""
+        """Read the messages that the engine sent before it ended, then close."""
         while self._socket is not None and self._read():
             pass
         self._forget()
 
     def take_parked(self) -> list[int]:
-        """All that are parked; the caller closes them."""
+        """Return all parked descriptors. The caller closes them."""
         taken, self.parked = self.parked, []
         return taken
 
     def release_parked(self) -> None:
-        """The engine process has them now, or nobody will: ours were copies for the case that it
-        does not start."""
+        """Close the parked descriptors, which were copies in case the engine failed to start."""
         for descriptor in self.take_parked():
             os.close(descriptor)
 
     def _read(self) -> bool:
-        """One message. False where there is none."""
+        """Read one message. False if there is none."""
         assert self._socket is not None
         try:
-            # One byte at a time: descriptors come with the byte that they were sent with.
+            # One byte at a time, because a descriptor arrives together with its byte.
             message, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         except BlockingIOError:
             return False

@@ -1,8 +1,8 @@
-"""Imports an engine once, and forks whenever one is to start; started by the supervisor alone.
+"""The fork server's process: imports vLLM once and forks an engine whenever one is needed.
 
-`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE offers `preload` and
-`run_engine`, as `grpo_vllm.engine.process` does. Most of an engine's start goes into importing
-torch and vLLM; what is forked has them. One engine process runs at a time.
+Most of an engine's start is importing torch and vLLM; a fork has them already. The supervisor runs
+`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
+as `grpo_vllm.engine.process` does. One engine runs at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
 log = structlog.get_logger()
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
-"""The fork server ends when its supervisor closes the socket, or is gone."""
+"""The fork server ignores these signals. It ends when the supervisor closes the socket or ends."""
 
 
 def main() -> None:
@@ -34,20 +34,20 @@ def main() -> None:
     os.set_inheritable(supervisor.fileno(), False)
     module = importlib.import_module(name)
     obstacle = module.preload(options) or _why_not_forkable()
-    gc.freeze()  # the collector would write to every page, and a page that is written is not shared
+    gc.freeze()  # collecting would write to every page, and forks do not share written pages
     plan = _fork_engines(supervisor)
     if plan is None:
-        os._exit(0)  # there is nothing to take down
+        os._exit(0)  # nothing needs to be cleaned up
     if obstacle is None:
         module.run_engine(plan, options)
         return
-    log.warning("the engine is not forked but started anew, which takes longer", reason=obstacle)
-    # Descriptors that came over a socket are inherited.
+    log.warning("engine.not_forked", reason=obstacle, effect="the engine starts more slowly")
+    # Descriptors that were received over a socket are inheritable.
     os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), *options])
 
 
 def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
-    """In the fork server None, once there is nothing more to do; in an engine process its plan."""
+    """Returns the plan in each forked engine, and None in the fork server when it must end."""
     server = os.getpid()
     while True:
         plan = receive_plan(supervisor)
@@ -68,7 +68,7 @@ def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
 
 
 def _leave_the_server(server: int) -> None:
-    # An engine without its supervisor would hold the port that the next one needs.
+    # An engine that outlives its supervisor would keep the port that the next engine needs.
     killed_with_parent()
     if os.getppid() != server:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +78,7 @@ def _leave_the_server(server: int) -> None:
 
 def _why_not_forkable() -> str | None:
     threads = len(list(Path("/proc/self/task").iterdir()))
-    return None if threads == 1 else f"importing it has started {threads - 1} threads"
+    return None if threads == 1 else f"importing vLLM started {threads - 1} threads"
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""`POST /generate`: checked request, run in the engine, answer. No routes, no weights."""
+"""`POST /generate`: checks a request, runs it in the engine and builds the answer."""

@@ -1,4 +1,4 @@
-"""`POST /generate`: from the request's bytes to checked parameters. Refusals name the field."""
+"""Parses and checks the body of `POST /generate`; every refusal names the wrong field."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_COMPLETIONS = 1024
 MAX_NESTING = 64
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 100.0
-"""Of `repetition_penalty`; its inverse is the least."""
+"""The largest `repetition_penalty`; the smallest is its inverse."""
 MAX_STRUCTURED_BYTES = 16 * 1024
-"""Grammars are compiled one after the other inside the engine: a choice of two megabytes takes
-minutes, and every other one waits."""
+"""The engine compiles grammars one at a time. One of two megabytes would delay the others by
+minutes."""
 
 _SET_BY_SERVER = "set by the server; leave it out"
 REFUSED: Mapping[str, str] = {
@@ -36,9 +36,9 @@ REFUSED: Mapping[str, str] = {
     "flat_logprobs": _SET_BY_SERVER,
     "prompt_logprob_token_ids": "not offered here; use prompt_logprobs",
     "prompt_logprob_start": "not offered here; use prompt_logprobs",
-    "watermarking": "not offered here: it changes what is sampled, and the logprobs would not say",
+    "watermarking": "not offered here: it changes the sampling without changing the logprobs",
 }
-"""vLLM's sampling parameters that a client may not set, and why."""
+"""vLLM's sampling parameters that a client may not set: name → reason."""
 
 _NESTED_FIELDS = {
     "structured_outputs": frozenset(
@@ -56,7 +56,7 @@ class BadGenerateRequest(GrpoError):
 class GenerateRequest:
     """A checked request.
 
-    `prompt_token_ids`: [T]; `prompt_text`: as it was sent, None where token ids were sent;
+    `prompt_token_ids`: [T]; `prompt_text`: the text as sent, None if token ids were sent;
     `sampling`: vLLM's `SamplingParams`.
     """
 
@@ -67,10 +67,10 @@ class GenerateRequest:
 
 
 def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> GenerateRequest:
-    """Check everything that can be checked before the engine sees the request.
+    """Check a request completely before the engine gets it.
 
     Raises:
-        BadGenerateRequest: names what is wrong.
+        BadGenerateRequest: the message names each wrong parameter.
     """
     parameters = _json_object(body)
     stream = parameters.pop("stream", False)
@@ -143,7 +143,7 @@ def _sampling_params(parameters: dict[str, Any]) -> Any:
 
 
 def _problems(parameters: dict[str, Any]) -> Iterator[str]:
-    """What vLLM would not notice, or only inside the engine."""
+    """Mistakes that vLLM misses or detects only inside the engine."""
     known = {f for f in SamplingParams.__struct_fields__ if not f.startswith("_")}
     unknown = sorted(set(parameters) - known)
     if unknown:
@@ -171,20 +171,24 @@ def _problems_of_size(parameters: dict[str, Any]) -> Iterator[str]:
         return
     structured_bytes = len(orjson.dumps(parameters.get("structured_outputs")))
     if structured_bytes > MAX_STRUCTURED_BYTES:
-        yield f"structured_outputs: {structured_bytes} bytes, the limit is {MAX_STRUCTURED_BYTES}"
+        yield f"structured_outputs: {structured_bytes} bytes; the limit is {MAX_STRUCTURED_BYTES}"
 
 
 def _unsafe_values(sampling: Any) -> Iterator[str]:
-    """What ends the engine, or makes logits overflow so that log-probabilities are NaN."""
+    """Values that would crash the engine, or overflow the logits so that logprobs become NaN."""
     refusal = refusal_of(sampling)
     if refusal is not None:
         yield refusal
     biases = (sampling.logit_bias or {}).values()
     if any(abs(bias) > MAX_LOGIT_BIAS for bias in biases):
-        yield f"logit_bias: values from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+        worst = max(biases, key=abs)
+        yield (
+            f"logit_bias: expected values from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got "
+            f"{worst:g}"
+        )
     if not 1 / MAX_PENALTY <= sampling.repetition_penalty <= MAX_PENALTY:
         yield (
-            f"repetition_penalty: from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got "
+            f"repetition_penalty: expected {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got "
             f"{sampling.repetition_penalty:g}"
         )
 

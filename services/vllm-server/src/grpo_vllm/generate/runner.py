@@ -1,4 +1,4 @@
-"""Runs a checked generation request in the engine and builds its answer, without HTTP."""
+"""Runs a checked generation request in the engine and builds the body of its answer."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FINISHED = frozenset({"stop", "length", "repetition"})
 
 
 class GenerationFailed(GrpoError):
-    """The engine gave the request up; nothing of it may be used."""
+    """The engine did not finish the request. No part of its output may be used."""
 
 
 class NonFiniteLogprob(GenerationFailed):
-    """A token was sampled from what is no distribution."""
+    """A sampled token's logprob is NaN or infinite, so the weights or parameters are wrong."""
 
 
 @dataclass
 class PartialCompletion:
-    """Grows by what the engine has sampled since the last look."""
+    """One completion while the engine samples it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +49,8 @@ class PartialCompletion:
         """Add a piece of vLLM's output.
 
         Args:
-            stamped: whether the engine's own stamps name what sampled it. They name the model's
+            arrived_under: the policy version that was served when the piece arrived
+            stamped: True to prefer the engine's own version stamps. They name the base model's
                 weights, never an adapter.
         """
         self.text += piece.text
@@ -60,24 +61,24 @@ class PartialCompletion:
             self.last_version = arrived_under
         for token, entry in zip(piece.token_ids, piece.logprobs or (), strict=False):
             self.logprobs.append(_sampled_first(token, entry))
-        stamps = (
-            stamped_versions(piece) if stamped else []
-        )  # with the last piece, for all tokens: the engine's word
+        # The last piece carries the stamps of all tokens.
+        stamps = stamped_versions(piece) if stamped else []
         if stamps:
             self.first_version, self.last_version = stamps[0], stamps[-1]
 
     def versions(self) -> list[list[int]]:
-        """[[epoch, step] at the first token, [epoch, step] at the last]"""
+        """[[epoch, step] at the first token, [epoch, step] at the last token]"""
         return [list(version) for version in (self.first_version, self.last_version) if version]
 
 
 class Generation:
-    """One request on its way through the engine.
+    """One request that runs in the engine.
 
     Args:
         engine: vLLM's engine client
-        current_version: what is served, for engines that do not stamp what they sample
-        adapter: what samples all of it, whatever takes its place meanwhile; None for the model
+        current_version: the served policy version, for engines that do not stamp tokens
+        adapter: the adapter that samples the whole request, even if a newer one is loaded
+            meanwhile; None for the model without an adapter
     """
 
     def __init__(
@@ -96,24 +97,23 @@ class Generation:
 
     @property
     def prompt_text(self) -> str:
-        """As it was sent, or what the token ids stand for."""
+        """The prompt's text as sent, or decoded from the token ids."""
         if self.request.prompt_text is not None:
             return self.request.prompt_text
         text: str = self._engine.get_tokenizer().decode(self.request.prompt_token_ids)
         return text
 
     async def advance(self) -> AsyncGenerator[None, None]:
-        """Yields whenever `completions` have grown; ends when all of them are complete. Closing it
-        aborts the request in the engine.
+        """Yields whenever `completions` have grown; ends when all of them are complete. Closing
+        the generator aborts the request in the engine.
 
         Raises:
-            BadGenerateRequest: the engine refuses a parameter.
-            GenerationFailed: a completion was aborted or ended without a reason.
+            BadGenerateRequest: the engine refused a parameter.
+            GenerationFailed: the engine aborted a completion, or it has no finish reason.
         """
         prompt = TokensPrompt(prompt_token_ids=self.request.prompt_token_ids)
         sampling = self.request.sampling
-        # Pieces as they are sampled are needed by streams, and where versions must be read off
-        # their arrival.
+        # Pieces are needed for a stream, and if the time of their arrival determines the version.
         in_pieces = self.request.stream or not stamps_versions(self._engine)
         sampling.output_kind = (
             RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
@@ -136,7 +136,7 @@ class Generation:
         self._check_complete()
 
     def answer(self) -> dict[str, Any]:
-        """The body of the answer, once `advance` has ended."""
+        """The body of the answer. Call this when `advance` has ended."""
         request, completions = self.request, self.completions
         answer: dict[str, Any] = {
             "text": [c.text for c in completions],
@@ -174,20 +174,22 @@ class Generation:
             return
         if "error" in reasons and self.request.sampling.structured_outputs is not None:
             raise BadGenerateRequest(
-                "structured_outputs: the engine cannot follow this grammar: it leads back to "
-                "itself without end, or other parameters exclude every token that it allows"
+                "structured_outputs: the engine cannot follow this grammar: it recurses without "
+                "end, or other parameters exclude every token that it allows"
             )
-        raise GenerationFailed(f"generation was given up by the engine (finish reasons {reasons})")
+        raise GenerationFailed(
+            f"the engine stopped before the completions were complete (finish reasons {reasons})"
+        )
 
 
 def _restricting_parameters(sampling: Any) -> list[str]:
-    """Those that can exclude every token between them."""
+    """Names of the given parameters that together can exclude every token."""
     names = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "structured_outputs")
     return [name for name in names if getattr(sampling, name)]
 
 
 def _refusal(error: Exception, sampling: Any) -> str:
-    """vLLM's words, led by the parameter they are about."""
+    """vLLM's message, prefixed with the name of the parameter."""
     parameter = getattr(error, "parameter", None)
     if parameter is None and sampling.structured_outputs is not None:
         parameter = "structured_outputs"
@@ -195,15 +197,15 @@ def _refusal(error: Exception, sampling: Any) -> str:
 
 
 def _sampled_first(token: int, entry: Any) -> dict[int, float]:
-    """The sampled token leads; alternatives that were cut to probability 0 are left out.
+    """Token id → logprob: the sampled token first, then alternatives with a finite logprob.
 
-    Raises `NonFiniteLogprob` for the sampled token.
+    Raises `NonFiniteLogprob` if the sampled token's logprob is not finite.
     """
     sampled = entry[token].logprob
     if not math.isfinite(sampled):
         raise NonFiniteLogprob(
-            f"token {token} was sampled with a log-probability of {sampled}: do the weights hold "
-            "NaN or infinite values?"
+            f"token {token} was sampled with logprob {sampled}; check the weights for NaN or "
+            "infinite values"
         )
     return {token: sampled, **_finite(entry)}
 

@@ -1,11 +1,11 @@
-"""A streamed answer: JSON lines while tokens are sampled (`"stream": true`).
+"""Streams an answer of `POST /generate` as JSON lines while tokens are sampled.
 
     {"text": ["2+2=4"]}                                           prompt and text so far
-    {"text": ["2+2=4."], "finish_reasons": ["stop"], ...}         the last line of a whole answer
+    {"text": ["2+2=4."], "finish_reasons": ["stop"], ...}         last line of a complete answer
 
-Only an answer whose last line has `finish_reasons` is whole. One that fails ends with
-`{"error": "..."}`, which has no text, and without the end mark of the chunked transfer, so that
-HTTP clients raise.
+An answer is complete only if its last line has `finish_reasons`. A failed answer ends with
+`{"error": "..."}` and without the end mark of the chunked transfer, so that HTTP clients raise an
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEDIA_TYPE = "application/x-ndjson"
 
 
 async def json_lines(generation: Generation) -> AsyncGenerator[bytes, None]:
-    """One line whenever the engine has sampled, each with the whole text of every completion."""
+    """One line for each output of the engine, each with the whole text of every completion."""
     prompt = generation.prompt_text
     async with aclosing(generation.advance()) as progress:
         async for _ in progress:
@@ -42,7 +42,8 @@ async def json_lines(generation: Generation) -> AsyncGenerator[bytes, None]:
 
 class JsonLines(Response):
     """Args:
-    first: the first line, so that what fails before it still gets an error status
+    first: the first line. It is produced before the response starts, so that an early failure
+        still gets an error status.
     rest: the lines after it
     """
 
@@ -69,7 +70,7 @@ class JsonLines(Response):
             async for line in self._rest:
                 await _send(send, line)
         except GrpoError as error:
-            log.warning("a stream broke off", reason=str(error))
+            log.warning("stream.failed", reason=str(error))
             await _send(send, _line({"error": str(error)}))
             return  # without the end mark: the server then closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})

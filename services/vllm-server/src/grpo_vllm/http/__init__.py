@@ -1,1 +1,1 @@
-"""HTTP below the routes: servers, connections, readiness, requests in flight. No routes."""
+"""HTTP servers that drain and keep connections open, and the gate that holds requests."""

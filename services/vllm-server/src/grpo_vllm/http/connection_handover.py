@@ -1,10 +1,9 @@
-"""Client connections that outlive the engine process.
+"""Keeps clients' connections open while one engine replaces another.
 
-While a server drains, it takes in nothing new and closes no connection under a client's hands: a
-client that sends its next request at that very moment would lose it. A connection that waits for a
-request is *parked*: its descriptor goes to the supervisor, and with it whatever the client sends
-meanwhile, which lies unread in the kernel. The next engine process goes on reading there. A
-connection whose answer has not begun gets `Connection: close` with it.
+A draining server must not close an idle connection, because a client that sends a request at that
+moment would lose it. Instead the connection is *parked*: its descriptor goes to the supervisor. The
+kernel keeps the bytes that the client sends, and the next engine reads them. If an answer has not
+begun yet, it carries `Connection: close` and its connection is not parked.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 FLUSH_POLL_S = 0.01
 
 Park = Callable[[int], None]
-"""Takes a descriptor of an open connection; it is closed here afterwards."""
+"""Takes the descriptor of an open connection. The caller closes its own copy afterwards."""
 
 
 class Handover:
@@ -32,31 +31,31 @@ class Handover:
         return self._park is not None
 
     def begin(self, park: Park) -> None:
-        """From now on connections that wait for a request are parked."""
+        """Park idle connections from now on."""
         self._park = park
 
     def take(self, transport: Any) -> None:
-        """Park the connection of an asyncio transport, which ends here."""
+        """Park the connection of an asyncio transport and end the transport."""
         assert self._park is not None, "begin() comes first"
         descriptor = os.dup(transport.get_extra_info("socket").fileno())
         try:
-            # Nothing may be read between this and the hand-over: it would be lost.
-            transport.abort()  # closes our descriptor only; the connection stays
+            # The transport must not read again before the hand-over: those bytes would be lost.
+            transport.abort()  # closes only our descriptor; the connection stays open
             self._park(descriptor)
         finally:
             os.close(descriptor)
 
 
 def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
-    """A protocol for `uvicorn.Config(http=...)` whose connections take part in `handover`."""
+    """A protocol class for `uvicorn.Config(http=...)` whose connections `handover` can park."""
 
     class HandoverProtocol(HttpToolsProtocol):
         in_request = False
-        """Some bytes of a request have been read, but not all."""
+        """True if a part of a request has been read."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if handover.begun:  # it was taken from the queue in the moment that accepting ended
+            if handover.begun:  # it was accepted just before the server stopped accepting
                 self.shutdown()
 
         def on_message_begin(self) -> None:
@@ -78,14 +77,14 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
                 self.shutdown()
 
         def shutdown(self) -> None:
-            """Called once by the server when it stops accepting."""
+            """Called by the server once, when it stops accepting."""
             if not handover.begun:
                 super().shutdown()
             elif self._waits_for_a_request():
                 self._park_once_flushed()
             elif self.cycle is not None and not self.cycle.response_started:
                 self.cycle.keep_alive = False
-            # Else its answer says "keep-alive" already: it is parked when that is complete.
+            # Otherwise the answer already said "keep-alive". The connection is parked at its end.
 
         def _park_once_flushed(self) -> None:
             if self.transport.is_closing() or self.in_request:

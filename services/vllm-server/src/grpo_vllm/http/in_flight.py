@@ -1,8 +1,8 @@
-"""Requests under way, behind the readiness gate. Plain ASGI.
+"""Counts requests in flight, so that adapters are unloaded and engines drained safely.
 
-Each request remembers which *generation of weights* was current when it came in, so that an adapter
-is unloaded only when no request can use it any more. A drain that takes too long ends each of them
-with 503.
+Each request keeps the *generation number* that was current when it arrived. An adapter is unloaded
+only when no request of its generation is left. A drain that exceeds its deadline ends the remaining
+requests with status 503.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_vllm.http.readiness_gate import refuse, samples_nothing
 
 T = TypeVar("T")
 
-GIVEN_UP = "the engine is about to restart, and this request outlasted the drain; send it again"
+GIVEN_UP = "the engine is restarting, and this request did not finish in time; send it again"
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class _Request:
 
 @dataclass
 class InFlight:
-    """`on_dropped`: called for each request that is given up."""
+    """`on_dropped`: called for each request that a drain ends early."""
 
     generation: int = 0
     on_dropped: Callable[[], None] = field(default=lambda: None)
@@ -41,26 +41,25 @@ class InFlight:
         return len(self._requests)
 
     def next_generation(self) -> int:
-        """Requests that come in from now on count to a new one, which is returned."""
+        """Start a new generation for requests that arrive from now on; returns its number."""
         self.generation += 1
         return self.generation
 
     async def finished_up_to(self, generation: int) -> None:
-        """Until no request is left that came in while `generation`, or an earlier one, was
-        current."""
+        """Return when no request of this generation or an earlier one is left."""
         while any(request.generation <= generation for request in self._requests):
             self._fewer.clear()
             await self._fewer.wait()
 
     def give_up_all(self) -> None:
-        """End every request with a 503 or, where its answer has begun, by breaking it off."""
+        """End every request: with status 503, or by closing the connection if its answer began."""
         for request in self._requests:
             request.given_up = True
             request.task.cancel()
             self.on_dropped()
 
     async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have `app` answer the request; count it meanwhile, where it samples."""
+        """Let `app` answer the request. Count the request if it samples tokens."""
         if scope["type"] != "http" or samples_nothing(scope):
             await app(scope, receive, send)
             return
@@ -74,7 +73,7 @@ class InFlight:
             begun = True
             await send(message)
 
-        # A task of its own: cancelling it must not cancel the server's.
+        # A separate task, because cancelling it must not cancel the server's task.
         task = asyncio.create_task(run())
         request = _Request(self.generation, task)
         self._requests.add(request)
@@ -92,7 +91,7 @@ class InFlight:
 
 
 async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:
-    """The work's result; None, with the work cancelled, once the client has gone.
+    """The result of `work`. If the client disconnects first, cancel `work` and return None.
 
     The request's body must have been read.
     """
@@ -109,6 +108,6 @@ async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | No
 
 
 async def _disconnected(receive: Receive) -> None:
-    # The body has been read, so the next message can only be the end of the connection.
+    # The body has been read, so the next message is the disconnection.
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,8 @@
-"""Readiness: in which states requests pass. Plain ASGI around the whole app.
+"""Holds or refuses requests that generate while the server has the wrong weights.
 
-While the server holds other weights than the run's, requests that generate are held for a while and
-then refused, health checks fail, and everything else passes.
+After a restart the engine may hold other weights than the run's. Until a trainer writes the right
+ones back, health checks fail, and requests that generate are held for a while and then refused. All
+other requests pass.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ OPEN_PREFIXES = ("/bridge/", "/lora/", "/engine/")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 RETRY_AFTER_S = 2
 TRY_AGAIN_LATER = 1013
-"""Close code of a WebSocket (IANA registry)."""
+"""WebSocket close code "Try Again Later" (IANA registry)."""
 LOOKAHEAD_BYTES = 64 * 1024
-"""How much of a held request's body is taken in, to see its client leave."""
+"""The server reads at most this much of a held request's body, to detect a disconnection."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing is generated now. `hold`: it may be over soon, so requests are kept waiting."""
+    """Why the server generates nothing now. `hold`: this may end soon, so requests should wait."""
 
     reason: str
     hold: bool
 
 
 class ReadinessGate:
-    """Args:
-    app: what it stands in front of
-    refusal: None while requests may pass
-    wait: returns once `refusal` may have changed, after so many seconds at the latest
-    hold_s: how long one request is held
+    """ASGI middleware.
+
+    Args:
+        app: the application that answers requests that pass
+        refusal: returns None if requests may pass
+        wait: returns when `refusal` may have changed, or after the given number of seconds
+        hold_s: the longest time that one request is held
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class ReadinessGate:
         finally:
             opening.cancel()
             leaving.cancel()
-            # Not one message may be taken in after this.
+            # Both tasks must have stopped reading before the request passes.
             await asyncio.gather(opening, leaving, return_exceptions=True)
         if refusal is None:
             await self._app(scope, incoming.receive, send)
@@ -92,7 +95,7 @@ class ReadinessGate:
             await refuse(refusal.reason, scope, incoming.receive, send)
 
     async def _wait_for_opening(self) -> Refusal | None:
-        """What still stands in the way once the hold is over; None as soon as nothing does."""
+        """Returns None as soon as requests may pass, or the refusal when the hold is over."""
         hold = Deadline(self._hold_s)
         while True:
             refusal = self._refusal()
@@ -103,14 +106,14 @@ class ReadinessGate:
 
 
 class _Lookahead:
-    """Takes messages in while the request is held, and hands them on in order afterwards."""
+    """Reads messages while the request is held, and replays them in order afterwards."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._taken: deque[Message] = deque()
 
     async def until_disconnect(self) -> None:
-        """Returns when the client is gone; never, where more of its body stands in the way."""
+        """Returns when the client disconnects. Never returns if its body is too large to read."""
         taken_bytes = 0
         while taken_bytes <= LOOKAHEAD_BYTES:
             message = await self._receive()
@@ -125,7 +128,7 @@ class _Lookahead:
 
 
 def samples_nothing(scope: Scope) -> bool:
-    """A path that is not known here counts as generation, and so do the checks of health."""
+    """False for unknown paths, which count as generation, and for health checks."""
     if scope["type"] == "websocket" or scope["path"] in HEALTH_PATHS:
         return False
     path = scope["path"]
@@ -142,11 +145,11 @@ class ServingState(StrEnum):
 
     SERVING = "serving"
     PAUSED = "paused"
-    """Requests wait; a lease bounds it."""
+    """A trainer writes weights. Requests in flight wait until its lease ends."""
     AWAITING_WEIGHTS = "awaiting_weights"
-    """The engine restarted in the middle of a run and holds other weights than the run's."""
+    """The engine restarted during a run and does not hold the run's weights yet."""
     FAILED = "failed"
-    """The same, and no trainer came in time. One may still come."""
+    """No trainer wrote the run's weights back before the deadline. One may still do so."""
     SLEEPING = "sleeping"
 
 
@@ -156,12 +159,12 @@ _CLOSED_BECAUSE = {
     ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
     "in time. Start the trainer again; or start this server with another --run-id, or with "
     "--no-await-weights to serve the checkpoint on disk",
-    ServingState.SLEEPING: "the engine sleeps until POST /bridge/wake_up",
+    ServingState.SLEEPING: "the engine is sleeping; wake it with POST /bridge/wake_up",
 }
 
 
 def refusal_in(state: ServingState, version: PolicyVersion) -> Refusal | None:
-    """Why nothing may be generated. None in a pause: it ends by itself, soon."""
+    """Why the server may generate nothing in this state. None in a pause, which ends soon."""
     reason = _CLOSED_BECAUSE.get(state)
     if reason is None:
         return None

@@ -1,4 +1,4 @@
-"""Sockets and HTTP servers that leave signals to this process and end together."""
+"""HTTP servers on sockets that were opened elsewhere; they drain, hand over and end together."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
 from grpo_vllm.http.in_flight import InFlight
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/healthz", "/readyz"})
-"""For probes and monitors, as vLLM leaves them."""
+"""Paths that need no API key, for probes and monitors. vLLM leaves the same paths open."""
 
 log = structlog.get_logger()
 
 WATCH_S = 1.0
 GRACEFUL_SHUTDOWN_S = 5
 BACKLOG = 2048
-"""Connections that may wait while no engine process takes any (bounded by net.core.somaxconn)."""
+"""New connections that may wait while no engine runs. The kernel's net.core.somaxconn caps it."""
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s): the one who reuses them
-should be the one who closes them."""
+"""Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s), so that the client closes
+them. A server that closes first can lose a request."""
 _STARTED_POLL_S = 0.02
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals alone: uvicorn would raise them again at its end, and the process would be
-    gone before the engine's processes are."""
+    """A uvicorn server without signal handlers. uvicorn's would raise the signal again at the end
+    and kill this process before vLLM's processes have ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._handover = Handover()
@@ -57,12 +57,12 @@ class HttpServer(uvicorn.Server):
         yield
 
     def drain(self, within_s: float, park: Park, in_flight: InFlight) -> None:
-        """End in favour of another engine process: take in nothing new, hand over connections that
-        wait (see `grpo_vllm.http.connection_handover`), and answer requests under way for
-        `within_s` seconds; then give up the rest."""
+        """Drain and end, to make room for another engine. Park idle connections (see
+        `grpo_vllm.http.connection_handover`), and answer requests in flight for up to `within_s`
+        seconds. Then drop the rest."""
         if self._handover.begun:
             return
-        log.info("draining", in_flight=len(in_flight), within_s=within_s)
+        log.info("engine.draining", in_flight=len(in_flight), within_s=within_s)
         self.config.timeout_graceful_shutdown = math.ceil(within_s) + GRACEFUL_SHUTDOWN_S
         self._handover.begin(park)
         for connection in list(self.server_state.connections):
@@ -71,7 +71,7 @@ class HttpServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(within_s, in_flight.give_up_all)
 
     async def adopt(self, descriptors: Iterable[int]) -> None:
-        """Serve connections that were accepted elsewhere. Waits until the server has started."""
+        """Serve connections that another process accepted. Waits until the server has started."""
         while not self.started:
             await asyncio.sleep(_STARTED_POLL_S)
         loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpServer]:
-    """`app` answers on `listening`, which stays open, inside the context."""
+    """`app` answers on `listening` while the context is open. The socket stays open afterwards."""
     server = HttpServer(app)
     running = asyncio.create_task(server.serve(sockets=[listening.dup()]))
     try:
@@ -98,19 +98,19 @@ async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpS
 
 
 def require_api_key(app: App, key: SecretStr | None) -> BearerTokenGuard:
-    """The key (`--api-key`, VLLM_API_KEY) that vLLM asks for on its own routes, asked for on ours.
+    """Require vLLM's API key (`--api-key`, VLLM_API_KEY) on our routes too.
 
-    Args: key: None lets every request through.
+    Args: key: None lets every request pass.
     """
-    # A browser asks with OPTIONS, and without the key, whether it may ask.
+    # Browsers send the CORS preflight (OPTIONS) without the key.
     return BearerTokenGuard(app, key, OPEN_PATHS, {"OPTIONS"}, credential="API key")
 
 
 async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:
-    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended`.
+    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended` returns True.
 
     Args:
-        servers: with the descriptors of their listening sockets
+        servers: server → descriptor of its listening socket
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,7 +123,7 @@ async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, in
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
-        log.info("stopping")
+        log.info("engine.stopping")
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)

@@ -1,1 +1,1 @@
-"""Routes: handlers parse, call and reply. State and decisions are in the rooms below."""
+"""The server's own HTTP routes. Handlers only parse, call and reply."""

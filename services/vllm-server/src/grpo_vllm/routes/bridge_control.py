@@ -1,4 +1,4 @@
-"""Routes that change state: for the trainer and the operator."""
+"""Routes that change the server's state: pause, resume, update notice, sleep and wake up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 PAUSE_BODY = (
-    '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}: a pause is a lease of '
-    "the trainer that is attached to the weight socket, which gave it its session"
+    '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}; the weight socket '
+    "gives the attached trainer its session"
 )
-RESUME_BODY = '{"session": ..., "written": true or false}, from the session that paused'
+RESUME_BODY = '{"session": ..., "written": true or false}, sent by the session that paused'
 
 
 class PauseRequest(BaseModel):
@@ -37,10 +37,8 @@ class ResumeRequest(BaseModel):
 def bridge_control_router(
     bridge: WeightBridge, settings: ServerSettings, why_no_sleep: str | None
 ) -> APIRouter:
-    """Pause, resume, the notice that something outside has changed, sleep and wake up.
-
-    Args:
-        why_no_sleep: None where the engine can sleep
+    """Args:
+    why_no_sleep: the reason why the engine cannot sleep; None if it can
     """
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
 
@@ -73,8 +71,8 @@ def bridge_control_router(
     def check_offered() -> None:
         if settings.share_weights:
             raise BridgeConflict(
-                "sleeping would discard the weights that a trainer writes into; start the server "
-                "without --share-weights to let it sleep"
+                "sleeping would discard the memory that a trainer writes into; to use sleep, start "
+                "the server without --share-weights"
             )
         if why_no_sleep is not None:
             raise NotOffered(f"the engine cannot sleep: {why_no_sleep}")

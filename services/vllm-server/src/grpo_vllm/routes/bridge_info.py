@@ -1,4 +1,4 @@
-"""Facts about the served weights, for anyone."""
+"""Routes that report the served weights and their place in shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bridge_info_router(
     """`GET /bridge/info` and `GET /bridge/state_dict_info`.
 
     Args:
-        shared: None where nothing is shared
+        shared: None without --share-weights
     """
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
     device, dtype = device_type(engine), dtype_name(engine.model_config.dtype)

@@ -1,4 +1,4 @@
-"""Status codes and bodies of our own errors."""
+"""Answers errors of our own routes with a status code and a JSON body."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from grpo_vllm.weights.lora import AdapterRefused
 from grpo_vllm.weights.write_lease import BridgeConflict
 
 RETRY_AFTER_S = 1
+_KINDS = {"missing": "missing", "extra_forbidden": "unknown field"}
 
 
 class BodyTooLarge(GrpoError):
-    """More bytes than any sensible request has."""
+    """The request's body is larger than the limit."""
 
 
 class NotOffered(GrpoError):
-    """This engine, on this platform, cannot do it."""
+    """The server cannot do this with its options or on this platform."""
 
 
 STATUS: dict[type[GrpoError], int] = {
@@ -42,7 +43,7 @@ STATUS: dict[type[GrpoError], int] = {
 
 
 class ErrorHandlingRoute(APIRoute):
-    """Answers our own errors itself: what vLLM's handlers make of them differs by version."""
+    """Answers our own errors. vLLM's error handlers would answer differently in each version."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -68,7 +69,11 @@ def _answer(status: int, detail: str) -> JSONResponse:
 
 
 def _listed(error: RequestValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
-        for problem in error.errors()
-    )
+    return "; ".join(_mistake(**problem) for problem in error.errors())
+
+
+def _mistake(type: str, loc: tuple[str | int, ...], input: Any, **_: Any) -> str:
+    if type == "json_invalid":
+        return "body: not valid JSON"
+    field = ".".join(str(part) for part in loc[1:]) or "body"
+    return f"{field}: {_KINDS.get(type) or f'invalid value {input!r:.80}'}"

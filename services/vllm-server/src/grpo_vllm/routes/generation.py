@@ -1,4 +1,4 @@
-"""Generation, and whether it works."""
+"""`POST /generate`, and a health check that generates one token."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def generation_router(
                 await _whole_answer(start(ONE_TOKEN))
         except TimeoutError:
             raise GenerationFailed(
-                f"no token within {HEALTH_DEADLINE_S:g} s; is the server paused or overloaded?"
+                f"no token within {HEALTH_DEADLINE_S:g} s; the server may be paused or overloaded"
             ) from None
         return Response()
 
@@ -83,5 +83,5 @@ async def _body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"body: more than {MAX_BODY_BYTES} bytes")
+            raise BodyTooLarge(f"body: larger than the limit of {MAX_BODY_BYTES} bytes")
     return bytes(body)

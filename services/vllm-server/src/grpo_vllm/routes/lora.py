@@ -1,4 +1,4 @@
-"""Adapters by hand: for an operator, and for the supervisor, which checks what it hands on."""
+"""Routes that load and unload LoRA adapters, for the operator and the supervisor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
 UNLOAD_BODY = '{"adapter_name": name}'
-NO_LORA = "this server takes no adapters: start it with --enable-lora"
-NO_DIRECTORY = "this server takes no weights from disk: start it with --weights-dir"
+NO_LORA = "this server cannot load adapters; start it with --enable-lora"
+NO_DIRECTORY = "this server cannot load weights from disk; start it with --weights-dir"
 
 
 class LoadRequest(BaseModel):
-    """`policy_version`: what the adapter is called; default: the next epoch's first. A name of the
-    caller's own is accepted, as the archived server did, and not used: see `AdapterSwitch`."""
+    """`policy_version`: names the adapter; default: the first version of the next epoch.
+    `adapter_name`: accepted for the archived trainer, but not used; see `AdapterSwitch`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +47,7 @@ class UnloadRequest(BaseModel):
 
 @dataclass(frozen=True)
 class AdapterControl:
-    """What the routes work with. `weights_dir`: where adapters are taken from."""
+    """The parts that the routes use. `weights_dir`: every adapter must be below this directory."""
 
     bridge: WeightBridge
     adapters: AdapterSwitch | None
@@ -70,7 +70,7 @@ class AdapterControl:
         version = request.policy_version or served.next_epoch()
         if version < served:
             raise BridgeConflict(
-                f"policy version {tuple(version)} is older than {tuple(served)}, which is served"
+                f"policy version {tuple(version)} is older than the served {tuple(served)}"
             )
         loaded = await switch.load(directory, version)
         if version > served:
@@ -83,14 +83,15 @@ class AdapterControl:
         if current is None:
             raise BridgeConflict("no adapter is loaded")
         if request.adapter_name not in ("", current.name, switch.served_name):
-            raise BridgeConflict(f"{request.adapter_name}: {current.name} is loaded")
+            raise BridgeConflict(f"adapter {request.adapter_name} is not loaded; {current.name} is")
         await switch.unload()
-        # The model again, in the middle of a run: a name that no trainer has used.
+        # The server returns to the model during a run, so the version must be one that no trainer
+        # has used.
         await self.bridge.adopt(self.bridge.version.next_epoch())
 
 
 def lora_router(control: AdapterControl) -> APIRouter:
-    """`POST /lora/load`, `POST /lora/unload`, and the same under vLLM's names."""
+    """`POST /lora/load` and `POST /lora/unload`, also under vLLM's names."""
     router = APIRouter(route_class=ErrorHandlingRoute)
 
     @router.post("/lora/load", summary=LOAD_BODY)
@@ -109,7 +110,7 @@ def lora_router(control: AdapterControl) -> APIRouter:
 
 
 def lora_status_router(control: AdapterControl) -> APIRouter:
-    """`GET /lora/status`, for anyone."""
+    """`GET /lora/status`."""
     router = APIRouter(route_class=ErrorHandlingRoute)
 
     @router.get("/lora/status")

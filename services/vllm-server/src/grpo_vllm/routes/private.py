@@ -1,4 +1,4 @@
-"""What the supervisor alone asks of its engine process, over a private socket."""
+"""Routes that only the supervisor uses, over a private socket: the engine's status, and drain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_vllm.weights.write_lease import WeightBridge
 
 
 class DrainRequest(BaseModel):
-    """`within_s`: how long requests under way may take."""
+    """`within_s`: the deadline for requests in flight."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ def engine_router(
     adapters: AdapterControl,
     drain: Callable[[float], None],
 ) -> APIRouter:
-    """`GET /engine/status` and `POST /engine/drain`, after which the process ends."""
+    """`GET /engine/status` and `POST /engine/drain`. The engine ends after a drain."""
     router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
 
     @router.get("/status")

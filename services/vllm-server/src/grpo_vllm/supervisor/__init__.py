@@ -1,1 +1,1 @@
-"""The process above the engine: owns the sockets and the engine process, imports no vLLM."""
+"""The supervisor: owns the sockets and starts, restarts and stops the engine. Imports no vLLM."""

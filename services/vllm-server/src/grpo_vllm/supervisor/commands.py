@@ -1,4 +1,4 @@
-"""Judges commands, while the engine is kept alive beside it, so that each is answered at once."""
+"""Answers commands that ask for other weights; each one is done, started or refused at once."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = structlog.get_logger()
 
 class CommandHandler:
     """Args:
-    control: where commands come from and answers go
-    slot: has the engine that loads adapters
-    save: stores what is served
+    control: delivers commands and takes the answers
+    slot: holds the engine that loads adapters
+    save: records the served weights
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class CommandHandler:
         self._save = save
         self._answers: set[asyncio.Task[None]] = set()
         self.loading = False
-        """An adapter is on its way into the engine."""
+        """True while the engine loads an adapter."""
 
     async def listen(self) -> None:
-        """For ever."""
+        """Handle commands until cancelled."""
         async for commands in self._control.commands():
-            # The highest version counts; of one version, the command that came last.
+            # Follow the highest version. If two commands name it, follow the later one.
             *replaced, newest = sorted(commands, key=lambda command: command.version)
             for command in replaced:
-                await self._busy(command, f"{named(newest)} came at the same time")
+                await self._busy(command, f"{named(newest)} arrived at the same time")
             if self._state.restart is not None:
-                await self._busy(newest, "another command is under way")
+                await self._busy(newest, "another command is in progress")
             else:
                 await self._follow(newest)
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
-        """If the engine was started for one."""
+        """Answer the command that the engine was started for, if there is one."""
         command = self._state.take_launched()
         if command is None:
             return
-        log.info("restart answered", command=named(command), outcome=state.value)
-        # Beside: Redis may be away, and the engine wants to be watched.
+        log.info("restart.answered", command=named(command), outcome=state.value)
+        # In the background: Redis may be down, and the engine must be watched meanwhile.
         task = asyncio.create_task(self._answer(command, state, reason))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
@@ -82,7 +82,7 @@ class CommandHandler:
         try:
             weights = await planned(command, self._settings, current.weights)
         except UnusableWeights as error:
-            log.warning("command refused", command=named(command), reason=str(error))
+            log.warning("command.refused", command=named(command), reason=str(error))
             await self._answer(command, OutcomeState.REFUSED, str(error))
             return
         if weights == current.weights and current.serving:
@@ -90,7 +90,7 @@ class CommandHandler:
         elif command.action is Action.LOAD_ADAPTER and current.serving:
             await self._load(command, weights)
         elif current.phase in (SupervisorPhase.SERVING, SupervisorPhase.FAILED):
-            log.info("restart asked for", command=named(command))
+            log.info("restart.accepted", command=named(command))
             await self._answer(command, OutcomeState.ACCEPTED)
             current.request(Restart(command, weights))
         else:
@@ -115,8 +115,8 @@ class CommandHandler:
             self.loading = False
 
     async def _busy(self, command: Command, why: str) -> None:
-        log.info("command not followed", command=named(command), reason=why)
-        reason = f"{why}; this one was not followed, ask again"
+        log.info("command.deferred", command=named(command), reason=why)
+        reason = f"{why}; send this command again later"
         await self._answer(command, OutcomeState.BUSY, reason)
 
     async def _answer(
@@ -136,19 +136,19 @@ def named(command: Command) -> str:
 
 
 async def planned(command: Command, settings: ServerSettings, served: WeightRef) -> WeightRef:
-    """What the command asks to serve, everything checked that can be without loading it.
+    """The weights that the command asks for, checked as far as possible without loading them.
 
     Raises:
-        UnusableWeights: it cannot be served here; nothing was changed.
+        UnusableWeights: this server cannot serve them. Nothing was changed.
     """
     _require_mode(command.action, settings)
-    if command.version <= served.version and not _is_the_same(command, served):
+    if command.version <= served.version and not _is_repetition(command, served):
         raise UnusableWeights(
-            f"policy version {tuple(command.version)} is not newer than {tuple(served.version)}, "
-            "which is served; a version names one set of weights only"
+            f"policy version {tuple(command.version)} is not newer than the served "
+            f"{tuple(served.version)}; use a new version for new weights"
         )
-    assert settings.weights_dir is not None, "_require_mode sees to it"
-    # Large checkpoints take seconds to read: not on the event loop.
+    assert settings.weights_dir is not None, "_require_mode checks this"
+    # In a thread, because reading a large checkpoint takes seconds.
     directory = await asyncio.to_thread(check_weights, command.weights, settings.weights_dir)
     if command.action is not Action.RESTART_WITH_CHECKPOINT:
         require_rank(directory, settings.max_lora_rank)
@@ -157,17 +157,21 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
 
 def _require_mode(action: Action, settings: ServerSettings) -> None:
     if settings.share_weights:
-        raise UnusableWeights(f"{action.value}: a trainer writes this server's weights in place")
+        raise UnusableWeights(
+            f"{action.value}: a trainer writes this server's weights in place; start the server "
+            "without --share-weights"
+        )
     if settings.weights_dir is None:
         raise UnusableWeights(
-            f"{action.value}: this server takes no weights from disk: start it with --weights-dir"
+            f"{action.value}: this server cannot load weights from disk; start it with "
+            "--weights-dir"
         )
     wants_lora = action is not Action.RESTART_WITH_CHECKPOINT
     if wants_lora != settings.enable_lora:
         flag = "with --enable-lora" if wants_lora else "without --enable-lora"
-        raise UnusableWeights(f"{action.value}: start the server {flag} for that")
+        raise UnusableWeights(f"{action.value}: start the server {flag} to use this command")
 
 
-def _is_the_same(command: Command, served: WeightRef) -> bool:
-    """Repeated by a sender, or by a supervisor that was killed before it had answered."""
+def _is_repetition(command: Command, served: WeightRef) -> bool:
+    """True if the command was sent again, or a killed supervisor had not answered it."""
     return command.version == served.version and command.sha256 == served.digest

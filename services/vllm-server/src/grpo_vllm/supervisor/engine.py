@@ -1,4 +1,4 @@
-"""Room for one engine process, what the process is asked, and how it is ended."""
+"""Starts, queries and ends one engine at a time, over its private socket and by signals."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from grpo_vllm.supervisor.sockets import Sockets
 log = structlog.get_logger()
 
 ANSWERING = ("serving", "paused")
-"""States of an engine process whose callers are answered; a pause lasts milliseconds."""
+"""States in which an engine answers requests. A pause lasts milliseconds."""
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 
 
 class EngineSlot:
-    """Args:
-    sockets: what engine processes get
-    host: forks them
+    """Holds the engine that is running, if there is one.
+
+    Args:
+        sockets: the listening sockets that every engine gets
+        host: forks the engines
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class EngineSlot:
         self._tokens = 0
         self.engine: EngineProcess | None = None
         self.answers = False
-        """As of the last look."""
+        """True if the engine answered requests at the last status query."""
 
     @property
     def dropped_requests(self) -> int:
@@ -60,7 +62,8 @@ class EngineSlot:
         return self._tokens_before + self._tokens
 
     async def measure_memory(self) -> None:
-        """Before the first engine: what must be free again after each."""
+        """Measure the GPU memory in use before the first engine starts. Later engines wait until
+        their predecessor has released its memory."""
         self._memory_before_mib = await asyncio.to_thread(gpu_memory_mib)
 
     async def launch(self, weights: WeightRef) -> EngineProcess:
@@ -78,7 +81,7 @@ class EngineSlot:
         theirs.close()
         engine = self.engine = EngineProcess(process, self.channel, sockets.private_path)
         log.info(
-            "starting the engine",
+            "engine.starting",
             policy_version=tuple(weights.version),
             weights=str(weights.path or self._settings.model),
             waiting_connections=len(parked),
@@ -86,7 +89,7 @@ class EngineSlot:
         return engine
 
     async def look(self) -> dict[str, Any] | None:
-        """What the engine process says of itself; None where there is none that answers."""
+        """The engine's own status; None if no engine answers."""
         engine = self.engine
         if engine is None:
             return None
@@ -94,7 +97,7 @@ class EngineSlot:
             seen = await engine.status()
         except (EngineDoesNotAnswer, EngineRefused) as error:
             self.answers = False
-            log.debug("the engine process does not answer", reason=str(error))
+            log.debug("engine.unresponsive", reason=str(error))
             return None
         if engine is not self.engine:
             return None
@@ -103,10 +106,11 @@ class EngineSlot:
         return seen
 
     async def end(self) -> int:
-        """Its exit code, once it and all that it started are gone and its memory is free."""
+        """End the engine and its processes, and wait until its memory is free. Returns its exit
+        code."""
         assert self.engine is not None, "launch() comes first"
         code = await self.engine.end(self._settings.stop_grace_s)
-        # vLLM's worker processes become ours when their parent goes.
+        # vLLM's worker processes become our children when the engine ends.
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
         self._dropped_before += self.channel.dropped
@@ -114,26 +118,27 @@ class EngineSlot:
         self.channel.dropped = self._tokens = 0
         if not await memory_is_back(self._memory_before_mib):
             log.error(
-                "GPU memory of the engine that ended is still in use; starting another anyway"
+                "gpu_memory.not_released",
+                effect="the next engine starts anyway and may run out of memory",
             )
         return code
 
 
 class EngineDoesNotAnswer(GrpoError):
-    """The engine process is busy, hung or gone."""
+    """The engine is busy, hung or gone."""
 
 
 class EngineRefused(GrpoError):
-    """The engine process answered 4xx: what was asked cannot be done."""
+    """The engine answered with a status of 4xx: it cannot carry out the request."""
 
 
 class EngineProcess:
-    """Lives on the running event loop.
+    """One engine, from its start to its end. Needs a running event loop.
 
     Args:
-        process: as the engine host started it
-        channel: its messages
-        private_path: unix socket that it answers on
+        process: the engine that the fork server started
+        channel: receives the engine's messages
+        private_path: the unix socket on which the engine answers the supervisor
     """
 
     def __init__(self, process: ForkedEngine, channel: SupervisorEnd, private_path: Path) -> None:
@@ -148,7 +153,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """0 until there is a process."""
+        """The process id; 0 until the process exists."""
         return self._process.pid
 
     async def status(self) -> dict[str, Any]:
@@ -157,18 +162,18 @@ class EngineProcess:
         return answer
 
     async def load_adapter(self, directory: Path, version: tuple[int, int]) -> list[str]:
-        """Serve the adapter; returns the adapter directories that are still read.
+        """Serve the adapter. Returns the adapter directories that the engine may still read.
 
         Raises:
-            EngineRefused: it does not take it; what it served before it serves on.
-            EngineDoesNotAnswer: it is not known what it serves now.
+            EngineRefused: the engine refused the adapter and still serves the previous weights.
+            EngineDoesNotAnswer: the served weights are unknown.
         """
         body = {"adapter_path": str(directory), "policy_version": list(version)}
         answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
         return [str(path) for path in answer["in_use"]]
 
     async def drain(self, within_s: float) -> None:
-        """Have it answer what is under way and end. Returns at once; never raises."""
+        """Tell the engine to drain and end. Returns at once; never raises."""
         with contextlib.suppress(EngineDoesNotAnswer, EngineRefused):
             await self._ask("POST", "/engine/drain", ASK_DEADLINE_S, json={"within_s": within_s})
 
@@ -177,12 +182,14 @@ class EngineProcess:
         return self.ended.done()
 
     async def end(self, grace_s: float) -> int:
-        """TERM, `grace_s` seconds later KILL. Its exit code."""
+        """Send SIGTERM and, after `grace_s` seconds, SIGKILL. Returns the exit code."""
         if not self.ended.done():
             self._process.send(signal.SIGTERM)
         if not await self.ended_within(grace_s):
             log.warning(
-                "the engine process does not end; killing it", pid=self.pid, after_s=grace_s
+                "engine.killed",
+                pid=self.pid,
+                reason=f"it did not end within {grace_s:g} s of SIGTERM",
             )
             self._process.send(signal.SIGKILL)
         code = await self.ended
@@ -197,20 +204,21 @@ class EngineProcess:
                 response = await self._http.request(method, path, timeout=deadline_s, **request)
         except (httpx.TransportError, TimeoutError) as error:
             raise EngineDoesNotAnswer(
-                f"the engine process {self.pid} did not answer {method} {path} within "
-                f"{deadline_s:g} s ({str(error) or type(error).__name__})"
+                f"engine {self.pid} did not answer {method} {path} within {deadline_s:g} s "
+                f"({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
             raise EngineRefused(_detail(response))
         if not response.is_success:
             raise EngineDoesNotAnswer(
-                f"the engine process {self.pid} answered {response.status_code}: {response.text}"
+                f"engine {self.pid} answered {method} {path} with status {response.status_code}: "
+                f"{response.text}"
             )
         return response.json()
 
 
 def _detail(response: httpx.Response) -> str:
-    """Of our routes `{"detail": ...}`; the HTTP server itself refuses in plain text."""
+    """The reason in the answer. Our routes send `{"detail": ...}`, the HTTP server plain text."""
     try:
         return str(response.json()["detail"])
     except (ValueError, KeyError, TypeError):

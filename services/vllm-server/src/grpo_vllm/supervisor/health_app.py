@@ -1,5 +1,4 @@
-"""Answers of the supervisor itself: on its health port, and on the public port once no engine is
-started any more."""
+"""The supervisor's own HTTP answers: its health port, and status 503 after it has given up."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ HEALTH_PATHS = ("/healthz", "/readyz", "/status")
 def health_app(
     status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
 ) -> ASGIApp:
-    """`/healthz`: the supervisor works and has not given up. `/readyz`: requests are answered now.
-    `/status`: everything that is known, for those who know the key."""
+    """`/healthz`: 200 unless the supervisor has given up. `/readyz`: 200 if requests are answered
+    now. `/status`: the whole status; needs the API key."""
 
     async def healthz(_request: Request) -> Response:
         now = status()
@@ -46,7 +45,7 @@ def _answer(status: SupervisorStatus, good: bool) -> Response:
 
 
 def given_up(reason: str) -> ASGIApp:
-    """503 for every request, with the reason."""
+    """Answers every request with status 503 and the reason."""
     headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
     response = JSONResponse({"detail": reason}, 503, headers=headers)
 

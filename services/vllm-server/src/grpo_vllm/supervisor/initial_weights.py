@@ -1,4 +1,4 @@
-"""What the first engine of a supervisor is to serve: what this run was served last."""
+"""Chooses the weights of the supervisor's first engine: those that this run served last."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ log = structlog.get_logger()
 
 
 async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightRef:
-    """Where weights are shared the engine process finds out itself: a trainer must write them.
+    """The weights that this run served last, or the model itself. In `shared_vllm` the engine
+    decides, because a trainer must write the weights back.
 
     Raises:
-        UnusableWeights: what the run was served is gone from the disk, or damaged.
-        RedisUnreachable, BadServedRecord: it is not known.
+        UnusableWeights: the last served weights are missing from the disk or damaged.
+        RedisUnreachable, BadServedRecord: the record of the served weights cannot be read.
     """
     if settings.share_weights:
         return WeightRef()
@@ -34,10 +35,10 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
     if obstacle is None:
         return await _from_disk(settings, served.weights)
     log.warning(
-        "this run was served other weights, which this server cannot load; it begins with its own "
-        "model, under a version of a new epoch",
-        served=tuple(served.weights.version),
+        "weights.not_restored",
+        policy_version=tuple(served.weights.version),
         reason=obstacle,
+        effect=f"the server starts with {settings.model} and a new epoch",
     )
     begun = WeightRef(version=served.weights.version.next_epoch())
     await store.save(ServedWeights(begun, model=settings.model))
@@ -47,10 +48,10 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
 def found_serving(
     version: PolicyVersion, adapter: dict[str, str] | None, in_memory: bool
 ) -> WeightRef:
-    """What an engine serves without having been told by us: a trainer has written in place, or
-    somebody has loaded or unloaded an adapter by hand.
+    """The weights of an engine whose version changed without the supervisor: a trainer wrote in
+    place, or an operator loaded or unloaded an adapter.
 
-    Raises `OSError` where the adapter is not on disk any more.
+    Raises `OSError` if the adapter is no longer on disk.
     """
     if in_memory:
         return WeightRef(version=version, kind=WeightKind.MEMORY)
@@ -66,31 +67,31 @@ def found_serving(
 
 
 def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
-    """Why what was served is none of this server's mode; None where it is."""
+    """The reason why this server cannot serve the last served weights; None if it can."""
     kind, wanted = served.weights.kind, WeightKind.CHECKPOINT
     if settings.enable_lora:
         wanted = WeightKind.ADAPTER
     if not settings.await_weights:
         return "--no-await-weights"
     if kind is WeightKind.MEMORY:
-        return "a trainer wrote them in place, in mode shared_vllm"
+        return "a trainer wrote them in place (shared_vllm), so they are not on disk"
     if kind is not wanted:
-        return f"they are {_article(kind)}, and this server serves {_article(wanted)}"
+        return f"they are {_article(kind)}, but this server serves {_article(wanted)}"
     if served.model != settings.model:
-        return f"they are of {served.model}"
+        return f"they belong to {served.model}, but this server serves {settings.model}"
     return None
 
 
 async def _from_disk(settings: ServerSettings, served: WeightRef) -> WeightRef:
-    assert served.path is not None, "_obstacle sees to it"
+    assert served.path is not None, "_obstacle checks this"
     below = settings.weights_dir or served.path.parent
     try:
         directory = await asyncio.to_thread(check_weights, served, below)
     except UnusableWeights as error:
         raise UnusableWeights(
-            f"this run was served policy version {tuple(served.version)} last, and that cannot be "
-            f"served again: {error}. Start with another --run-id, or with --no-await-weights to "
-            f"serve {settings.model} as it is on disk"
+            f"this run last served policy version {tuple(served.version)}, which cannot be loaded: "
+            f"{error}. Start with another --run-id, or with --no-await-weights to serve "
+            f"{settings.model} from disk"
         ) from error
     return served.model_copy(update={"path": directory})
 

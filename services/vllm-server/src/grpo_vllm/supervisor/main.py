@@ -1,4 +1,4 @@
-"""Puts the supervisor's parts together."""
+"""Starts the supervisor: checks the host, opens the sockets and connects its parts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def supervise(
     arguments: Sequence[str],
     engine_module: str = ENGINE_MODULE,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status.
+    """Serve until SIGTERM or SIGINT. Returns the exit status.
 
     Raises:
-        OSError: an address is taken.
-        GrpoError: it is not known, or not there, what is to be served; no room in /dev/shm, or
-            others may enter the directory of the weight socket.
+        OSError: an address is in use.
+        GrpoError: the weights to serve are unknown or missing, /dev/shm is too small, or other
+            users can enter the directory of the weight socket.
     """
     require_shared_memory(settings.engine_arguments)
     if settings.share_weights:
@@ -81,10 +81,10 @@ def _handle_signals(supervisor: Supervisor, host: ForkServer) -> None:
 
 
 def _reap_strangers(host: ForkServer) -> None:
-    """As the first process of a container, or as the nearest subreaper, we inherit what the
-    engine's processes leave behind."""
+    """Reap processes that vLLM left behind. The supervisor inherits them as the first process of a
+    container, or as the nearest subreaper."""
     if not host.pids:
-        # The fork server is being started or has just ended, and is waited for elsewhere.
+        # The fork server is starting or has just ended. asyncio reaps it.
         asyncio.get_running_loop().call_later(_REAP_AGAIN_S, _reap_strangers, host)
         return
     for pid in children() - host.pids:
@@ -93,6 +93,6 @@ def _reap_strangers(host: ForkServer) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Each parked connection is a descriptor."""
+    """Raise the limit of open files: every parked connection needs a descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,5 +1,4 @@
-"""Checks before an engine starts: is there room in /dev/shm for vLLM's worker processes, and is the
-GPU memory of the engine that ended free again?"""
+"""Checks before an engine starts: room in /dev/shm, and GPU memory of the previous engine."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from grpo_core.errors import GrpoError
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1024 * 1024
 BROADCAST_MIB = 160
-"""vLLM's MessageQueue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""
+"""Size of vLLM's queue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""
 RESPONSE_MIB = 240
-"""Each worker's MessageQueue back: 10 chunks of 24 MiB."""
+"""Size of the queue from one worker: 10 chunks of 24 MiB."""
 PARALLEL_FLAGS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
@@ -33,24 +32,23 @@ GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 10.0
 DEADLINE_S = 60.0
 SLACK_MIB = 512
-"""What others on the GPU may have taken meanwhile without being waited for."""
+"""Other processes on the GPU may use this much more memory without delaying the next engine."""
 SETTLED_S = 3.0
-"""Memory in use that has not fallen for so long is not the engine's."""
+"""Memory that is still in use after so long without a decrease belongs to other processes."""
 _POLL_S = 0.5
 
 
 class SharedMemoryTooSmall(GrpoError):
-    """The workers could not exchange messages."""
+    """vLLM's workers could not exchange messages."""
 
 
 def require_shared_memory(engine_arguments: Sequence[str]) -> None:
-    """A single worker runs inside the engine and needs none.
+    """Check that the queues of vLLM's workers fit into /dev/shm. A single worker needs none.
 
-    vLLM finds out for itself, after importing for half a minute, in each of its processes, and only
-    for the first buffer that does not fit.
+    vLLM detects the lack itself, but only after importing for half a minute.
 
     Raises:
-        SharedMemoryTooSmall: the queues between so many workers do not fit.
+        SharedMemoryTooSmall: the queues do not fit.
     """
     workers = worker_count(engine_arguments)
     if workers == 1 or not SHARED_MEMORY.is_dir():
@@ -60,13 +58,13 @@ def require_shared_memory(engine_arguments: Sequence[str]) -> None:
     free = size.f_bavail * size.f_frsize // MIB
     if free < needed:
         raise SharedMemoryTooSmall(
-            f"{SHARED_MEMORY} has {free} MiB free, and {workers} workers need {needed} MiB; in "
-            "containers set SHM_SIZE, or docker run --shm-size, or share the host's (--ipc host)"
+            f"{SHARED_MEMORY} has {free} MiB free, but {workers} workers need {needed} MiB; in a "
+            "container set SHM_SIZE or use docker run --shm-size or --ipc host"
         )
 
 
 def worker_count(engine_arguments: Sequence[str]) -> int:
-    """Processes that vLLM starts for one model. What is no number is vLLM's to refuse."""
+    """The number of workers that vLLM starts for one model. vLLM itself refuses invalid numbers."""
     sizes = {"tensor": 1, "pipeline": 1}
     words = [part for word in engine_arguments for part in word.split("=", 1)]
     for flag, value in itertools.pairwise(words):
@@ -77,7 +75,7 @@ def worker_count(engine_arguments: Sequence[str]) -> int:
 
 
 def gpu_memory_mib() -> list[int]:
-    """In use on each visible GPU, by `nvidia-smi`; [] where that is not there or does not work."""
+    """Memory in use on each visible GPU, from `nvidia-smi`; [] if that is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -91,7 +89,7 @@ def gpu_memory_mib() -> list[int]:
         )
         return [int(line) for line in answer.stdout.split()]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        log.warning("nvidia-smi does not say how much memory is in use", reason=str(error))
+        log.warning("gpu_memory.unknown", reason=f"nvidia-smi failed: {error}")
         return []
 
 
@@ -101,13 +99,12 @@ def _exceeds(used_mib: list[int], other_mib: list[int], by_mib: int = 0) -> bool
 
 
 async def memory_is_back(before_mib: list[int]) -> bool:
-    """Wait until no more GPU memory is in use than `before_mib` the engine started, or until it
-    stays what it is; False where it goes on falling until the deadline.
+    """Wait until the GPU memory in use has fallen to `before_mib`, or has stopped falling. Returns
+    False if it is still falling at the deadline.
 
-    On the host that follows from the engine's processes being gone, all of which the supervisor
-    reaps. On a GPU the driver frees a process's memory some time after its end, and an engine that
-    starts too early finds too little. What others take there meanwhile, a trainer most of all, does
-    not come back: memory that no longer falls is as free as it gets.
+    The driver frees a process's GPU memory some time after the process has ended. An engine that
+    starts too early finds too little memory. Memory that other processes have taken meanwhile, for
+    example a trainer, is not freed, so the wait ends when the memory in use stops falling.
     """
     if not before_mib:
         return True
@@ -115,7 +112,7 @@ async def memory_is_back(before_mib: list[int]) -> bool:
     now = lowest = await asyncio.to_thread(gpu_memory_mib)
     while _exceeds(now, before_mib, by_mib=SLACK_MIB):
         if settled.has_passed:
-            log.info("others use GPU memory", used_mib=now, before_mib=before_mib)
+            log.info("gpu_memory.used_by_others", used_mib=now, before_mib=before_mib)
             return True
         if deadline.has_passed:
             return False

@@ -1,7 +1,7 @@
-"""Commands from the trainer, their outcomes, and the supervisor's status: all in Redis.
+"""Reads the trainer's commands from Redis, and writes their outcomes and the supervisor's status.
 
-The only module of the supervisor that speaks it, beside the record of what is served
-(`grpo_vllm.weights.served_store`). The protocol: `grpo_core.weights.supervisor_protocol`.
+`grpo_core.weights.supervisor_protocol` defines the protocol. The record of the served weights is in
+`grpo_vllm.weights.served_store`; no other module of the supervisor uses Redis.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _READ_AT_MOST = 100
 
 
 class ControlPlane:
-    """Where commands come from. This one is for servers without Redis: nobody asks for anything."""
+    """The source of commands. This one is for servers without Redis: it never delivers any."""
 
     async def commands(self) -> AsyncIterator[list[Command]]:
-        """What was asked since the last time, oldest first; never an empty list."""
+        """Yields the commands since the previous list, oldest first; never an empty list."""
         await asyncio.Event().wait()
         yield []
 
     async def answer(self, command: Command, outcome: Outcome) -> None:
-        """Tell the sender. A final outcome is written until it is there."""
+        """Send the outcome to the sender. Writing is repeated until Redis has it."""
 
     async def report(self, status: SupervisorStatus) -> None:
-        """Rewrite the status. Never raises."""
+        """Replace the status. Never raises."""
 
 
 class CommandStream(ControlPlane, AsyncRedisConnection):
-    """Args: url: of Redis; run_id: whose commands."""
+    """Commands in the Redis stream of the run `run_id`."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, TIMEOUT_S)
@@ -58,10 +58,8 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
         self._places: dict[str, str] = {}
 
     async def commands(self) -> AsyncIterator[list[Command]]:
-        """As `ControlPlane.commands`, from behind the newest one that was answered.
-
-        A supervisor that was killed finds there what it has not answered. What is no command is
-        logged and passed over.
+        """Starts after the newest answered command, so a restarted supervisor handles the commands
+        that its predecessor left unanswered. Invalid entries are logged and skipped.
         """
         at = await self.call("GET", self._cursor_key) or "0"
         while True:
@@ -75,7 +73,7 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
                 try:
                     command = Command.from_wire(fields)
                 except ProtocolViolation as error:
-                    log.warning("not a command", place=place, reason=str(error))
+                    log.warning("command.invalid", place=place, reason=str(error))
                     continue
                 if not await self._is_answered(command):
                     self._places[command.id] = place
@@ -84,7 +82,6 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
                 yield found
 
     async def answer(self, command: Command, outcome: Outcome) -> None:
-        """As `ControlPlane.answer`."""
         key = outcome_key(self._run_id, command.id)
         await self.call("HSET", key, *words(outcome.on_the_wire()))
         await self.call("EXPIRE", key, OUTCOME_KEPT_S)
@@ -94,19 +91,19 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
                 await self.call("SET", self._cursor_key, place)
 
     async def report(self, status: SupervisorStatus) -> None:
-        """As `ControlPlane.report`."""
         try:
             await self.attempt("HSET", status_key(self._run_id), *words(status.on_the_wire()))
         except FAILURES as error:
             self.note_absence(error)
 
     async def _is_answered(self, command: Command) -> bool:
-        """By the supervisor before this one, which was killed before it noted how far it was."""
+        """True if a previous supervisor answered the command but was killed before it saved its
+        position in the stream."""
         state = await self.call("HGET", outcome_key(self._run_id, command.id), "state")
         return state is not None and state != OutcomeState.ACCEPTED.value
 
     def _places_before(self, place: str) -> bool:
-        """Whether a command is unanswered that came earlier."""
+        """True if an earlier command is still unanswered."""
         return any(_order(other) < _order(place) for other in self._places.values())
 
 

@@ -1,4 +1,4 @@
-"""The sockets that stay open while engine processes come and go."""
+"""Opens the listening sockets, which stay open while one engine replaces another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_vllm.settings import ServerSettings
 
 @dataclass(frozen=True)
 class Sockets(ClosesOnExit):
-    """All listening. `private_path`: of the unix socket between supervisor and engine process."""
+    """Listening sockets. `private_path`: the path of the unix socket to the engine."""
 
     public: socket.socket
     control: socket.socket | None
@@ -25,8 +25,8 @@ class Sockets(ClosesOnExit):
 
     @classmethod
     def open(cls, settings: ServerSettings) -> Self:
-        """Raises `OSError` naming the address that is taken."""
-        assert settings.health_port is not None, "settings fill it in"
+        """Raises `OSError` with the address that is in use."""
+        assert settings.health_port is not None, "the settings compute a default"
         public = _listening(settings.host, settings.port)
         control = None
         if settings.control_port is not None:
@@ -50,7 +50,7 @@ def _listening(host: str, port: int) -> socket.socket:
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        # From here on callers queue instead of being refused.
+        # From here on the kernel queues new connections instead of refusing them.
         return socket.create_server(
             (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
         )

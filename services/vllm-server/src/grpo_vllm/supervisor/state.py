@@ -1,5 +1,4 @@
-"""The supervisor's state, shared by the part that keeps an engine alive and the part that judges
-commands; and how often, and how soon, an engine that ended is started again."""
+"""The supervisor's state, and the policy that decides when a failed engine is started again."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from grpo_core.wire.policy_version import PolicyVersion
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 60.0
-"""An engine that has served for so long ends a series of failures."""
+"""An engine that has served for so long resets the count of failures."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A command that needs another engine."""
+    """A command that needs a new engine, and the weights that it asks for."""
 
     command: Command
     weights: WeightRef
@@ -28,11 +27,11 @@ class Restart:
 
 @dataclass
 class SupervisorState:
-    """`weights`: what is served, or will be once the engine is up; `previous`: served last;
-    `reason`: why nothing is served.
+    """`weights`: the weights of the running or starting engine; `previous`: the last weights that
+    were served; `reason`: why nothing is served now.
 
-    `restart`: asked for and not answered yet; `requested` is set as long as there is one.
-    `launched`: the same once an engine is started for it; only then can it be answered.
+    `restart`: the command that has no final answer yet; `requested` is set while there is one.
+    `launched`: the same command when an engine has been started for it.
     """
 
     weights: WeightRef
@@ -52,17 +51,17 @@ class SupervisorState:
         self.requested.set()
 
     def launch_requested(self) -> None:
-        """The next engine serves it."""
+        """Record that the next engine is started for the pending command, if there is one."""
         self.launched = self.restart
         if self.restart is not None:
             self.weights = self.restart.weights
 
     def has_served(self, weights: WeightRef) -> None:
-        """An engine has them: there is no need to go back further."""
+        """Record that an engine serves these weights. A later rollback returns to them."""
         self.previous = self.weights = weights
 
     def take_launched(self) -> Command | None:
-        """The command that the engine was started for and that is to be answered now, if any."""
+        """Take the command that the engine was started for, to answer it; None if there is none."""
         launched, self.launched = self.launched, None
         if launched is None:
             return None
@@ -72,7 +71,7 @@ class SupervisorState:
 
 
 class RestartPolicy:
-    """Args: limit: failures in a row after which nothing is tried any more."""
+    """Args: limit: failures in a row after which the supervisor gives up."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -82,15 +81,15 @@ class RestartPolicy:
         self._served: PolicyVersion | None = None
 
     def serving(self) -> None:
-        """An engine is up."""
+        """Record that an engine serves."""
         self._serving_since = self._clock()
 
     def delay_after_failure(self, served: PolicyVersion) -> float | None:
-        """Seconds to wait after an engine ended or did not come up; None to give up.
+        """Seconds to wait after an engine crashed or failed to start: 1, 2, 4, … up to 30. None
+        means to give up.
 
-        1, 2, 4, … seconds, at most 30.
-
-        Args: served: last; newer weights than at the failure before end a series too.
+        Args: served: the last served version. If it is newer than at the previous failure, the
+            count of failures starts again.
         """
         since, self._serving_since = self._serving_since, None
         is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
@@ -103,5 +102,5 @@ class RestartPolicy:
         return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
 
     def forget(self) -> None:
-        """Somebody asked for other weights: what failed before says nothing about them."""
+        """Reset the count of failures, because a command asked for other weights."""
         self.failures = 0

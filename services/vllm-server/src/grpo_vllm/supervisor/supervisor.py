@@ -1,8 +1,8 @@
-"""Keeps one engine process serving the weights that the run was served last.
+"""Keeps one engine running and restarts it after a crash or on a command.
 
-starting ─▶ serving ─▶ draining ─▶ restarting ─▶ serving          commanded
-            serving ─────────────▶ restarting ─▶ serving          the engine crashed
-                                   restarting ─▶ failed           too often in a row
+starting ─▶ serving ─▶ draining ─▶ restarting ─▶ serving          on a command
+            serving ─────────────▶ restarting ─▶ serving          after a crash
+                                   restarting ─▶ failed           after too many failures in a row
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 log = structlog.get_logger()
 
 END_MARGIN_S = 10.0
-"""After a drain's bound, for answers to be written and the engine to be taken down."""
+"""Time after a drain's deadline for writing the last answers and ending the engine."""
 EXIT_FAILED = 1
 
 
 class Supervisor:
     """Args:
-    weights: what the first engine is to serve
-    control: where commands come from
-    store: learns what is served; where weights are shared, the engine process tells it instead
-    host: starts engine processes
+    weights: the weights of the first engine
+    control: delivers commands
+    store: records the served weights, except in `shared_vllm`, where the engine records them
+    host: starts engines
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Supervisor:
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """End the engine and return from `run`."""
+        """End the engine, so that `run` returns."""
         self._stop.set()
 
     def ready(self) -> bool:
@@ -95,7 +95,8 @@ class Supervisor:
         )
 
     async def run(self) -> int:
-        """Until `stop`; the exit status: 0, or that of a first engine that did not start."""
+        """Run until `stop`. Returns the exit status: 0, or that of a first engine that failed to
+        start."""
         await self._slot.measure_memory()
         beside = [
             asyncio.create_task(self._report_for_ever()),
@@ -117,7 +118,7 @@ class Supervisor:
         while not self._stop.is_set():
             self._state.launch_requested()
             engine = await self._slot.launch(self._state.weights)
-            if await self._comes_up(engine):
+            if await self._has_started(engine):
                 first = False
                 await self._serving(engine, beside)
                 continue
@@ -126,11 +127,11 @@ class Supervisor:
                 break
             if first and self._state.launched is None:
                 return code if code > 0 else EXIT_FAILED
-            await self._did_not_come_up(code)
+            await self._start_failed(code)
         self._slot.channel.release_parked()
         return 0
 
-    async def _comes_up(self, engine: EngineProcess) -> bool:
+    async def _has_started(self, engine: EngineProcess) -> bool:
         serving = asyncio.create_task(self._slot.channel.serving.wait())
         await self._first_of(serving, engine, self._settings.engine_deadline_s)
         if not serving.done():
@@ -140,13 +141,13 @@ class Supervisor:
         return True
 
     async def _serving(self, engine: EngineProcess, beside: list[asyncio.Task[None]]) -> None:
-        """From an engine that is up to one that has ended."""
+        """Watch an engine that serves, until it has ended."""
         self._policy.serving()
         self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
         await self._save_served()
         if engine.ended.done() and self._state.launched is not None:
             self._state.phase = SupervisorPhase.RESTARTING
-            await self._did_not_come_up(await self._slot.end())
+            await self._start_failed(await self._slot.end())
             return
         self._state.has_served(self._state.weights)
         self._commands.answer_restart(OutcomeState.DONE)
@@ -154,23 +155,23 @@ class Supervisor:
         await self._first_of(requested, engine, None, *beside)
         requested.cancel()
         if self._stop.is_set() or engine.ended.done():
-            await self._ended_unasked(engine)
+            await self._after_crash_or_stop(engine)
         else:
             await self._drain(engine)
 
-    async def _ended_unasked(self, engine: EngineProcess) -> None:
-        """Told to stop, or crashed."""
+    async def _after_crash_or_stop(self, engine: EngineProcess) -> None:
+        """The engine crashed, or the supervisor was told to stop."""
         self._state.phase = SupervisorPhase.RESTARTING
         code = await self._slot.end()
         if self._stop.is_set():
             return
         self._crashes += 1
-        self._state.reason = f"the engine process ended with status {code}"
-        log.error("the engine process ended", status=code, pid=engine.pid)
+        self._state.reason = f"the engine ended with status {code}"
+        log.error("engine.crashed", status=code, pid=engine.pid)
         await self._back_off()
 
     async def _drain(self, engine: EngineProcess) -> None:
-        """Make room for the engine that was asked for."""
+        """Drain and end the engine, so that the requested one can start."""
         self._state.phase = SupervisorPhase.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
         dropped_before = self._slot.dropped_requests
@@ -179,20 +180,25 @@ class Supervisor:
         self._state.phase = SupervisorPhase.RESTARTING
         await self._slot.end()
         log.info(
-            "drained",
+            "engine.drained",
             seconds=round(time.monotonic() - started, 2),
             dropped_requests=self._slot.dropped_requests - dropped_before,
         )
         self._restarts += 1
 
-    async def _did_not_come_up(self, code: int) -> None:
-        """Neither first nor serving: another try, the weights before, or none."""
-        reason = f"the engine ended with status {code} before it served; the server's log says why"
+    async def _start_failed(self, code: int) -> None:
+        """An engine failed to start: roll back, retry after a delay, or give up."""
+        reason = f"the engine ended with status {code} before it served; read the server's log"
         if self._state.launched is None:
             self._state.reason = reason
             await self._back_off()
             return
-        log.error("the commanded weights do not come up; going back", reason=reason)
+        log.error(
+            "weights.rolled_back",
+            requested=tuple(self._state.weights.version),
+            policy_version=tuple(self._state.previous.version),
+            reason=reason,
+        )
         self._state.weights = self._state.previous
         self._commands.answer_restart(OutcomeState.FAILED, reason)
         self._restarts += 1
@@ -203,20 +209,20 @@ class Supervisor:
         if delay_s is None:
             await self._give_up()
         else:
-            log.info("starting the engine again", delay_s=delay_s, failures=self._policy.failures)
+            log.info("restart.scheduled", delay_s=delay_s, failures=self._policy.failures)
             await self._stopped_or_requested(delay_s)
         self._restarts += 1
 
     async def _give_up(self) -> None:
-        """503 for everybody, until a command asks for weights."""
+        """Answer every request with status 503, until a command asks for weights."""
         now = self._state
         now.phase = SupervisorPhase.FAILED
         now.reason = (
-            f"{now.reason}; {self._policy.failures} engines failed in a row, and none is started "
-            "any more. Mend the cause, then start this server again, or the trainer, which asks "
-            "for its weights to be served"
+            f"{now.reason}; {self._policy.failures} engines failed in a row, so no more are "
+            "started. Fix the cause, then restart this server or the trainer, which sends its "
+            "weights again"
         )
-        log.error("giving up", reason=now.reason)
+        log.error("restarts.exhausted", reason=now.reason)
         async with serving(given_up(now.reason), self._sockets.public) as server:
             await server.adopt(self._slot.channel.take_parked())
             await self._stopped_or_requested(None)
@@ -230,8 +236,8 @@ class Supervisor:
         deadline_s: float | None,
         *beside: asyncio.Task[None],
     ) -> None:
-        """Until the event, a stop, the engine's end, or the deadline. A task beside that ends has
-        failed: its error is raised."""
+        """Return at the event, a stop, the engine's end or the deadline. If a task in `beside`
+        ends, raise its error."""
         stopped = asyncio.create_task(self._stop.wait())
         watched: list[asyncio.Future[Any]] = [event, engine.ended, stopped, *beside]
         await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -241,14 +247,14 @@ class Supervisor:
                 task.result()
 
     async def _stopped_or_requested(self, seconds: float | None) -> None:
-        """Until a stop or a command comes, or the time is over."""
+        """Return at a stop, at a command, or after `seconds`."""
         tasks = [asyncio.create_task(event.wait()) for event in (self._stop, self._state.requested)]
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
 
     async def _save_served(self) -> None:
-        """Whoever starts after a crash of this process finds it."""
+        """Record the served weights, so that a restarted supervisor serves them again."""
         weights = self._state.weights
         if not self._settings.share_weights and weights != WeightRef():
             await self._store.save(ServedWeights(weights, model=self._settings.model))
@@ -273,15 +279,15 @@ class Supervisor:
                 found_serving, version, seen["adapter"], self._settings.share_weights
             )
         except OSError as error:
-            if version != self._lost:  # said once
+            if version != self._lost:  # log it once
                 self._lost = version
-                log.warning("the adapter that is served cannot be read again", reason=str(error))
+                log.warning("adapter.unreadable", reason=str(error))
             return
         if engine is self._slot.engine and self._is_news(version):
             self._state.has_served(found)
             await self._save_served()
 
     def _is_news(self, version: PolicyVersion) -> bool:
-        """Served by an engine that was not told by us, as far as is known now."""
+        """True if the engine serves a newer version that the supervisor did not request."""
         now = self._state
         return now.serving and version > now.weights.version and not self._commands.loading

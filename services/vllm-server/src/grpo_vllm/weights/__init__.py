@@ -1,1 +1,1 @@
-"""The served weights: memory, layout, export, write lease, version, adapters. No routes."""
+"""The served weights: their memory and layout, export to a trainer, write lease and adapters."""

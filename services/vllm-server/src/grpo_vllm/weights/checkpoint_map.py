@@ -1,8 +1,8 @@
-"""Learns where each checkpoint tensor lands in the weight memory by watching the checkpoint load.
+"""Records the place of each checkpoint tensor in shared memory while vLLM loads the checkpoint.
 
-vLLM's own loading code copies q, k and v into their places in a fused tensor. `CheckpointMap`
-records every copy under the checkpoint's name, so no table of fused layers is needed;
-`ServedParameters` then finds the server's parameter that holds it, and its rows.
+vLLM's loading code copies q, k and v into one fused tensor. `CheckpointMap` records each copy under
+the checkpoint's name, so no table of fused layers is needed. `ServedParameters` then finds the
+server's parameter that holds the tensor, and its rows.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from grpo_vllm.weights.memory import WeightMemory, region_at
 
 
 class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records every copy into the weight memory under the current checkpoint name."""
+    """While active, records every copy into shared memory under the current checkpoint name."""
 
     def __init__(self, memory: WeightMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._name: str | None = None
         self._copies: dict[str, list[TensorRegion]] = {}
-        self._scattered: set[str] = set()  # no view can stand for these
+        self._scattered: set[str] = set()  # names that no single view can represent
 
     def watch(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the checkpoint through, noting which tensor is being loaded and whether it arrives
-        as it is: a loader may permute what it copies, and a view would then mean something else.
+        """Pass the checkpoint's tensors on, and record which one vLLM is loading. Also record
+        whether its values arrive unchanged, because a loader may permute them.
         """
         for name, tensor in weights:
             self._name = name
@@ -46,7 +46,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _arrived_unchanged(self, name: str, tensor: torch.Tensor) -> bool:
         region = _merged(self._copies[name]) if name in self._copies else None
         if region is None:
-            return True  # not a parameter, or named by `unshareable` already
+            return True  # not a parameter, or `unshareable` reports it already
         loaded = self._memory.view(region)
         return loaded.shape == tensor.shape and torch.equal(
             loaded, tensor.to(device=loaded.device, dtype=loaded.dtype)
@@ -60,7 +60,7 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def regions(self) -> dict[str, TensorRegion]:
-        """Checkpoint name → its one region. Names without one are in `unshareable`."""
+        """Checkpoint name → its region. `unshareable` has the names without a single region."""
         merged = {name: _merged(copies) for name, copies in self._copies.items()}
         return {
             name: region
@@ -69,10 +69,10 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     def unshareable(self) -> dict[str, str]:
-        """Checkpoint name → why no single contiguous tensor of the server holds it."""
+        """Checkpoint name → the reason why no contiguous tensor of the server holds it."""
         shareable = self.regions()
         return {
-            name: f"loaded in {len(copies)} pieces that are not the checkpoint's tensor as it is"
+            name: f"loaded in {len(copies)} pieces that do not add up to the checkpoint's tensor"
             for name, copies in self._copies.items()
             if name not in shareable
         }
@@ -87,9 +87,9 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
-    """One region for pieces that follow each other in memory along their first dimension.
+    """One region for pieces that are adjacent along their first dimension; None if they are not.
 
-    Checkpoints that are fused already (Phi-3) load one tensor in several adjacent pieces.
+    A checkpoint that is fused already (Phi-3) loads one tensor in several adjacent pieces.
     """
     first, *rest = copies
     rows, end = (first.shape[0] if first.shape else 1), first.end
@@ -105,7 +105,7 @@ def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
 
 @dataclass(frozen=True)
 class _Holder:
-    """One parameter as it lies in the weight memory."""
+    """One parameter and its place in shared memory."""
 
     name: str
     offset: int
@@ -113,7 +113,7 @@ class _Holder:
     rows: int
 
     def rows_of(self, region: TensorRegion) -> tuple[int, int] | None:
-        """(start, stop) along dimension 0; None where `region` is not whole rows of it."""
+        """(start, stop) along dimension 0; None if `region` is not made of whole rows."""
         if region.end > self.offset + self.nbytes:
             return None
         row_bytes = self.nbytes // self.rows
@@ -123,7 +123,7 @@ class _Holder:
 
 
 class ServedParameters:
-    """The parameters of a model that lie in the weight memory after loading, ordered by place."""
+    """The model's parameters that are in shared memory after loading, ordered by offset."""
 
     def __init__(self, model: nn.Module, memory: WeightMemory) -> None:
         self._model = model
@@ -133,7 +133,7 @@ class ServedParameters:
                 _Holder(
                     name, offset, parameter.nbytes, parameter.shape[0] if parameter.dim() else 1
                 )
-                for name, parameter in model.named_parameters()  # tied parameters come once
+                for name, parameter in model.named_parameters()  # tied parameters appear once
                 if (offset := memory.offset_of(parameter)) is not None
             ),
             key=lambda holder: holder.offset,
@@ -141,11 +141,11 @@ class ServedParameters:
         self._offsets = [holder.offset for holder in self._holders]
 
     def mapping(self, region: TensorRegion) -> ParameterMapping | None:
-        """Of a region that was loaded; None where no parameter holds it as whole rows.
+        """The parameter and rows that hold a loaded region; None if no parameter has whole rows.
 
-        The place is where the parameter lies now: vLLM ties `lm_head` to the embedding after both
-        were loaded, where a checkpoint holds both and they are equal. A parameter that has left the
-        memory keeps its place.
+        The offset is the parameter's current one: if a checkpoint holds equal `lm_head` and
+        embedding, vLLM ties them after loading both. A parameter that has left the memory keeps its
+        old offset.
         """
         index = bisect_right(self._offsets, region.offset) - 1
         if index < 0:

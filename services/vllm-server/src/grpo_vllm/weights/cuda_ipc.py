@@ -1,8 +1,8 @@
-"""Exports parameters on a GPU to one consumer, by CUDA's interprocess communication.
+"""Exports parameters on a GPU to one trainer by CUDA's interprocess communication (IPC).
 
-torch's own reductions (torch/multiprocessing/reductions.py) name an allocation by the handle of the
-block that CUDA gave it, and by the place in it. Each export takes a slot in torch's count of users,
-which the consumer that opens it gives back: an export must be opened by one consumer, once.
+As in torch/multiprocessing/reductions.py, an export names an allocation by its CUDA block's handle
+and the offset in the block. Each export takes a slot in torch's reference count, which the process
+that opens it releases. So exactly one process must open an export, and only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPANDABLE_ADVICE = (
 
 
 def exported(memory: WeightMemory) -> CudaMemory:
-    """For one consumer. Raises RuntimeError where CUDA refuses."""
+    """Export the memory to one trainer. Raises `RuntimeError` if CUDA refuses."""
     device = torch.cuda.get_device_properties(memory.segments[0].storage.device)
     return CudaMemory(
         place=CudaPlace(
@@ -38,12 +38,12 @@ def exported(memory: WeightMemory) -> CudaMemory:
 
 
 def why_not_exportable(memory: WeightMemory) -> str | None:
-    """What torch's allocator has done that CUDA cannot export; None where nothing is."""
+    """The reason why CUDA cannot export the memory; None if it can."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != NATIVE:
         return (
-            f"torch allocates with {backend}, whose memory other processes cannot open; start the "
-            "server without backend: in PYTORCH_ALLOC_CONF"
+            f"other processes cannot open memory of torch's allocator {backend}; start the server "
+            "without backend: in PYTORCH_ALLOC_CONF"
         )
     snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     spans = [
@@ -54,7 +54,7 @@ def why_not_exportable(memory: WeightMemory) -> str | None:
     expandable = sum(any(s.address in span for span in spans) for s in memory.segments)
     if expandable:
         return (
-            f"{expandable} of {len(memory.segments)} parameters lie in expandable segments of "
+            f"{expandable} of {len(memory.segments)} parameters are in expandable segments of "
             f"torch's allocator, which an unprivileged process cannot open; {EXPANDABLE_ADVICE}"
         )
     return None

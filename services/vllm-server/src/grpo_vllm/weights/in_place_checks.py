@@ -1,21 +1,21 @@
-"""What vLLM was told to do with weights that keeps a trainer from writing them in place."""
+"""Finds options and layers of vLLM that prevent a trainer from writing weights in place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-OTHER_MODES = "use --weight-bridge-mode lora_only or none"
+OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
 
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """`grpo_vllm.engine.vllm_compat.layout_facts` reads them off vLLM. What is left out is off.
+    """vLLM's settings that affect the weights, read by `vllm_compat.layers.layout_facts`.
 
     `quantization`: the method's name; `parallel_sizes`: field of vLLM's configuration → workers;
-    `draft`: the method of speculative decoding, where that has weights of its own;
-    `special_layers`: layer → the class that serves it, of those that are not plain.
+    `draft`: the method of speculative decoding, if it has its own weights;
+    `special_layers`: name of a layer that may change its weights' layout → its class.
     """
 
     quantization: str | None = None
@@ -32,8 +32,7 @@ class LayoutFacts:
 
 
 def why_not_shareable(facts: LayoutFacts) -> list[str]:
-    """A line for everything that stands against sharing, with what to do about it; [] for
-    nothing."""
+    """One line for each obstacle to sharing, with its fix; [] if there is none."""
     return [
         *_of_the_model(facts),
         *_of_the_workers(facts),
@@ -44,8 +43,8 @@ def why_not_shareable(facts: LayoutFacts) -> list[str]:
 def _of_the_model(facts: LayoutFacts) -> Iterator[str]:
     if facts.quantization is not None:
         yield (
-            f"quantised weights ({facts.quantization}): the server keeps them in its own form; "
-            f"serve the checkpoint that they were made from, or {OTHER_MODES}"
+            f"quantised weights ({facts.quantization}): the server stores them in its own form; "
+            f"serve the original checkpoint, or {OTHER_MODES}"
         )
     if facts.latent_attention:
         yield (
@@ -54,18 +53,18 @@ def _of_the_model(facts: LayoutFacts) -> Iterator[str]:
         )
     if facts.experts:
         yield (
-            f"mixture of experts ({facts.experts}): the server lays the experts' weights out for "
+            f"mixture of experts ({facts.experts}): the server rearranges the experts' weights for "
             f"its kernels; {OTHER_MODES}"
         )
     if facts.draft is not None:
         yield (
-            f"speculative decoding ({facts.draft}): the draft's weights would not follow the "
-            f"trainer's; drop --speculative-config, or {OTHER_MODES}"
+            f"speculative decoding ({facts.draft}): the trainer does not update the draft model; "
+            f"remove --speculative-config, or {OTHER_MODES}"
         )
-    # The model as a whole is named above; what is left is a surprise.
+    # Layers of quantised, MLA and expert models are reported above as one obstacle.
     if facts.special_layers and not (facts.quantization or facts.latent_attention or facts.experts):
         yield (
-            f"layers that keep weights in a form of their own ({_some(facts.special_layers)}); "
+            f"layers that store weights in their own form ({_some(facts.special_layers)}); "
             f"{OTHER_MODES}"
         )
 
@@ -75,30 +74,30 @@ def _of_the_workers(facts: LayoutFacts) -> Iterator[str]:
     if several:
         flags = ", ".join(f"--{n.replace('_', '-')} {size}" for n, size in several.items())
         yield (
-            f"several workers ({flags}): each holds a part or a copy, and a trainer writes one; "
-            f"drop the flags, or {OTHER_MODES}"
+            f"several workers ({flags}): each holds a part or a copy, but a trainer writes only "
+            f"one; remove these options, or {OTHER_MODES}"
         )
     if facts.expert_parallel:
-        yield "--enable-expert-parallel: a trainer writes one worker's weights; drop it"
+        yield "--enable-expert-parallel: a trainer writes only one worker's weights; remove it"
 
 
 def _of_the_memory(facts: LayoutFacts) -> Iterator[str]:
     if facts.sleep_mode:
         yield (
-            "--enable-sleep-mode: a server that sleeps gives the memory of its weights away, and "
-            "that memory cannot be handed to another process; drop it"
+            "--enable-sleep-mode: other processes cannot share its memory, and sleeping would "
+            "release it; remove it"
         )
     elif facts.cumem_allocator:
-        yield ("--enable-cumem-allocator: its memory cannot be handed to another process; drop it")
+        yield "--enable-cumem-allocator: other processes cannot share its memory; remove it"
     if facts.uva_offload_gb > 0:
         yield (
-            f"--cpu-offload-gb {facts.uva_offload_gb:g}: weights lie in the host's memory instead "
-            "of the GPU's; drop it, or serve a smaller model"
+            f"--cpu-offload-gb {facts.uva_offload_gb:g}: weights are in the host's memory instead "
+            "of the GPU's; remove it, or serve a smaller model"
         )
     if facts.prefetch_offload_groups > 0:
         yield (
-            f"--offload-group-size {facts.prefetch_offload_groups}: layers are copied into the GPU "
-            "when their turn comes; drop it, or serve a smaller model"
+            f"--offload-group-size {facts.prefetch_offload_groups}: layers are copied to the GPU "
+            "only when they are needed; remove it, or serve a smaller model"
         )
 
 

@@ -1,7 +1,7 @@
-"""Load format "grpo_shared": the model's parameters lie where a trainer can map them.
+"""vLLM's load format "grpo_shared": loads a model into memory that a trainer can map.
 
-On the host that is one arena, into which they are moved before the checkpoint loads; on a GPU it is
-where vLLM allocated them.
+On CPU the parameters are moved into one arena before the checkpoint loads. On a GPU they stay in
+the memory that vLLM allocated.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _ATTRIBUTE = "grpo_shared_parameters"
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """What the loader leaves on the model for the worker extension to export."""
+    """The loader stores this on the model, and the worker extension exports it."""
 
     memory: WeightMemory
     manifest: WeightManifest
 
 
 def shared_parameters(model: nn.Module) -> SharedParameters:
-    """Raises `AttributeError` where the model was loaded by another loader."""
+    """Raises `AttributeError` if another loader loaded the model."""
     shared: SharedParameters = getattr(model, _ATTRIBUTE)
     return shared
 
 
 class UnshareableWeights(GrpoError):
-    """Some parameters cannot be shared with a trainer. Lists all of them."""
+    """Some parameters cannot be shared with a trainer. The message lists all of them."""
 
 
 @register_model_loader(LOAD_FORMAT)
 class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Loads as vLLM does, and fails closed where a parameter is not in the weight memory."""
+    """Loads like vLLM's default loader, and fails if a parameter is not in shared memory."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace_config(load_config, load_format="auto"))
         self._map: CheckpointMap | None = None
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Called after the modules exist and before any layer processes its weights."""
+        """vLLM calls this when the modules exist and before any layer processes its weights."""
         self._memory = self.weight_memory(model)
         self._map = CheckpointMap(self._memory)
         with self._map:
@@ -76,8 +76,8 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return self._map.watch(weights) if self._map is not None else weights
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """Raises `UnshareableWeights` listing what was configured against sharing, before anything
-        is loaded, or else every parameter that a trainer could not reach."""
+        """Raises `UnshareableWeights`: before loading with all options that prevent sharing, after
+        loading with all parameters that a trainer cannot reach."""
         _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
@@ -86,7 +86,8 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def _describe(self, model: nn.Module, model_name: str) -> None:
-        """For `shared_parameters`, once all parameters are where they are served from."""
+        """Store the description for `shared_parameters`. All parameters must be in their final
+        place."""
         assert self._map is not None, "vLLM built the model without calling load_weights"
         found = {name: self._served.mapping(at) for name, at in self._map.regions().items()}
         manifest = WeightManifest(
@@ -99,14 +100,14 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         setattr(model, _ATTRIBUTE, SharedParameters(self._memory, manifest))
 
     def weight_memory(self, model: nn.Module) -> WeightMemory:
-        """Raises `UnshareableWeights` on a platform, or with an allocator, that shares none."""
+        """Raises `UnshareableWeights` if the platform or torch's allocator cannot share memory."""
         if current_platform.is_cpu():
             arena = move_into_arena(model)
             self.prepare_layers(model)
             return arena
         if not current_platform.is_cuda():
             raise UnshareableWeights(
-                f"--share-weights works on CPU and on NVIDIA GPUs, not on "
+                "--share-weights works on CPU and on NVIDIA GPUs, not on "
                 f"{current_platform.device_name}; start without it"
             )
         memory = WeightMemory(model.parameters())
@@ -116,7 +117,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return memory
 
     def prepare_layers(self, model: nn.Module) -> None:
-        """CPU: decide how layers keep their weights, before they process them."""
+        """On CPU: choose the layers' weight layout before they process their weights."""
         use_plain_layout(model)
 
     def check_shareable(self, model: nn.Module) -> None:
@@ -133,20 +134,20 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
             listed = "\n".join(f"  {name}: {why}" for name, why in sorted(problems.items()))
             raise UnshareableWeights(
                 f"cannot share {len(problems)} parameters of {shared.manifest.model} with a "
-                f"trainer:\n{listed}\nuse another weight-bridge mode for this model"
+                f"trainer:\n{listed}\nuse another weight-sync mode for this model"
             )
 
 
 def move_into_arena(model: nn.Module) -> WeightMemory:
-    """Give every parameter storage in one new arena; values are left for the checkpoint."""
+    """Give every parameter uninitialised storage in one new arena."""
     regions: list[tuple[nn.Parameter, TensorRegion]] = []
     offset = 0
-    for _, parameter in model.named_parameters():  # tied parameters come once
+    for _, parameter in model.named_parameters():  # tied parameters appear once
         regions.append((parameter, region_at(offset, parameter)))
         offset += aligned(parameter.nbytes)
     arena = WeightMemory.arena(offset)
     for parameter, region in regions:
-        # .data keeps the Parameter subclass and the weight_loader that vLLM hung on it.
+        # Setting .data keeps the Parameter's subclass and vLLM's weight_loader attribute.
         parameter.data = arena.view(region)
     return arena
 
@@ -161,7 +162,7 @@ def _require_no(problems: list[str], model_config: Any) -> None:
 
 def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
     return {
-        name: "not whole rows of one of the server's parameters"
+        name: "not made of whole rows of one of the server's parameters"
         for name in seen.regions()
         if name not in shared.manifest.parameters
     }
@@ -169,7 +170,7 @@ def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
 
 def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
     return {
-        name: "moved elsewhere while the model was prepared for serving"
+        name: "moved out of shared memory while the server prepared the model"
         for name, parameter in model.named_parameters()
         if memory.offset_of(parameter) is None
     }
@@ -178,7 +179,7 @@ def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
 def _never_loaded(model: nn.Module, shared: SharedParameters) -> dict[str, str]:
     starts = [region.offset for region in shared.manifest.parameters.values()]
     return {
-        name: "not filled from the checkpoint, so it has no name a trainer knows"
+        name: "not loaded from the checkpoint, so a trainer has no name for it"
         for name, parameter in model.named_parameters()
         if (offset := shared.memory.offset_of(parameter)) is not None
         and not any(offset <= start < offset + parameter.nbytes for start in starts)

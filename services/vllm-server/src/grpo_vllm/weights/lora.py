@@ -1,9 +1,8 @@
-"""The LoRA adapter that answers for the served name, and how a newer one takes its place.
+"""Loads LoRA adapters, lets the newest one answer for the served name, and unloads old ones.
 
-Each version is loaded under a name and a number of its own. vLLM tells adapters apart by name
-(within a batch, and for cached keys and values by name and path), so a name that came again would
-mix two sets of weights. Requests in flight finish on the adapter that they began with; it is
-unloaded once no request is left that can use it.
+Each version is loaded under its own name and number. vLLM identifies adapters by name, also in its
+KV cache, so reusing a name would mix two sets of weights. Requests in flight finish with the
+adapter that they started with. An adapter is unloaded when no request can use it any more.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ from grpo_vllm.http.in_flight import InFlight
 log = structlog.get_logger()
 
 BASE_SUFFIX = "@base"
-"""The model without an adapter answers under the served name with this behind it."""
+"""The base model answers under the served name followed by this suffix."""
 LOAD_DEADLINE_S = 120.0
 
 
 class AdapterRefused(GrpoError):
-    """The engine does not take the adapter. What was served before is served on."""
+    """The engine cannot load the adapter. It continues to serve the previous weights."""
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """`request`: vLLM's record of it, sent with every generation. `generation`: see `InFlight`."""
+    """`request`: vLLM's record of the adapter, sent with every generation request. `generation`:
+    see `InFlight`."""
 
     version: PolicyVersion
     directory: Path
@@ -50,8 +50,8 @@ class LoadedAdapter:
 class AdapterSwitch:
     """Args:
     engine: vLLM's engine client
-    served_name: of the model; resolves to the newest adapter
-    in_flight: says which requests may still use an older one
+    served_name: the model name that refers to the newest adapter
+    in_flight: tracks the requests that may still use an older adapter
     """
 
     def __init__(self, engine: Any, served_name: str, in_flight: InFlight) -> None:
@@ -65,17 +65,17 @@ class AdapterSwitch:
         self._unloading: set[asyncio.Task[None]] = set()
 
     async def load(self, directory: Path, version: PolicyVersion) -> LoadedAdapter:
-        """Requests that come in after this are answered by the adapter in `directory`.
+        """Answer requests that arrive from now on with the adapter in `directory`.
 
         Raises:
-            AdapterRefused: the engine does not take it, or that version is loaded from elsewhere.
+            AdapterRefused: the engine cannot load it, or this version came from another directory.
         """
         async with self._lock:
             if self.current is not None and self.current.version == version:
                 if self.current.directory != directory:
                     raise AdapterRefused(
                         f"policy version {tuple(version)} is served from "
-                        f"{self.current.directory}; a version names one set of weights only"
+                        f"{self.current.directory}, not from {directory}; use a new version"
                     )
                 return self.current
             self._numbers += 1
@@ -86,19 +86,19 @@ class AdapterSwitch:
             self.current = LoadedAdapter(
                 version, directory, request, self._in_flight.next_generation()
             )
-            log.info("adapter loaded", name=name, directory=str(directory))
+            log.info("adapter.loaded", name=name, directory=str(directory))
             self._retire(former)
             return self.current
 
     async def unload(self) -> None:
-        """Serve the model without an adapter again."""
+        """Serve the base model again."""
         async with self._lock:
             former, self.current = self.current, None
             self._in_flight.next_generation()
             self._retire(former)
 
     def in_use(self) -> list[LoadedAdapter]:
-        """All whose files the engine may read: the current one last."""
+        """All adapters whose files the engine may read, the current one last."""
         return [*self._former, *([self.current] if self.current else [])]
 
     async def _add(self, request: Any) -> None:
@@ -112,7 +112,7 @@ class AdapterSwitch:
             raise AdapterRefused(
                 f"{request.lora_path}: not loaded within {LOAD_DEADLINE_S:g} s; see the server log"
             ) from None
-        except Exception as error:  # the engine passes on whatever went wrong in its worker
+        except Exception as error:  # the engine raises any error of its worker unchanged
             self._in_background(self._remove(request))
             raise AdapterRefused(f"{request.lora_path}: {error}") from error
 
@@ -125,16 +125,17 @@ class AdapterSwitch:
         await self._in_flight.finished_up_to(former.generation)
         await self._remove(former.request)
         self._former.remove(former)
-        log.info("adapter unloaded", name=former.name)
+        log.info("adapter.unloaded", name=former.name)
 
     async def _remove(self, request: Any) -> None:
-        """What the engine does not remove, it evicts for newer ones: no request names it again."""
+        """Remove the adapter from the engine. If that fails, the engine evicts it for a newer one,
+        because no request uses it any more."""
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 await self._engine.remove_lora(request.lora_int_id)
         except Exception as error:  # noqa: BLE001 - as in `_add`
             log.warning(
-                "the engine does not remove an adapter",
+                "adapter.not_removed",
                 name=request.lora_name,
                 reason=str(error) or type(error).__name__,
             )
@@ -146,8 +147,8 @@ class AdapterSwitch:
 
 
 class AdapterNames(MutableMapping[str | None, Any]):
-    """Model names to adapters, as vLLM's routes ask for them: the served name, no name at all, and
-    the current adapter's own all mean the current adapter. The base model has another name."""
+    """Model name → adapter, for vLLM's routes. The served name, an empty name and the current
+    adapter's own name all refer to the current adapter."""
 
     def __init__(self, switch: AdapterSwitch) -> None:
         self._switch = switch
@@ -159,7 +160,7 @@ class AdapterNames(MutableMapping[str | None, Any]):
         return current.request
 
     def __iter__(self) -> Iterator[str | None]:
-        """One name per adapter: lists are made of these."""
+        """One name per adapter, because vLLM lists the models with these names."""
         return iter([self._switch.current.name] if self._switch.current else [])
 
     def __len__(self) -> int:

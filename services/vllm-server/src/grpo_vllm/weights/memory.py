@@ -1,8 +1,8 @@
-"""Memory that holds the model's weights once, for the server and the trainer.
+"""The shared memory that holds the served weights once, for the server and the trainer.
 
-On the host it is an arena: a memfd (memfd_create(2)), which is anonymous, not bound by /dev/shm's
-size, sealed against resizing, and alive as long as a process maps it. On a GPU the parameters stay
-where vLLM put them, since an arena beside them would double the peak.
+On CPU it is an *arena*: one memfd (memfd_create(2)). It is independent of /dev/shm's size, sealed
+against resizing, and exists as long as a process maps it. On a GPU the parameters stay where vLLM
+allocated them, because a separate arena would double the peak memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from grpo_core.weights.manifest import TensorRegion
 
 ALIGNMENT_BYTES = 256
-"""Start of every tensor: a multiple of any vector register and cache line."""
+"""Every tensor starts at a multiple of this, which covers vector registers and cache lines."""
 MEMFD_NAME = "grpo-weights"
 
 
@@ -34,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def region_at(offset: int, tensor: torch.Tensor) -> TensorRegion:
-    """The region that a contiguous tensor like this one takes there."""
+    """The region of a contiguous tensor like this one at `offset`."""
     return TensorRegion(
         offset=offset,
         nbytes=tensor.nbytes,
@@ -45,7 +45,7 @@ def region_at(offset: int, tensor: torch.Tensor) -> TensorRegion:
 
 @dataclass(frozen=True)
 class Segment:
-    """One allocation. `start`: its place in the weight memory, in bytes."""
+    """One allocation. `start`: its offset in the shared memory, in bytes."""
 
     start: int
     storage: torch.UntypedStorage
@@ -60,12 +60,12 @@ class Segment:
 
 
 class WeightMemory:
-    """Offsets are counted as if the allocations lay one behind the other.
+    """Allocations that are addressed by one common offset, as if they followed each other.
 
     `fd`: the memfd of an arena; None on a GPU.
 
     Args:
-        tensors: to be shared; those that lie in one allocation share its segment
+        tensors: the tensors to share. Tensors in the same allocation share one segment.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], fd: int | None = None) -> None:
@@ -80,7 +80,7 @@ class WeightMemory:
 
     @classmethod
     def arena(cls, total_bytes: int) -> WeightMemory:
-        """Allocate on the host. Raises `OSError` when the memory is not to be had."""
+        """Allocate an arena on the host. Raises `OSError` if there is too little memory."""
         fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, total_bytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -89,7 +89,7 @@ class WeightMemory:
         return cls([torch.frombuffer(mapping, dtype=torch.uint8)], fd)
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release segments that hold none of `tensors`; the others keep their places."""
+        """Release segments that hold none of `tensors`. The others keep their offsets."""
         offsets = [offset for t in tensors if (offset := self.offset_of(t)) is not None]
         starts = {self._starts[bisect_right(self._starts, offset) - 1] for offset in offsets}
         self._take([segment for segment in self.segments if segment.start in starts])
@@ -101,14 +101,14 @@ class WeightMemory:
         self._addresses = [segment.address for segment in self._by_address]
 
     def view(self, region: TensorRegion) -> torch.Tensor:
-        """The tensor that lies in `region`, sharing memory."""
+        """The tensor in `region`, without a copy."""
         segment = self.segments[bisect_right(self._starts, region.offset) - 1]
         raw = torch.empty(0, dtype=torch.uint8, device=segment.storage.device)
         raw.set_(segment.storage, region.offset - segment.start, (region.nbytes,), (1,))
         return raw.view(getattr(torch, region.dtype)).view(region.shape)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Bytes from the start of the memory, or None when the tensor lies elsewhere."""
+        """Bytes from the start of the memory; None if the tensor is outside of it."""
         index = bisect_right(self._addresses, tensor.data_ptr()) - 1
         if index < 0 or not tensor.numel():
             return None

@@ -1,6 +1,6 @@
-"""Which weights this run has served, kept in Redis.
+"""Records in Redis which weights a run served last; a restarted server reads the record.
 
-A server that starts again reads it to know that its checkpoint is older than the run.
+So the restarted server detects that its own checkpoint is older than the run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = structlog.get_logger()
 ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
-"""Of the one when the server ends and Redis has not caught up; well below the grace that it has."""
+"""Deadline of the final write when the server ends; well below the server's own stop deadline."""
 
 
 class RedisUnreachable(GrpoError):
-    """Redis did not answer at the start. Without it nobody knows what the run was served."""
+    """Redis did not answer at the start, so the weights that the run served last are unknown."""
 
 
 class BadServedRecord(GrpoError):
-    """The record of this run cannot be understood."""
+    """The record of this run in Redis is not valid."""
 
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """`intact`: False after a write that was cut short. `model`: what the server was started with,
-    "" where nobody said. Untrained weights have a version where the run began with it anew.
+    """`intact`: False for torn weights. `model`: the server's --model, "" if unknown. Untrained
+    weights have a version above [0, 0] if the run started again from the model.
     """
 
     weights: WeightRef
@@ -48,7 +48,7 @@ class ServedWeights:
     model: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """As they are in Redis: `kind` and `path` are empty for weights that are not on disk."""
+        """The fields in Redis. `kind` and `path` are empty for weights that are not on disk."""
         weights = self.weights
         return {
             **weights.version.fields(),
@@ -75,60 +75,66 @@ class ServedWeights:
 
 
 class ServedStore:
-    """Remembers nothing: where no Redis was named."""
+    """A store that keeps nothing, for servers without Redis."""
 
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
-        """What the run was served last; None where it was served nothing yet."""
+        """The weights that the run served last; None if it has served none yet."""
         return None
 
     async def save(self, served: ServedWeights) -> None:
-        """Returns soon, whether or not it could be written down, and never raises."""
+        """Record the served weights. Returns soon, also if that fails, and never raises."""
 
 
 class RedisServedStore(ServedStore, AsyncRedisConnection):
-    """Args: url: of Redis; run_id: whose record."""
+    """The record of the run `run_id` in Redis."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        # The longest that any attempt has; each is bounded by itself.
+        # Upper limit for any call. Each call also has its own deadline.
         super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """What Redis has not learned is written once more: nobody tells it later."""
+        """Close the connection. If Redis lacks the newest record, write it one last time."""
         if self._catching_up is not None:
             self._catching_up.cancel()
             await asyncio.wait([self._catching_up])
             if self._latest and not await self._write(self._latest, LAST_ATTEMPT_DEADLINE_S):
-                log.warning("the weights served last are not in Redis", redis=self._where)
+                log.warning("served_weights.not_saved", redis=self._where)
         await super().close()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
         """As `ServedStore.read`.
 
         Raises:
-            RedisUnreachable: no answer within the deadline.
-            BadServedRecord: somebody else's value under our key.
+            RedisUnreachable: Redis did not answer within the deadline.
+            BadServedRecord: the key holds another kind of value.
         """
         try:
-            async for attempt in async_retrying(deadline_s, lambda e: isinstance(e, FAILURES)):
+            async for attempt in async_retrying(
+                deadline_s, lambda e: isinstance(e, FAILURES), self.note_absence
+            ):
                 with attempt:
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
-                f"({error or type(error).__name__}), so it is unknown whether this run was served "
-                "other weights than the checkpoint's. Start Redis, mend --redis-url, or leave it "
-                "out to serve the checkpoint whatever was served before"
+                f"({error or type(error).__name__}), so the weights that this run served last are "
+                "unknown. Start Redis, correct --redis-url, or leave it out to serve the model "
+                "from disk"
             ) from error
         return _parse(self._key, fields) if fields else None
 
     async def save(self, served: ServedWeights) -> None:
-        """Write down what is served from now on; where Redis is away, as soon as it is back."""
+        """Record the served weights now or, if Redis is down, as soon as it is back."""
         self._latest = served
         if self._catching_up is None and not await self._write(served):
-            log.warning("Redis does not answer; it learns later what is served", redis=self._where)
+            log.warning(
+                "served_weights.save_delayed",
+                redis=self._where,
+                reason="Redis does not answer",
+            )
             self._catching_up = asyncio.create_task(self._catch_up())
 
     async def _catch_up(self) -> None:
@@ -139,7 +145,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
             if latest is not None and await self._write(latest):
                 written = latest
         self._catching_up = None
-        log.info("Redis knows again what is served", redis=self._where)
+        log.info("served_weights.saved", redis=self._where)
 
     async def _write(self, served: ServedWeights, within_s: float = ATTEMPT_DEADLINE_S) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}
@@ -155,16 +161,15 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
         return ServedWeights.from_fields(fields)
     except (KeyError, ValueError) as error:
         raise BadServedRecord(
-            f"Redis holds something else under {key}: {error!r}; delete that key, or start with "
-            "another --run-id"
+            f"Redis key {key} does not hold a record of served weights ({error!r}); delete the "
+            "key, or start with another --run-id"
         ) from error
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """`version` names what the engine holds or, where that is `missing`, what it should hold.
-
-    `new_name`: the version was made up now, so the record must learn it.
+    """`version`: names the weights that the engine holds or, if `missing`, the weights that a
+    trainer must write back. `new_name`: True if the version is new and must be recorded.
     """
 
     version: PolicyVersion
@@ -174,8 +179,8 @@ class InitialWeights:
 
 def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> InitialWeights:
     """Args:
-    served: what the run was served last, None for nothing
-    await_weights: hold requests until a trainer has written that back
+    served: the weights that the run served last; None if there are none
+    await_weights: True to hold requests until a trainer has written those weights back
     """
     if served is None:
         return InitialWeights(UNTRAINED)
@@ -184,5 +189,5 @@ def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> 
         return InitialWeights(version)
     if await_weights:
         return InitialWeights(version, missing=True)
-    # The checkpoint again, in the middle of a run: a name that no trainer has used.
+    # The run returns to the checkpoint, so the version must be one that no trainer has used.
     return InitialWeights(version.next_epoch(), new_name=True)

@@ -1,5 +1,7 @@
-"""Hands the weight memory to trainers over a unix socket (twin: `grpo_core.weights.socket`), which
-`vllm_bridge_config.json` announces.
+"""Gives trainers access to the shared memory over a unix socket, and writes the bridge config.
+
+The bridge config (`vllm_bridge_config.json`) names the socket. The trainer's side of the protocol
+is `grpo_core.weights.socket`.
 """
 
 from __future__ import annotations
@@ -41,27 +43,27 @@ class SocketTaken(GrpoError):
 
 
 class UnsafeSocketDirectory(GrpoError):
-    """Others could put a socket of theirs in the place of ours."""
+    """Other users could replace the socket with their own."""
 
 
 class NotExported(GrpoError):
-    """The worker cannot give its memory to this consumer. The message says why."""
+    """The worker cannot export its memory to this trainer. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """`manifest`: what lies where. `fd`: this process's descriptor of the worker's arena; None on a
-    GPU, where the worker exports its memory anew for every trainer."""
+    """`manifest`: the place of every parameter. `fd`: this process's descriptor of the worker's
+    arena; None on a GPU, because the worker makes a new export for every trainer."""
 
     engine: Any
     manifest: WeightManifest
     fd: int | None
 
     async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
-        """For one trainer: the record, and the descriptor that goes with it.
+        """The grant for one trainer, and the descriptor to send with it.
 
         Raises:
-            NotExported: not now.
+            NotExported: the worker cannot export its memory now.
         """
         memory: MemfdMemory | CudaMemory = MemfdMemory()
         if self.fd is None:
@@ -73,7 +75,7 @@ class ExportedWeights:
 
 
 async def exported_by_worker(engine: Any) -> ExportedWeights:
-    """Ask the worker process, which is our child, for what it shares.
+    """Get the description of the shared memory from the worker, which is a child process.
 
     Raises:
         OSError: the worker's descriptor cannot be opened.
@@ -90,10 +92,11 @@ async def exported_by_worker(engine: Any) -> ExportedWeights:
 async def serve_weights(
     path: Path, weights: ExportedWeights, bridge: WeightBridge
 ) -> AsyncIterator[None]:
-    """Grant the memory to whoever connects at `path` (mode 0600) while the context is open.
+    """Grant the memory to every trainer that connects to the socket at `path` (mode 0600) while the
+    context is open.
 
     Raises:
-        SocketTaken, UnsafeSocketDirectory: not there.
+        SocketTaken, UnsafeSocketDirectory: the path cannot be used.
     """
     listener = _listen(path)
     grants: set[asyncio.Task[None]] = set()
@@ -121,15 +124,15 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Clear away what a server that was killed left behind, and nothing else.
+    """Remove the socket of a server that was killed.
 
     Raises:
-        SocketTaken: a living server listens there, or it is no socket.
+        SocketTaken: a running server listens there, or the path is not a socket.
     """
     if not path.exists():
         return
     if not path.is_socket():
-        raise SocketTaken(f"--weights-socket {path}: a file of another kind; choose another path")
+        raise SocketTaken(f"--weights-socket {path}: not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -151,8 +154,8 @@ async def _accept(
     while True:
         try:
             connection, _ = await loop.sock_accept(listener)
-        except OSError as error:  # no descriptor left: other connections will close
-            log.warning("cannot accept a trainer", error=str(error))
+        except OSError as error:  # no free descriptor; closing connections free some
+            log.warning("trainer.not_accepted", reason=str(error))
             await asyncio.sleep(ACCEPT_RETRY_S)
             continue
         task = asyncio.create_task(_serve_trainer(connection, weights, bridge))
@@ -172,13 +175,13 @@ async def _serve_trainer(
         await asyncio.to_thread(send_grant, connection, grant, fd)
         connection.setblocking(False)
         while await asyncio.get_running_loop().sock_recv(connection, 1):
-            pass  # the protocol has nothing for a trainer to say; only the end matters
+            pass  # a trainer sends nothing over this socket; only its end is of interest
     except (BridgeConflict, NotExported) as error:
         await asyncio.to_thread(send_refusal, connection, str(error))
     except EngineTimeout as error:
-        log.error("bridge broken", error=str(error))
+        log.error("bridge.broken", reason=str(error))
     except OSError as error:
-        log.warning("weight connection broke", session=session, error=str(error))
+        log.warning("trainer.connection_lost", session=session, reason=str(error))
     finally:
         connection.close()
         if session is not None:
@@ -186,24 +189,24 @@ async def _serve_trainer(
 
 
 def make_private_directory(directory: Path) -> None:
-    """Make it, where it is not there. Raises `UnsafeSocketDirectory`."""
+    """Create the directory if it is missing. Raises `UnsafeSocketDirectory`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.stat()
     mode, own = stat.S_IMODE(found.st_mode), os.getuid()
     if found.st_uid != own or mode & 0o077:
         raise UnsafeSocketDirectory(
             f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
-            f"and others than user {own} must not enter it; name a directory that is not there "
-            "yet, or give this one to that user and chmod 700"
+            f"but only user {own} may enter it; choose a directory that does not exist yet, or run "
+            f"chown {own} and chmod 700 on this one"
         )
 
 
 @contextlib.contextmanager
 def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
-    """The file is there inside the context, unless another server replaces it.
+    """The file exists while the context is open, unless another server replaces it.
 
     Raises:
-        BridgeConfigUnwritable: it is required and cannot be written.
+        BridgeConfigUnwritable: the file is required and cannot be written.
     """
     _log_replaced(path)
     try:
@@ -211,11 +214,11 @@ def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> I
     except BridgeConfigUnwritable as error:
         if required:
             raise
-        # Trainers ask the server itself first; the file is for those on another file system.
-        log.warning("going on without a bridge config", reason=str(error))
+        # Trainers query the server first, so most of them do not need the file.
+        log.warning("bridge_config.not_written", reason=str(error))
         yield
         return
-    log.info("wrote the bridge config", path=str(path.absolute()))
+    log.info("bridge_config.written", path=str(path.absolute()))
     try:
         yield
     finally:
@@ -226,7 +229,8 @@ def _log_replaced(path: Path) -> None:
     with contextlib.suppress(BridgeConfigUnreadable):
         other = read_bridge_config(path)
         log.warning(
-            "replacing the bridge config of another server, or of one that was killed",
+            "bridge_config.replaced",
+            reason="the file of another server, or of a server that was killed, was there",
             path=str(path.absolute()),
             model=other.model,
             generation=other.generation,

@@ -1,15 +1,14 @@
-"""Lease for writing the weights in place, and the version that is served.
+"""Controls when a trainer may write the weights in place, and which policy version is served.
 
-One object owns pause, version and resume. One trainer at a time is attached; its session is its
-open connection to the weight socket. A pause is a lease that this session holds. It ends when the
-trainer resumes, when the lease runs out, or when the connection closes, whichever comes first, so
-a trainer that dies or hangs in the middle of a write never leaves the server silent. What it
-leaves in memory may then be half an update: the server says so (`weights_intact`) until a trainer
-has written everything again.
+`WeightBridge` owns pause, version and resume. One trainer at a time is attached; its session is its
+open connection to the weight socket. A pause is a lease of this session. It ends when the trainer
+resumes, when the lease expires or when the connection closes. So a trainer that dies or hangs
+during a write cannot block the server. Its weights may then be torn: `weights_intact` is False
+until a trainer has written everything again.
 
-An engine that starts in the middle of a run holds the checkpoint's weights. No request is answered
-from them: a trainer first writes back the version that was served last, or a later one. After a
-deadline requests are refused at once, and a trainer may still come.
+An engine that starts during a run holds the checkpoint's weights and answers no request with them.
+First a trainer writes back the version that was served last, or a later one. After a deadline,
+requests are refused at once, but a trainer can still write the weights back.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ log = structlog.get_logger()
 
 
 class WriteBack:
-    """Nothing is missing until `begin`. Lives on the running event loop."""
+    """Tracks whether a trainer still has to write weights back. Needs a running event loop."""
 
     def __init__(self) -> None:
         self.missing = False
@@ -41,28 +40,29 @@ class WriteBack:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: PolicyVersion, deadline_s: float) -> None:
-        """The weights of `version` are missing; a trainer has `deadline_s` seconds."""
+        """Record that the weights of `version` are missing. A trainer has `deadline_s` seconds to
+        write them back."""
         self.missing = True
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
         log.warning(
-            "this run was served other weights than the checkpoint's; waiting for a trainer to "
-            "write them back",
+            "write_back.awaited",
             policy_version=tuple(version),
             deadline_s=deadline_s,
+            reason="the engine holds the checkpoint's weights, but the run served newer ones",
         )
 
     def done(self) -> None:
-        """A trainer has written everything."""
+        """Record that a trainer has written all weights."""
         if not self.missing:
             return
-        log.info("the weights are back; serving", after_deadline=self.overdue)
+        log.info("write_back.completed", after_deadline=self.overdue)
         self.missing = self.overdue = False
         if self._timer is not None:
             self._timer.cancel()
         self._changed.set()
 
     async def wait(self, at_most_s: float) -> None:
-        """Until the weights are back or overdue, and no longer than `at_most_s` seconds."""
+        """Return when the weights are written back or overdue, or after `at_most_s` seconds."""
         try:
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
@@ -73,24 +73,25 @@ class WriteBack:
         self.overdue = True
         self._changed.set()
         log.error(
-            "no trainer has written the weights back; requests are refused",
+            "write_back.overdue",
             deadline_s=deadline_s,
-            next="start the trainer again, or this server with another --run-id or with "
+            effect="requests are refused",
+            hint="start the trainer again; or start this server with another --run-id, or with "
             "--no-await-weights to serve the checkpoint",
         )
 
 
 HANDOVER_S = 2.0
-"""How long a new trainer waits for the previous one's connection to close."""
+"""Seconds that a new trainer waits for the previous trainer's connection to close."""
 
 
 class BridgeConflict(GrpoError):
-    """The session may not do this now: unknown, not the holder, or its lease is over."""
+    """The session may not do this: it is unknown, does not hold the pause, or its lease expired."""
 
 
 @dataclass
 class _Pause:
-    """The lease that is running."""
+    """The current lease. `version`: names the weights that its session writes."""
 
     session: str
     version: PolicyVersion
@@ -99,9 +100,9 @@ class _Pause:
 
 class WeightBridge:
     """Args:
-    engine: what is paused, named and resumed
-    version: names the weights that the engine starts with, or those that it should hold
-    store: learns every name before anybody is answered under it
+    engine: the engine to pause and resume
+    version: names the engine's first weights, or those that a trainer must write back
+    store: records every version before requests are answered with it
     """
 
     def __init__(
@@ -139,18 +140,18 @@ class WeightBridge:
         return ServingState.PAUSED if self.paused else ServingState.SERVING
 
     def refusal(self) -> Refusal | None:
-        """Why requests may not pass now; None while they may."""
+        """The reason why requests may not pass now; None if they may."""
         return refusal_in(self.state, self.version)
 
     async def open_session(self) -> str:
         """Attach a trainer.
 
         Raises:
-            BridgeConflict: another one is attached and does not leave.
+            BridgeConflict: another trainer stays attached.
         """
         try:
             async with asyncio.timeout(HANDOVER_S):
-                while not self._session_ended.is_set():  # it wakes every trainer that waits
+                while not self._session_ended.is_set():  # the event wakes all waiting trainers
                     await self._session_ended.wait()
         except TimeoutError:
             raise BridgeConflict(
@@ -158,25 +159,25 @@ class WeightBridge:
             ) from None
         self._session_ended.clear()
         self._session = uuid.uuid4().hex
-        log.info("trainer attached", session=self._session)
+        log.info("trainer.attached", session=self._session)
         return self._session
 
     async def close_session(self, session: str) -> None:
-        """The trainer's connection is gone."""
+        """Detach the trainer whose connection closed."""
         if self._session != session:
             return
-        log.info("trainer detached", session=session)
+        log.info("trainer.detached", session=session)
         self._session = None
         await self._detach(self._pause, "the trainer's connection closed")
 
     async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
-        """Stop scheduling; keep requests in flight and recompute their KV cache afterwards.
+        """Stop sampling. Requests in flight are kept, and their KV cache is recomputed afterwards.
 
-        `version` will name what the session writes. Asking again extends the lease.
+        `version` names the weights that the session will write. A second call extends the lease.
 
         Raises:
-            BridgeConflict: unknown session, or a version that is not a new one.
-            EngineTimeout: the engine did not come to rest.
+            BridgeConflict: the session is unknown, or the version is not new.
+            EngineTimeout: the engine did not pause in time.
         """
         async with self._lock:
             self._check_is_attached(session)
@@ -190,18 +191,18 @@ class WeightBridge:
             self._pause = _Pause(session, version, timer)
 
     async def resume(self, session: str, written: bool) -> None:
-        """Serve again: under the version named at the pause, or, where nothing was written, under
-        the one before.
+        """Sample again: with the version named at the pause or, if nothing was written, with the
+        previous one.
 
         Raises:
             BridgeConflict: the session does not hold the pause.
-            EngineTimeout: the engine did not start again; the server ends.
+            EngineTimeout: the engine did not resume in time; it then ends.
         """
         async with self._lock:
             if self._pause is None or self._pause.session != session:
                 raise BridgeConflict(
-                    f"session {session} does not hold the pause: its lease ran out, and the "
-                    "server went on; attach again and write everything under a new pause"
+                    f"session {session} does not hold the pause: its lease expired, and the "
+                    "server resumed; attach again and write all weights under a new pause"
                 )
             if written:
                 await self._name(self._pause.version, intact=True)
@@ -210,61 +211,61 @@ class WeightBridge:
                 self.write_back.done()
 
     async def adopt(self, version: PolicyVersion) -> None:
-        """Name what is served from now on, where nobody writes in place: an adapter took over."""
+        """Serve a new version that was not written in place, because an adapter was switched."""
         async with self._lock:
             await self._name(version, intact=True)
 
     async def take_notice(self) -> bool:
-        """Something outside says that weights have changed: forget cached keys and values. The
-        version stays, since only a trainer that holds the pause can name weights.
+        """Clear the KV cache after an update notice. The version stays, because only a trainer that
+        holds the pause can set it.
 
         Returns:
-            False where requests under way still use the cache.
+            False if requests in flight still use the cache.
         """
         self.notice_count += 1
         reset = await self.engine.reset_prefix_cache()
-        log.info("update notice", notice_count=self.notice_count, prefix_cache_reset=reset)
+        log.info("notice.received", notice_count=self.notice_count, prefix_cache_reset=reset)
         return reset
 
     def _check_is_attached(self, session: str) -> None:
         if session != self._session:
             raise BridgeConflict(
-                f"session {session} is not attached to this server (it may have restarted, or "
-                "a lease ran out); connect to the weight socket again"
+                f"session {session} is not attached to this server (the server restarted, or the "
+                "lease expired); connect to the weight socket again"
             )
 
     async def _pause_engine(self, session: str) -> None:
         await self.engine.pause()
         try:
             self._check_is_attached(session)
-        except BridgeConflict:  # it left meanwhile, and had no pause yet that its end would end
+        except BridgeConflict:  # the trainer detached meanwhile, when there was no pause to end
             await self.engine.resume()
             raise
 
     def _check_is_free(self, version: PolicyVersion) -> None:
-        # Weights that are written back keep their name: nobody was answered from others under it.
+        # A write-back may reuse the version, because no request was answered with other weights.
         taken = version < self.version if self.write_back.missing else version <= self.version
         if taken:
             raise BridgeConflict(
-                f"policy version {tuple(version)} is not newer than {tuple(self.version)}; "
-                "a version names one set of weights only"
+                f"policy version {tuple(version)} is not newer than the served "
+                f"{tuple(self.version)}; use a new version for new weights"
             )
 
     async def _abandon(self, pause: _Pause | None, why: str) -> None:
-        """Go on serving after a holder that will not resume."""
+        """End the pause of a session that will not resume, and serve again."""
         async with self._lock:
             if pause is None or self._pause is not pause:
                 return
             if self.write_back.missing:
-                self.weights_intact = False  # no name is needed: nobody is answered from these
+                self.weights_intact = False  # no new version: requests are not answered anyway
             else:
-                # The write may have been cut in half: what is served now must carry neither the
-                # name of the weights before nor one that the trainer will use.
+                # The weights may be torn. They need a version that differs from the previous one
+                # and from every version that the trainer will use.
                 torn = PolicyVersion(self.version.epoch + 1, self.version.step)
                 await self._name(torn, intact=False)
             log.warning(
-                "pause abandoned",
-                why=why,
+                "pause.abandoned",
+                reason=why,
                 state=self.state.value,
                 policy_version=tuple(self.version),
             )
@@ -280,10 +281,10 @@ class WeightBridge:
         await self._store.save(ServedWeights(written, intact))
 
     def _lease_ran_out(self, session: str) -> None:
-        # The session is over as well: should the trainer wake up, it must attach anew.
+        # The session ends too: a trainer that only hung must attach again.
         if self._session == session:
             self._session = None
-        task = asyncio.create_task(self._detach(self._pause, "its lease ran out"))
+        task = asyncio.create_task(self._detach(self._pause, "the lease expired"))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -291,8 +292,8 @@ class WeightBridge:
         try:
             await self._abandon(pause, why)
         finally:
-            # Not before: a newcomer must see what these weights are called now. A lease may run out
-            # while its connection closes: the later of the two may find another trainer attached.
+            # Only now may another trainer attach, because it must see the new version. If the lease
+            # expires while the connection closes, the second call may find a new session.
             if self._session is None:
                 self._session_ended.set()
 

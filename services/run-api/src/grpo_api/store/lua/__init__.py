@@ -1,1 +1,1 @@
-"""Lua scripts of the store; each file's header documents its KEYS, ARGV and answers."""
+"""Lua scripts of the store. The header of each file documents its KEYS, ARGV and answers."""

@@ -2,9 +2,9 @@
 --
 -- KEYS  1 queue (zset, all scored 0)  2 queued_kinds (hash)
 -- ARGV  1 batch_size
--- Returns entries of the queue, in no order
+-- Returns entries of the queue, in no particular order
 --
--- Bundles of a kind are interchangeable, so a plan takes the oldest of each: no other can be in it.
+-- Bundles of one kind are interchangeable, so a plan takes only the oldest of each kind.
 
 local queue, kinds = unpack(KEYS)
 local batch_size = tonumber(ARGV[1])

@@ -1,24 +1,24 @@
--- What several scripts share. It is put in front of each of them.
+-- Functions shared by the scripts. The store puts this file in front of each script.
 
 local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
 end
 
--- Redis' time (ms), as it is written in keys
+-- The clock of Redis in milliseconds, in the format that is stored
 local function now()
   local time = redis.call('TIME')
   return string.format('%d%03d', time[1], math.floor(time[2] / 1000))
 end
 
--- The run, and the answer that a call before this one left under the same receipt. It counts for
--- the run that it was written in, not for what follows a reset.
+-- Returns the run's number, and the answer that an earlier call stored under the same receipt.
+-- An answer from before a reset does not count.
 local function find_receipt(resets, receipt)
   local run = redis.call('GET', resets) or '0'
   local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
   return run, of_run == run and answer
 end
 
--- Why a trainer may not ask about batches up to one; asking: its id, or '' for a plain poll
+-- Why a trainer's request about a batch is rejected. asking: its id, or '' for a plain poll
 local function refusal(trainer, asking, batch_id)
   if redis.call('HEXISTS', trainer, 'batch_size') == 0 then
     return {'unregistered'}
@@ -33,7 +33,7 @@ local function refusal(trainer, asking, batch_id)
   return tonumber(batch_id) > last and {'unknown', last}
 end
 
--- staged: prefix of staged payloads, where content is the name of one; else ''
+-- staged: prefix of staged payloads if content is the name of one, else ''
 local function store(payloads, large, id, staged, content)
   if staged == '' then
     redis.call('HSET', payloads, id, content)
@@ -54,7 +54,7 @@ local function drop(payloads, large, id)
 end
 
 local function set_latest(latest, payloads, large, id)
-  -- the payload of the group that was the latest outlived its batch for /latest_example only
+  -- the previous latest group was kept after its acknowledgement only for /latest_example
   if redis.call('HGET', latest, 'acknowledged') then
     drop(payloads, large, redis.call('HGET', latest, 'id'))
     redis.call('HDEL', latest, 'acknowledged')

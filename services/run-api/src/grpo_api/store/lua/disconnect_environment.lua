@@ -1,9 +1,9 @@
--- Take an environment off the list of those that are here, and drop its parts.
+-- Disconnect an environment and drop its buffered parts.
 --
 -- KEYS  1 environments (hash)  2 connected (set)  3 buffers (hash)  4 payloads (hash)
 --       5 totals (hash)        6 large (hash)
 -- ARGV  1 env_id
--- Returns nil where no such environment has registered, else how many parts were dropped
+-- Returns nil if no such environment has registered, else the number of dropped parts
 
 local environments, connected, buffers, payloads, totals, large = unpack(KEYS)
 local env_id = ARGV[1]

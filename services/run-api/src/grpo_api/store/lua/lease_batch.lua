@@ -6,11 +6,11 @@
 -- ARGV  1 name of the answer to a plain poll, or ''  2 trainer id at planning  3 batch id
 --       4 sequences in the batch, then entries of the queue
 -- Returns {'superseded'}     a trainer registered, or the run was reset, since the poll began
---         {'moved'}          one of the bundles is not in the queue any more, or another answer has
---                            the batch: plan again
---         {'leased', lease}  by this call, or by one before it with the same batch id
+--         {'moved'}          a bundle has left the queue, or another answer has the batch: plan
+--                            again
+--         {'leased', lease}  by this call, or by an earlier one with the same batch id
 --
--- Repeating a call whose answer was lost leases nothing more.
+-- Repeating a call whose answer was lost leases no other batch.
 
 local trainer, leases, totals, queue, kinds, sizes, answers = unpack(KEYS)
 local answer, trainer_id, batch_id, sequences = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
@@ -41,8 +41,8 @@ end
 local groups, bytes, oldest = {}, 0, nil
 for i = first, #ARGV do
   local kind, members, queued_ms = string.match(ARGV[i], '^(%S+ %d+) %d+ (%S+) (%d+)$')
-  -- the first write: where memory is full Redis refuses a script that begins with one which may
-  -- need more, and only what is handed out is ever let go of
+  -- ZREM must be the first write: with full memory Redis rejects a script whose first write may
+  -- need more memory, and only batches that are handed out are ever deleted
   redis.call('ZREM', queue, ARGV[i])
   decrease(kinds, kind)
   for size, stored in string.gmatch(members, '%d+:(%d+):(%d+)') do

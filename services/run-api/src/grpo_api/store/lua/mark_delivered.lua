@@ -1,17 +1,17 @@
--- Note that a trainer which cannot acknowledge was sent a whole batch: its next poll lets go of it.
+-- Record that a plain poll was answered in full: the next plain poll deletes the batch.
 --
 -- KEYS  1 answers (hash)
--- ARGV  1 batch id  2 name of the answer that it was sent in
+-- ARGV  1 batch id  2 name of the answer that sent it
 -- Returns 'delivered'
---         'gone'        it is another answer's, or another trainer's: end this one unfinished
+--         'gone'        another answer or another trainer has the batch: cut this answer off
 
 local answers, batch_id, answer = KEYS[1], ARGV[1], ARGV[2]
 local delivered = answer .. ' delivered'
 
 local found = redis.call('HGET', answers, batch_id)
 if found == answer then
-  -- deleted first: where memory is full Redis refuses a script that begins with a write which may
-  -- need more, and only what was delivered is ever let go of
+  -- HDEL must be the first write: with full memory Redis rejects a script whose first write may
+  -- need more memory, and only delivered batches are ever deleted
   redis.call('HDEL', answers, batch_id)
   redis.call('HSET', answers, batch_id, delivered)
 elseif found ~= delivered then

@@ -1,8 +1,8 @@
--- Carry out commands at one moment where memory is full: there MULTI refuses even those that read.
+-- Run commands as one transaction with full memory: MULTI then rejects even read commands.
 --
--- KEYS  none: the commands name theirs
--- ARGV  for each command: how many words, the words
--- Returns the answers in this order
+-- KEYS  none: they are part of the commands
+-- ARGV  for each command: the number of its words, then the words
+-- Returns the answers in the same order
 
 local answers, at = {}, 1
 while at <= #ARGV do

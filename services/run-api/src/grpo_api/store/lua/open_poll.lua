@@ -1,26 +1,26 @@
--- Begin a poll for a batch: hand out again what the trainer does not hold yet, or ask for a plan.
+-- Start a poll for a batch: return the next leased batch, or the state to plan a new one.
 --
 -- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 answers (hash)
--- ARGV  1 trainer id, or '' for a trainer that cannot acknowledge (a plain poll)
---       2 id of the last batch that it holds; a plain poll: '', it holds what was delivered
---       3 most bytes that unacknowledged batches may hold
---       4 how many batches the run needs after ARGV 2, or '' where the trainer does not say
+-- ARGV  1 trainer id, or '' for a plain poll, which cannot acknowledge
+--       2 id of the last batch that the trainer holds; '' for a plain poll
+--       3 limit on the stored bytes of unacknowledged batches
+--       4 number of batches that the run needs after ARGV 2, or '' if unknown
 --       5 name of the answer to a plain poll
 -- Returns {'unregistered'}
 --         {'superseded'}                     another trainer has registered
---         {'by lease'}                       a plain poll, while the run's trainer takes leases
+--         {'by lease'}                       a plain poll, in a run whose trainer uses leases
 --         {'unknown', last batch}            no batch has the id of ARGV 2
---         {'full', bytes}                    nothing new before batches are acknowledged
---         {'leased', batch id, lease}                  the next batch that is not acknowledged; a
---                                            plain poll: nor being sent in another answer
---         {'open', trainer id, batch_size, batch id}   nothing more is leased: plan this one
+--         {'full', bytes}                    acknowledge batches first
+--         {'leased', batch id, lease}        the next unacknowledged batch; for a plain poll, one
+--                                            that no other answer is sending
+--         {'open', trainer id, batch_size, batch id}   no other batch is leased: plan this one
 
 local trainer, leases, totals, answers = unpack(KEYS)
 local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local answer = ARGV[5]
 
--- Where memory is full Redis refuses what may need more as a script's first write. Batches have to
--- be handed out there too, or none is ever let go of: deleting comes first.
+-- With full memory Redis rejects a script whose first write may need more memory. Batches must be
+-- handed out even then, because only those are ever deleted. So HDEL comes first.
 local function set(field, value)
   redis.call('HDEL', trainer, field)
   redis.call('HSET', trainer, field, value)
@@ -49,7 +49,7 @@ local function is_free(batch_id)
   if not sent_in or sent_in == answer then
     return true
   end
-  -- nobody listens: the answer was cut off, or its server is gone
+  -- no listener: the answer was cut off, or its server process ended
   return not string.find(sent_in, ' delivered$')
     and redis.call('PUBSUB', 'NUMSUB', sent_in)[2] == 0
 end
@@ -62,7 +62,7 @@ end
 if batches_left == '' then
   redis.call('HDEL', trainer, 'ends_at')
 else
-  -- steps count batches, and of those that are leased this trainer takes next_id and later ones
+  -- steps count batches; of the leased ones, this trainer still receives next_id and later ones
   local ends_at = number(trainer, 'step') - (last - next_id + 1) + tonumber(batches_left)
   if number(trainer, 'ends_at') ~= ends_at then
     set('ends_at', ends_at)

@@ -1,8 +1,8 @@
--- The run in numbers.
+-- Counters of the run.
 --
 -- KEYS  1 trainer (hash)  2 totals (hash)  3 leases (hash)  4 connected (set)  5 seen (hash)
 --       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)
--- ARGV  1 milliseconds without a poll after which an environment counts as gone
+-- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
 -- Returns {step, last_batch, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),

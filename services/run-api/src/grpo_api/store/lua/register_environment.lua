@@ -5,10 +5,10 @@
 --       8 resets (string)       9 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 -- Returns {'wait'}                    no trainer has registered and polled yet
---         {'unservable', batch_size}  groups of this environment do not fill a batch
+--         {'unservable', batch_size}  the group size does not divide the batch size
 --         {'registered', env_id, name, step, trainer's registration (JSON)}
 --
--- The receipt makes a repeated call (its answer was lost) return the same environment.
+-- With the receipt, repeating a call whose answer was lost returns the same environment.
 
 local trainer, environments, names, counts, connected, seen, group_sizes, resets,
   receipt = unpack(KEYS)

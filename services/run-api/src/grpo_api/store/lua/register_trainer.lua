@@ -1,17 +1,18 @@
--- Register a trainer, unless that changes the run's batch size in a state not approved of.
+-- Register a trainer, unless that changes the run's batch size without approval.
 --
 -- KEYS  1 trainer (hash)  2 connected (set)  3 queued_kinds (hash)  4 leases (hash)
 --       5 answers (hash)
---       then trainer (hash) of each former layout
+--       then trainer (hash) of each previous layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
---       5 fingerprint of a state that the new batch size was found to suit, or ''
---       6 uuid of the run, where this registration begins one
+--       5 fingerprint of a state for which the new batch size was approved, or ''
+--       6 uuid for the run, if this registration starts one
 -- Returns {'registered', step, uuid of the run}
 --         {'differs', current batch_size, unacknowledged batches, fingerprint}
---         {'former layout'}   the run was stored by a version that writes it differently
+--         {'former layout'}   an older version of run-api stored this run
 --
--- The fingerprint covers what the batch size must suit: kinds in the queue, environments, leases.
--- Keeps queue, environments and step. What is not acknowledged is handed out again.
+-- The fingerprint covers the kinds in the queue, the environments and the leases, because the batch
+-- size must fit them. The queue, the environments and the step stay. Unacknowledged batches are
+-- handed out again.
 
 local trainer, connected, kinds, leases, answers = unpack(KEYS)
 local registration, batch_size, starting_step, trainer_id, approved, run_uuid = unpack(ARGV)
@@ -38,8 +39,8 @@ if current and current ~= batch_size then
   end
 end
 
--- the first write: where memory is full Redis refuses a script that begins with one which may need
--- more, and without a trainer nothing is ever let go of
+-- HDEL must be the first write: with full memory Redis rejects a script whose first write may need
+-- more memory, and without a trainer no batch is ever deleted
 redis.call('HDEL', trainer, 'takes_leases')
 redis.call('UNLINK', answers)
 redis.call(

@@ -1,4 +1,4 @@
--- Drop staged payloads that were not queued; what was queued has no time to live any more.
+-- Delete staged payloads that were not queued: those that still expire.
 --
 -- KEYS  staged payloads (strings)
 -- Returns nothing

@@ -1,4 +1,4 @@
--- Forget the run, and that of its receipts that counted before.
+-- Delete the run, and make its receipts invalid.
 --
 -- KEYS  1 resets (string), then every key of the run's state, in each layout
 -- Returns nothing
@@ -11,5 +11,5 @@ for i = 2, #KEYS do
   end
   redis.call('UNLINK', KEYS[i])
 end
--- last: where memory is full, Redis refuses this unless something was deleted before
+-- INCR comes last: with full memory Redis rejects it unless the script has deleted a key
 redis.call('INCR', KEYS[1])

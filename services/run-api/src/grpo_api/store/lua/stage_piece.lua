@@ -1,9 +1,9 @@
--- Add a piece to a payload that is stored ahead of being queued.
+-- Append a piece to a staged payload, which is stored before it is queued.
 --
 -- KEYS  1 staged payload (string)
--- ARGV  1 bytes before this piece  2 piece  3 seconds to keep what is not queued
+-- ARGV  1 bytes before this piece  2 piece  3 seconds until it expires unless queued
 -- Returns {'staged'}
---         {'unstaged'}   what comes before it is not there any more
+--         {'unstaged'}   the earlier pieces have expired
 --
 -- Repeating a call whose answer was lost adds nothing.
 

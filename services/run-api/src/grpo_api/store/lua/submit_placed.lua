@@ -5,15 +5,15 @@
 --       9 resets (string)      10 large (hash)         11 receipt (string)
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 trainer id at planning
 --       4 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
---       5 most queued groups  6 most stored bytes, queued and buffered
---       7 id of the first payload, those after it are numbered upwards
---       8 prefix of staged payloads, '' for payloads here
+--       5 limit on queued groups  6 limit on stored bytes, queued and buffered
+--       7 id of the first payload; the others follow
+--       8 prefix of staged payloads, '' if the payloads are in ARGV
 --       then for each group: stored bytes, payload or name of a staged one
 -- Returns {'placed'}
---         {'repeated', receipt}  a call before this one was carried out under the same receipt
+--         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'full'}               the queue has reached a limit
---         {'unstaged'}           a staged payload is not there any more
---         {'moved'}              another trainer, or a buffer not as it was before: place again
+--         {'unstaged'}           a staged payload has expired
+--         {'moved'}              the trainer or a buffer has changed: place again
 
 local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, large, receipt =
   unpack(KEYS)

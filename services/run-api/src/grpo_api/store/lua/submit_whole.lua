@@ -1,20 +1,21 @@
--- Queue groups that need no planning: each as large as its environment registered (or from nobody
--- who registered), of a size that fills a batch by itself. The usual case, in one call.
+-- Queue groups that need no planning, the usual case. Each has the size that its environment
+-- registered, or an unregistered sender, and its size divides the batch size.
 --
 -- KEYS  1 trainer (hash)       2 group_sizes (hash)   3 queue (zset)   4 payloads (hash)
 --       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
 --       9 last_group_id (string)  10 resets (string)     11 large (hash)   12 receipt (string)
 --       13 served weights (hash, vllm-server's: epoch, step)
--- ARGV  1 seconds to keep the receipt  2 receipt  3 most queued groups
---       4 most stored bytes, queued and buffered  5 prefix of staged payloads, '' for payloads here
---       6 version that they were received under, as it is written, '' for the one served now
---       then for each group: env_id or '-', sequences, stored bytes, payload or name of a staged one
+-- ARGV  1 seconds to keep the receipt  2 receipt  3 limit on queued groups
+--       4 limit on stored bytes, queued and buffered
+--       5 prefix of staged payloads, '' if the payloads are in ARGV
+--       6 version under which the groups were received, as stored; '' for the one served now
+--       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
---         {'repeated', receipt}  a call before this one was carried out under the same receipt
+--         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'unregistered'}
 --         {'full'}               the queue has reached a limit
---         {'plan'}               one of them needs planning: nothing was changed
---         {'unstaged'}           a staged payload is not there any more
+--         {'plan'}               a group needs planning: nothing was changed
+--         {'unstaged'}           a staged payload has expired
 
 local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, large,
   receipt, served_weights = unpack(KEYS)
@@ -43,7 +44,7 @@ if tonumber(held[1] or 0) >= tonumber(ARGV[3])
   return {'full'}
 end
 
--- ids that nobody registered are one sender, or they could make kinds without end
+-- unregistered ids count as one sender, so that invented ids do not add new kinds
 local function sender(env_id)
   return redis.call('HEXISTS', group_sizes, env_id) == 1 and env_id or '-'
 end

@@ -1,20 +1,20 @@
--- Everyone who registered, and the queue in numbers, at one moment.
+-- All registered environments and the counters of the queue, at one moment.
 --
 -- KEYS  1 trainer (hash)    2 environments (hash)  3 environment_names (hash)  4 connected (set)
 --       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)       8 totals (hash)
--- ARGV  1 env_id that is polling, or ''
+-- ARGV  1 env_id of the environment that polls, or ''
 -- Returns {time (ms), {step, batch_size, ends_at}, environments, names, connected, seen, kinds,
---         sizes, {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ..., of
---         sizes the fields only
+--         sizes, {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ...; of
+--         sizes only the fields
 --
--- The time is Redis' own: replicas of run-api need not agree on theirs.
+-- The time is the clock of Redis, so the clocks of several run-api processes may differ.
 
 local trainer, environments, names, connected, seen, kinds, sizes, totals = unpack(KEYS)
 
 local now_ms = now()
 if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
-  -- deleted first: where memory is full Redis refuses a script that begins with a write which may
-  -- need more, and whoever is not seen counts as gone
+  -- HDEL must be the first write: with full memory Redis rejects a script whose first write may
+  -- need more memory, and an environment without this time counts as disconnected
   redis.call('HDEL', seen, ARGV[1])
   redis.call('HSET', seen, ARGV[1], now_ms)
 end

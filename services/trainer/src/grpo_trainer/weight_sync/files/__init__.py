@@ -1,1 +1,1 @@
-"""Modes `lora_only`, `lora_restart` and `none`: weights reach the server as files."""
+"""Modes `lora_only`, `lora_restart` and `none`: the trainer publishes weights as files."""

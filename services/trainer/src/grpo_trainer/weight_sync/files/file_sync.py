@@ -1,9 +1,8 @@
-"""Modes `lora_only`, `lora_restart` and `none`: the trainer has weights of its own, and hands them
-to the server as files, every so many steps.
+"""Publishes weights as files in modes `lora_only`, `lora_restart` and `none`, every N steps.
 
-What differs between the three is what is trained (`TrainedWeights`) and how the server takes it
-(the `Action` of the hand-off). The server brings back by itself what it served last, so all that
-the trainer needs for a server that crashes is patience.
+The modes differ in what they train (`TrainedWeights`) and in how the server loads it (`Action`).
+After a crash the supervisor restores the weights that the server served last, so the trainer only
+waits.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ PROBE_DEADLINE_S = 30.0
 @dataclass(eq=False)
 class FileSync:
     """Args:
-    bridge: asks the server
-    supervisor: of that server
-    monitor: of that server
-    publisher: has it serve a directory
+    bridge: client of the inference server
+    supervisor: client of that server's supervisor
+    monitor: watches that supervisor's status
+    publisher: makes the server load a directory
     weights: what is trained
-    directories: directories of them
-    dtype: what the server must hold; "auto": whatever it holds
-    device: to train on; "auto": a GPU where there is one
-    every_steps, last_step: weights are published after every so many steps, and after the last
+    directories: where the weights are written
+    dtype: the data type that the server must have; "auto" accepts any
+    device: the device to train on; "auto" takes a GPU if there is one
+    every_steps, last_step: publish after every `every_steps` steps and after `last_step`
     """
 
     bridge: BridgeClient
@@ -71,12 +70,13 @@ class FileSync:
     _epoch: int = field(init=False, default=0)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
-        """The model of --model-name, and in the LoRA modes an adapter that changes nothing yet.
+        """Load the model of --model, in the LoRA modes with an adapter that changes nothing
+        yet.
 
         Raises:
-            ServiceUnavailable, LostServer: no server, or nobody who hands weights to it.
-            PolicyMismatch: the server is not one of this mode, data type or run.
-            NoSuchDevice: there is no such GPU to train on.
+            ServiceUnavailable, LostServer: the server or its supervisor does not answer.
+            PolicyMismatch: the server has another mode, data type or run.
+            NoSuchDevice: the GPU to train on does not exist.
         """
         device = device_to_load_on(self.device)
         import_architecture(self.weights.model_name)
@@ -96,8 +96,8 @@ class FileSync:
         last_epoch: int = 0,
         bound: Bound | None = None,
     ) -> PolicyVersion:
-        """Open an epoch beyond every one that is known of, and publish, unless the server serves
-        these very weights already."""
+        """Start an epoch later than every known one, and publish unless the server already serves
+        exactly these weights."""
         if bound is not None:
             self._check.bound = bound
         status = self.monitor.await_serving()
@@ -111,22 +111,25 @@ class FileSync:
             self.supervisor.newest_epoch(),
         )
         version = PolicyVersion(self._epoch, step)
-        # Even what the server has already, where that costs next to nothing.
+        # Without a restart a publication is cheap, so it is done even if the server has these
+        # weights.
         if not self.publisher.action.restarts or not self._has(status, is_untrained):
             self._publish(version)
         else:
             self.begun_as = status.version
             self._check.require(status.version, "At the start")
-            log.info("the server has these weights already", served_as=tuple(status.version))
+            log.info("weights.already_served", served_as=tuple(status.version))
         return version
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Step on the masters, write them into the policy, and publish where that is due.
+        """Update the master weights, write them into the policy, and publish if a publication is
+        due.
 
         Raises:
             NonFiniteGradient: nothing was changed.
-            WeightsRefused, NotPublished, LostServer: the server serves the weights before, if any.
-            ServedWeightsDiffer: it says that it serves the new ones, and does not.
+            WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
+                none.
+            ServedWeightsDiffer: the server reports the new weights but does not serve them.
         """
         started = time.monotonic()
         grad_norm = optimizer.step(step)
@@ -145,16 +148,16 @@ class FileSync:
         )
 
     def recover_server(self) -> None:
-        """Where the server is away: wait for its return. Raises `LostServer`."""
+        """Wait for the server's return if it is down. Raises `LostServer`."""
         self.monitor.look()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` where a server that says it serves does not answer for
-        30 s, and as `recover_server`."""
+        """Raises `ServiceUnavailable` if a server that reports "serving" does not answer for 30 s,
+        and the errors of `recover_server`."""
         return self._while_serving(lambda: self.bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Raises as `served_logprobs`."""
+        """Raises the errors of `served_logprobs`."""
         return self._while_serving(
             lambda: self.bridge.sample(
                 prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
@@ -172,13 +175,13 @@ class FileSync:
             self.weights.kind,
             lambda to: self.weights.write(self._policy, to),
         )
-        if not self.publisher.action.restarts:  # a restart empties the caches anyway
+        if not self.publisher.action.restarts:  # a restart empties the caches
             self._check.prime()
         in_use = self.publisher.publish(files)
         alignment = self._check.require(version, f"After step {version.step}")
         self.directories.remove_older(in_use)
         log.info(
-            "published",
+            "weights.published",
             version=tuple(version),
             seconds=round(time.monotonic() - started, 2),
             difference=alignment.mean,
@@ -186,7 +189,7 @@ class FileSync:
         return alignment
 
     def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
-        """Does the server serve the policy's weights, whatever it calls them?"""
+        """Whether the server serves the policy's weights, under any policy version."""
         served = status.weights
         if not served.trained:
             return is_untrained
@@ -197,7 +200,7 @@ class FileSync:
         )
 
     def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
-        """Of the supervisor in Redis, once it is that of the server at our URL."""
+        """The supervisor's status, once Redis and the server at our URL report the same version."""
         deadline = Deadline(self.supervisor.deadline_s)
         while True:
             status = self.monitor.await_serving()
@@ -206,16 +209,16 @@ class FileSync:
             if deadline.has_passed:
                 raise PolicyMismatch(
                     f"the server at {self.bridge.base_url} serves version "
-                    f"{tuple(info.policy_version)}, and the one that reports for run "
-                    f"{self.supervisor.run_id!r} in Redis "
-                    f"{tuple(status.version)}: they are two. Give server and trainer the same "
-                    "--redis-url and --run-id"
+                    f"{tuple(info.policy_version)}, but the server of run "
+                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: they "
+                    "are two servers. Give server and trainer the same --redis-url and --run-id"
                 )
             time.sleep(POLL_S)
             info = self.bridge.info()
 
     def _while_serving(self, ask: Callable[[], T]) -> T:
-        """Ask again until the server answers; the time for which it is away does not count."""
+        """Retry until the server answers. The time during which the server is down does not
+        count."""
         deadline = Deadline(PROBE_DEADLINE_S)
         while True:
             try:
@@ -229,37 +232,40 @@ class FileSync:
 
 
 def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
-    """As far as it says. Raises `PolicyMismatch` where it cannot serve what is trained; lists every
-    reason."""
+    """Raises `PolicyMismatch` if the server reports that it cannot serve what is trained; lists
+    every reason."""
     problems = []
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append(
-            "it takes no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
+            "it accepts no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
         )
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
-        problems.append("it takes adapters, not checkpoints: start it without --enable-lora")
+        problems.append("it accepts adapters, not whole models: start it without --enable-lora")
     if info.weights_socket is not None:
         problems.append("it shares its weights: start it without --share-weights")
     if problems:
         raise PolicyMismatch(
-            f"the server at {url} is not one of this mode:\n  " + "\n  ".join(problems)
+            f"the server at {url} does not fit this mode:\n  " + "\n  ".join(problems)
         )
 
 
 def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
-    """Args: wanted: --dtype.
+    """The data type to load the model in.
+
+    Args:
+        wanted: the value of --dtype
 
     Raises:
-        PolicyMismatch: the server holds another one, or does not say which.
+        PolicyMismatch: the server has another data type, or does not report one.
     """
     if info.dtype is None:
         raise PolicyMismatch(
-            "the server does not say its data type at /bridge/info; it is too old for this mode"
+            "the server reports no data type at /bridge/info; upgrade vllm-api-server"
         )
     if wanted not in ("auto", info.dtype):
         raise PolicyMismatch(
-            f"--dtype {wanted}, but the server holds {info.dtype}; start both with the same, or "
-            "the trainer with --dtype auto"
+            f"--dtype {wanted}, but the server's weights are in {info.dtype}; give both the "
+            "same --dtype, or the trainer --dtype auto"
         )
     dtype: torch.dtype = getattr(torch, info.dtype)
     return dtype

@@ -1,4 +1,4 @@
-"""Is the inference server there? By what its supervisor says, which it does every second."""
+"""Watches whether the inference server is up, by the status that its supervisor writes to Redis."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ POLL_S = 0.1
 
 class ServerMonitor:
     """Args:
-    supervisor: of the server
-    return_deadline_s: how long the server may be away before `LostServer`
+    supervisor: client of the server's supervisor
+    return_deadline_s: how long the server may be down before `LostServer`
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ServerMonitor:
         self._return_deadline: Deadline | None = None
 
     def status(self) -> SupervisorStatus | None:
-        """None where nobody has said anything for 10 s.
+        """The supervisor's status; None if it was not rewritten for 10 s.
 
-        Whether it is rewritten counts, not the time in it, which is that of another clock.
+        The rewriting counts, not the time in the status, which comes from another clock.
         """
         status, now = self._supervisor.status(), self._clock()
         self._asked_at = now
@@ -56,52 +56,55 @@ class ServerMonitor:
         return status if now - self._heard_at < STATUS_STALE_S else None
 
     def look(self) -> None:
-        """At most once a second: where the server is away, wait for its return.
+        """Wait for the server's return if it is down. Checks at most once a second.
 
         Raises:
             LostServer: it did not come back in time.
-            ServiceUnavailable: Redis is away for longer than it may.
+            ServiceUnavailable: Redis does not answer for longer than the deadline.
         """
         if self._clock() - self._asked_at >= STATUS_EVERY_S:
             self.await_serving()
 
     def await_serving(self) -> SupervisorStatus:
-        """Raises as `look`."""
+        """Wait until the server serves. Raises the errors of `look`."""
         waited = False
         while True:
             status = self.status()
             if status is not None and status.state is SupervisorPhase.SERVING:
                 self.note_presence()
                 if waited:
-                    log.info("the inference server serves again", version=tuple(status.version))
+                    log.info("server.returned", version=tuple(status.version))
                 return status
             if not waited:
-                log.warning("waiting for the inference server", reason=describe(status))
+                log.warning("server.unavailable", reason=describe(status))
                 waited = True
             self.note_absence(status)
             time.sleep(POLL_S)
 
     def note_presence(self) -> None:
-        """It is there, in whatever state."""
+        """Record that the supervisor reports, whatever the server's state is."""
         self._return_deadline = None
 
     def note_absence(self, status: SupervisorStatus | None) -> None:
-        """Args: status: what it said last, for the message.
+        """Record that the server is down.
+
+        Args:
+            status: the last one reported, for the message
 
         Raises:
-            LostServer: its absence was noted first too long ago.
+            LostServer: it is down for longer than the deadline.
         """
         if self._return_deadline is None:
             self._return_deadline = Deadline(self._return_deadline_s, self._clock)
         elif self._return_deadline.has_passed:
             raise LostServer(
-                f"the inference server of run {self._supervisor.run_id!r} was away for "
+                f"the inference server of run {self._supervisor.run_id!r} is down for "
                 f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
-                "with the --redis-url and --run-id of the trainer, then the trainer"
+                "with the trainer's --redis-url and --run-id, then start the trainer again"
             )
 
 
 def describe(status: SupervisorStatus | None) -> str:
     if status is None:
-        return "its supervisor says nothing in Redis"
+        return "its supervisor reports no status in Redis"
     return f"{status.state}: {status.reason}" if status.reason else status.state.value

@@ -1,4 +1,4 @@
-"""Starts the inference server if the mode restarts it; otherwise the log says what to type."""
+"""Starts the inference server if the mode restarts it; otherwise logs the command to start one."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ log = structlog.get_logger()
 PACKAGE = "grpo_vllm"
 LOG = "vllm_server.log"
 STARTS_SERVER_WITH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
-"""Command lines of the archived trainer name them in every mode. If grpo starts no server, the log
-mentions them."""
+"""Options for a server that grpo starts. Command lines of the archived trainer pass them in every
+mode, so if grpo starts no server it only logs that they are unused."""
 MAX_MODEL_LEN = 4096
-"""Without --max-model-len, if the model allows as much."""
+"""The default of --max-model-len, unless the model allows less."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 END_GRACE_S = 60.0
-"""The server lets requests finish first."""
+"""Time for the server to answer its requests in flight."""
 _POLL_S = 0.2
 _CONNECT_S = 2.0
 
 
 @contextlib.contextmanager
 def inference_server(settings: TrainerSettings) -> Iterator[None]:
-    """Inside, something listens at the server's URL. What was started here is ended with the block.
+    """Inside the block, a server listens at the configured URL. The end of the block stops a server
+    that was started here.
 
     Raises:
-        NoInferenceServer: nothing does, within the deadline; says what to start.
-        MissingPackage: the server is to be started and is not installed.
-        NoSuchDevice: --vllm-gpu names a GPU that this process does not see.
+        NoInferenceServer: nothing listens there before the deadline; names the command to start.
+        MissingPackage: the server's package is not installed.
+        NoSuchDevice: --vllm-gpu names a GPU that this process cannot see.
     """
     chosen, (host, port) = settings.sync, _address(settings.inference_url)
     is_local = host in LOOPBACK
@@ -62,35 +63,35 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> Iterator[None]:
-    """`vllm-api-server` as a child. A terminal's Ctrl-C reaches the trainer alone, which then ends
-    it."""
+    """Run `vllm-api-server` as a child process. Ctrl-C in a terminal reaches only the trainer,
+    which then stops it."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise MissingPackage(
-            f"mode {settings.sync.mode} starts vllm-api-server, and {PACKAGE} is not installed "
-            "here; install it (make install), or start the server where it is: "
+            f"mode {settings.sync.mode} starts vllm-api-server, but {PACKAGE} is not installed "
+            "here; install it (make install), or start the server on its own host: "
             + command_to_start(settings, port)
         )
     command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
     command += sizing_flags(settings, more_flags, _has_gpu())
     log_path = settings.save_path / LOG
     child = ManagedProcess("vllm-api-server", command, log_path, _environment(settings))
-    log.info("started the inference server", pid=child.pid, log=str(log_path))
+    log.info("server.started", pid=child.pid, log=str(log_path))
     try:
         seconds = child.wait_until(
             lambda: _serves(settings.inference_url), settings.server_return_deadline_s
         )
-        log.info("the inference server serves", seconds=round(seconds, 1))
+        log.info("server.ready", seconds=round(seconds, 1))
         yield
     except ProcessFailed as error:
-        advice = "if it only needs longer, raise --server-return-deadline-s"
+        advice = "if it only needs more time, raise --server-return-deadline-s"
         raise NoInferenceServer(f"{error}\n{advice}") from error
     finally:
         child.stop(END_GRACE_S)
 
 
 def server_flags(settings: TrainerSettings, port: int) -> list[str]:
-    """Options of `vllm-api-server` that the mode needs. Redis is named by REDIS_URL: a command line
-    is for all to read, and its URL may hold a password."""
+    """The mode's options of `vllm-api-server`. Redis is passed in REDIS_URL, because other users
+    can read a command line and the URL may hold a password."""
     flags = ["--model", settings.model, "--port", str(port), "--dtype", settings.dtype]
     if not settings.sync.hands_off:
         return [*flags, "--share-weights"]
@@ -102,7 +103,7 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
 
 
 def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> list[str]:
-    """Of a server that grpo starts."""
+    """Options that size a server which grpo starts."""
     flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model))]
     if has_gpu or "gpu_memory_utilization" in settings.model_fields_set:
         flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -110,18 +111,20 @@ def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> l
 
 
 def command_to_start(settings: TrainerSettings, port: int) -> str:
-    """To copy and paste."""
-    redis = 'REDIS_URL="<that of the trainer>" ' if settings.sync.hands_off else ""
+    """The shell command that starts a suitable server, for messages."""
+    redis = 'REDIS_URL="<the trainer\'s>" ' if settings.sync.hands_off else ""
     return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
 
 
 def _wait_for(settings: TrainerSettings, host: str, port: int) -> None:
-    command, told = command_to_start(settings, port), False
+    command, is_logged = command_to_start(settings, port), False
     deadline = Deadline(settings.service_deadline_s)
     while not _listens(host, port):
-        if not told:
-            log.warning("no inference server yet", url=settings.inference_url, start=command)
-            told = True
+        if not is_logged:
+            log.warning(
+                "server.unavailable", url=settings.inference_url, hint=f"start it: {command}"
+            )
+            is_logged = True
         if deadline.has_passed:
             raise NoInferenceServer(
                 f"nothing listens at {settings.inference_url} after "
@@ -134,7 +137,7 @@ def _mention_unused(settings: TrainerSettings) -> None:
     given = [name for name in STARTS_SERVER_WITH if name in settings.model_fields_set]
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        log.info("not used: they are for a server that grpo starts", options=options)
+        log.info("options.unused", options=options, reason="grpo starts no server here")
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -158,7 +161,7 @@ def _serves(url: str) -> bool:
 
 
 def _environment(settings: TrainerSettings) -> dict[str, str]:
-    """Beside this process's own."""
+    """Variables for the server, added to this process's own."""
     redis_url, api_key = plain(settings.redis_url), plain(settings.vllm_api_key)
     gpu = settings.vllm_gpu
     values = {
@@ -170,13 +173,13 @@ def _environment(settings: TrainerSettings) -> dict[str, str]:
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
-    """Args: visible: the GPUs that this process sees, by number or UUID; None: all."""
+    """Args: visible: the GPUs that this process sees, by number or UUID; None means all."""
     if visible is None:
         return str(index)
     gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     if index >= len(gpus):
         raise NoSuchDevice(
-            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} names {len(gpus)} GPUs, counted from 0"
+            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} has {len(gpus)} GPUs, counted from 0"
         )
     return gpus[index]
 

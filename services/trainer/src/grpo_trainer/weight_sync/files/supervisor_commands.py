@@ -1,4 +1,4 @@
-"""Asks the supervisor to serve a directory of weights until it does."""
+"""Commands the supervisor to serve a directory of weights, and retries until it does."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ log = structlog.get_logger()
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
 LOST_AFTER_S = 15.0
-"""A command that nobody has answered for so long, while the server serves something else, was lost
-with the last second of a Redis or with a supervisor."""
+"""A command without an answer for this long is lost if the server serves other weights: Redis or
+the supervisor restarted and lost it."""
 
 
 @dataclass(frozen=True)
 class Publisher:
     """Args:
-    supervisor: takes the commands
-    monitor: of its server
-    action: how the server takes new weights
-    deadline_s: how long it may take, with everything that goes wrong on the way
+    supervisor: receives the commands
+    monitor: watches its status
+    action: how the server loads new weights
+    deadline_s: time limit of one publication, retries included
     """
 
     supervisor: SupervisorClient
@@ -48,15 +48,15 @@ class Publisher:
     deadline_s: float
 
     def publish(self, weights: WeightRef) -> frozenset[Path]:
-        """Return once every request that arrives is answered by these weights.
+        """Return once the server answers every new request with these weights.
 
         Returns:
-            Directories that requests in flight still read, whose files must stay.
+            Directories that requests in flight still read; their files must stay.
 
         Raises:
-            WeightsRefused: the server takes no such weights; it serves those before.
-            NotPublished: it tried until the deadline.
-            LostServer: nobody is there to ask.
+            WeightsRefused: the server refuses the weights and serves the previous ones.
+            NotPublished: the server did not succeed before the deadline.
+            LostServer: the supervisor is down.
         """
         deadline = Deadline(self.deadline_s)
         retry_s = FIRST_RETRY_S
@@ -67,39 +67,39 @@ class Publisher:
             outcome = self._outcome_of(command, deadline)
             if outcome.state is OutcomeState.DONE:
                 return _directories(outcome)
-            if self._is_served(weights):  # asked for by a command whose answer was lost
+            if self._is_served(weights):  # the answer to an earlier command was lost
                 return frozenset()
             reason = f"{outcome.state}: {outcome.reason}"
             if outcome.state is OutcomeState.REFUSED:
                 raise WeightsRefused(
                     f"the server refuses version {tuple(weights.version)} in {weights.path}: "
-                    f"{outcome.reason}. It goes on serving the version before"
+                    f"{outcome.reason}. It keeps serving the previous version"
                 )
             if deadline.left_s <= retry_s:
                 raise self._not_published(weights, reason)
-            log.warning("asking the server again", version=tuple(weights.version), reason=reason)
+            log.warning("publication.retried", version=tuple(weights.version), reason=reason)
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     def _outcome_of(self, command: Command, deadline: Deadline) -> Outcome:
-        """The final one, or BUSY where the command was lost."""
+        """The final outcome, or BUSY if the command was lost."""
         lost = Deadline(LOST_AFTER_S)
         while True:
             outcome = self.supervisor.outcome(command)
             if outcome is not None and outcome.state is not OutcomeState.ACCEPTED:
                 return outcome
             if self._is_lost(command, lost):
-                return Outcome(state=OutcomeState.BUSY, reason="nobody answered the command")
+                return Outcome(state=OutcomeState.BUSY, reason="the supervisor lost the command")
             if deadline.has_passed:
-                seen = "taken up" if outcome else "not seen"
+                seen = "accepted but not completed" if outcome else "not accepted"
                 raise self._not_published(
                     command.weights,
-                    f"the command was {seen} and not answered; {describe(self.monitor.status())}",
+                    f"the command was {seen}; {describe(self.monitor.status())}",
                 )
             time.sleep(POLL_S)
 
     def _is_lost(self, command: Command, lost: Deadline) -> bool:
-        """Raises `LostServer` where no supervisor is there for too long."""
+        """Raises `LostServer` if the supervisor is down for too long."""
         status = self.monitor.status()
         if status is None:
             self.monitor.note_absence(status)
@@ -121,8 +121,8 @@ class Publisher:
     def _not_published(self, weights: WeightRef, reason: str) -> NotPublished:
         return NotPublished(
             f"version {tuple(weights.version)} is not served after {self.deadline_s:g} s "
-            f"({reason}). Read the server's log; raise --publish-deadline-s where it only needs "
-            "longer. Started again, the trainer goes on from the last state that it saved"
+            f"({reason}). Read the server's log; raise --publish-deadline-s if it only needs more "
+            "time. Start the trainer again to resume from its newest checkpoint"
         )
 
 
@@ -130,4 +130,6 @@ def _directories(outcome: Outcome) -> frozenset[Path]:
     try:
         return frozenset(Path(path).resolve() for path in json.loads(outcome.in_use))
     except (ValueError, TypeError) as error:
-        raise ProtocolViolation(f"outcome in Redis: in_use is {outcome.in_use!r}") from error
+        raise ProtocolViolation(
+            f"the outcome in Redis has in_use={outcome.in_use!r}, which is not a list of paths"
+        ) from error

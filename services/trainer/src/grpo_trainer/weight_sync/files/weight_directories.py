@@ -1,5 +1,4 @@
-"""Directories of weights for the server: written once, under a name of their own, and kept as long
-as somebody may read them."""
+"""Writes each version of the weights into its own directory, and removes unused ones."""
 
 from __future__ import annotations
 
@@ -24,34 +23,40 @@ class WeightDirectories:
         self.root = root
 
     def prepare(self) -> None:
-        """Make the directory, and clear away what a trainer that was killed left half-written."""
+        """Create the root, and remove unfinished directories of a trainer that was killed."""
         make_directory(self.root)
         remove_unfinished(self.root)
 
     def write(
         self, version: PolicyVersion, kind: WeightKind, write_to: Callable[[Path], None]
     ) -> WeightRef:
-        """Args: write_to: writes its argument as a whole directory.
+        """Args: write_to: writes a complete directory at its argument.
 
         Raises:
-            CheckpointNotSaved: the disk is full, or the like.
+            CheckpointNotSaved: the directory could not be written, e.g. the disk is full.
         """
         target = self.root / f"epoch_{version.epoch}_step_{version.step}"
         write_to(target)
         try:
             digest = directory_digest(target)
         except OSError as error:
-            raise CheckpointNotSaved(f"{target} cannot be read back: {error}") from error
+            raise CheckpointNotSaved(
+                f"{target} was written and cannot be read: {error}; check the disk"
+            ) from error
         return WeightRef(version=version, kind=kind, path=target, digest=digest)
 
     def remove_older(self, in_use: Collection[Path]) -> None:
-        """All but the newest two and what requests in flight read. Args: in_use: resolved paths."""
+        """Remove all but the newest two and those in use.
+
+        Args:
+            in_use: resolved paths that requests in flight still read
+        """
         for _, path in sorted(self._versions())[:-SERVED_KEPT]:
             if path.resolve() not in in_use:
                 remove_directory(path)
 
     def newest_epoch(self) -> int:
-        """0 where there is none."""
+        """The newest epoch that has a directory, or 0."""
         return max((version.epoch for version, _ in self._versions()), default=0)
 
     def _versions(self) -> list[tuple[PolicyVersion, Path]]:

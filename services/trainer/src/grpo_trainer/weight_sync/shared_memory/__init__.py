@@ -1,1 +1,1 @@
-"""Mode `shared_vllm`: trainer and server hold one copy of the weights, in memory."""
+"""Mode `shared_vllm`: trainer and server share one copy of the weights in memory."""

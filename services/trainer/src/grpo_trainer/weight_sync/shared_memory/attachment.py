@@ -1,4 +1,4 @@
-"""Attaches to the inference server's weight memory, and again after the server restarted."""
+"""Attaches to the server's weight memory, and attaches again after the server restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RETURN_ATTEMPT_S = 5.0
 
 @dataclass(frozen=True)
 class WeightPlaces:
-    """What the user says about where the server's weights are; None: find out."""
+    """The user's settings for finding the server's weight socket. None: find it automatically."""
 
     socket: Path | None = None
     config: Path | None = None
@@ -35,12 +35,12 @@ class WeightPlaces:
 
 @dataclass(frozen=True)
 class Attachment:
-    """One trainer's hold on one server start. The session lasts as long as the connection."""
+    """The connection of one trainer to one server process. The session ends with the connection."""
 
     connection: WeightConnection
     weights: MappedWeights
     info: BridgeInfo
-    """As it was once attached: nobody else has written since."""
+    """Read after attaching, so no other trainer has written since."""
 
     @property
     def session(self) -> str:
@@ -55,14 +55,14 @@ class Attachment:
 
 @dataclass(eq=False)
 class ServerConnection:
-    """At most one attachment at a time.
+    """Holds at most one attachment.
 
     Args:
         bridge: control client of the server
-        places: where its weight socket is
-        dtype: what the server must hold; "auto": whatever it holds
-        device: where the server must hold it; "auto": wherever it does
-        return_deadline_s: how long a server that went away may take to come back
+        places: settings for finding the weight socket
+        dtype: the data type that the server must have; "auto" accepts any
+        device: the device that the server's weights must be on; "auto" accepts any
+        return_deadline_s: how long the trainer waits for a stopped server to return
     """
 
     bridge: BridgeClient
@@ -76,7 +76,7 @@ class ServerConnection:
         self.bridge.give_up_if(self.is_lost)
 
     def is_lost(self) -> bool:
-        """Has the server ended whose memory is held?"""
+        """Whether the server that owns the mapped memory has ended."""
         return self._attachment is not None and self._attachment.is_lost()
 
     @property
@@ -90,22 +90,23 @@ class ServerConnection:
         return self._attachment
 
     def attach(self, deadline_s: float | None = None) -> Attachment:
-        """Connect to the server's weight socket and map what it hands out.
+        """Connect to the server's weight socket and map its memory.
 
         Args:
-            deadline_s: how long the server may be unreachable; None: the client's own deadline.
+            deadline_s: how long the server may be unreachable; None: the client's own deadline
 
         Raises:
             ServiceUnavailable: no server, no weight socket, or another trainer is attached.
-            PolicyMismatch: the server shares nothing, or with another data type or device.
-            UnreachableWeights: they are on a GPU that this process cannot share.
-            BridgeConfigNotFound: nobody says where the socket is on this file system.
+            PolicyMismatch: the server shares no weights, or has another data type or device.
+            UnreachableWeights: the weights are on a GPU that this process cannot share.
+            BridgeConfigNotFound: no setting or file names the socket on this file system.
         """
         info = self.bridge.info(deadline_s)
         connection = connect_weights(_socket(self.bridge.base_url, info, self.places))
         try:
             weights = map_weights(connection)
-            # Asked again once attached: the previous trainer may have been cut off in the meantime.
+            # Read again once attached: the previous trainer may have died while writing in the
+            # meantime.
             attachment = Attachment(connection, weights, self.bridge.info(deadline_s))
         except BaseException:
             connection.close()
@@ -116,15 +117,15 @@ class ServerConnection:
         return attachment
 
     def reattach(self, why: str) -> Attachment:
-        """Wait for a server that went away.
+        """Wait for the return of a server that stopped, and attach to it.
 
         Raises:
             LostServer: it did not come back in time.
             PolicyMismatch: it came back with another data type.
         """
         log.warning(
-            "lost the inference server; waiting for its return",
-            why=why,
+            "server.lost",
+            reason=why,
             deadline_s=self.return_deadline_s,
         )
         self.close()
@@ -138,36 +139,36 @@ class ServerConnection:
                 time.sleep(RETURN_POLL_S)
             else:
                 log.info(
-                    "attached again; writing the current weights back",
+                    "server.reattached",
                     seconds=round(time.monotonic() - started, 1),
                     generation=attachment.weights.manifest.generation,
                 )
                 return attachment
 
     def close(self) -> None:
-        """Let go. The weights served last stay served."""
+        """Disconnect. The server keeps serving the latest weights."""
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
 
     def did_not_return(self, what: str) -> LostServer:
         return LostServer(
-            f"the inference server at {self.bridge.base_url} went away and did not come back "
+            f"the inference server at {self.bridge.base_url} stopped and did not come back "
             f"within {self.return_deadline_s:g} s ({what}); read its log, start it again, then "
-            "the trainer"
+            "start the trainer again"
         )
 
     def _check_dtype(self, weights: MappedWeights) -> None:
         if self.dtype not in ("auto", weights.dtype_name):
             raise PolicyMismatch(
-                f"--dtype {self.dtype}, but the server holds {weights.dtype_name}; start both "
-                "with the same, or the trainer with --dtype auto"
+                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; give "
+                "both the same --dtype, or the trainer --dtype auto"
             )
 
 
 def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:
-    """What the user names, else what the server names, else what a bridge configuration says:
-    the server may see the directory of the socket under another path than we do."""
+    """The user's socket, else the server's, else that of a bridge configuration. The server may
+    mount the socket's directory under another path than this process."""
     if places.socket is not None:
         return places.socket
     if info.weights_socket is None:

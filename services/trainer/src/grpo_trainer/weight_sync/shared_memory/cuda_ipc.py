@@ -1,7 +1,8 @@
-"""Opens the server's allocations on the GPU, which it exported for this process alone.
+"""Opens the server's GPU memory, which the server exported for this process only.
 
-The twin of `grpo_vllm.weights.cuda_ipc`. What would fail later, or crash, is looked for first: both
-processes must be on one GPU, with one build of torch, in one PID namespace and with one /dev/shm.
+The counterpart of `grpo_vllm.weights.cuda_ipc`. It checks requirements first, because CUDA may
+crash without them: one GPU, one build of torch, one PID namespace and one /dev/shm for both
+processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_trainer.errors import UnreachableWeights
 
 @dataclass(frozen=True)
 class OwnPlace:
-    """Where this process is. `devices`: index of each GPU that it sees, by UUID."""
+    """The GPUs and namespaces of this process. `devices`: index of each visible GPU, by UUID."""
 
     devices: Mapping[str, int]
     torch: str
@@ -40,7 +41,7 @@ class OwnPlace:
         )
 
     def obstacles(self, server: CudaPlace) -> list[str]:
-        """All that stands between this process and memory of the server; [] where nothing does."""
+        """Reasons why this process cannot share the server's memory; [] if there is none."""
         problems = []
         if server.device_uuid not in self.devices:
             seen = ", ".join(self.devices) or "none"
@@ -55,13 +56,13 @@ class OwnPlace:
             )
         if server.pid_namespace != self.pid_namespace:
             problems.append(
-                "server and trainer are in different PID namespaces, and CUDA finds the exporting "
-                "process by its number: start one container with the other's (pid: service:...)"
+                "server and trainer are in different PID namespaces, but CUDA finds the exporting "
+                "process by its PID: let one container use the other's (pid: service:...)"
             )
         if server.shm_filesystem != self.shm_filesystem:
             problems.append(
                 "server and trainer have different /dev/shm, where torch counts users of exported "
-                "memory: start one container with the other's (ipc: service:..., the other with "
+                "memory: let one container use the other's (ipc: service:...; the other needs "
                 "ipc: shareable)"
             )
         return problems
@@ -69,7 +70,7 @@ class OwnPlace:
 
 @dataclass(frozen=True)
 class OpenedCuda:
-    """The server's segments in this process. `starts`: of each in the server's memory."""
+    """The server's memory segments in this process. `starts`: their offsets in the server."""
 
     device: torch.device
     starts: list[int]
@@ -77,10 +78,13 @@ class OpenedCuda:
 
     @classmethod
     def open(cls, memory: CudaMemory, own: OwnPlace) -> OpenedCuda:
-        """Map every segment into this process, which is at `own`.
+        """Map every segment into this process.
+
+        Args:
+            own: where this process runs
 
         Raises:
-            UnreachableWeights: lists what stands in the way, or says what CUDA said.
+            UnreachableWeights: lists every obstacle, or gives CUDA's error.
         """
         problems = own.obstacles(memory.place)
         if problems:
@@ -88,8 +92,8 @@ class OpenedCuda:
         index = own.devices[memory.place.device_uuid]
         try:
             storages = [_opened(segment, index) for segment in memory.segments]
-        except RuntimeError as error:  # of torch and CUDA
-            raise unreachable([f"CUDA does not open the server's memory: {error}"]) from error
+        except RuntimeError as error:  # raised by torch and CUDA
+            raise unreachable([f"CUDA cannot open the server's memory: {error}"]) from error
         starts = [segment.start for segment in memory.segments]
         return cls(torch.device("cuda", index), starts, storages)
 
@@ -107,7 +111,8 @@ def unreachable(problems: list[str]) -> UnreachableWeights:
 
 
 def _opened(segment: CudaSegment, device_index: int) -> torch.UntypedStorage:
-    """The index of the GPU is this process's own: the server may count otherwise."""
+    """Open one segment. `device_index` counts this process's GPUs; the server may count
+    differently."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
         device_index,

@@ -1,4 +1,4 @@
-"""The server's weight memory in this process: mapped from a descriptor, or opened on the GPU."""
+"""Maps the server's weight memory into this process, from a file descriptor or from the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
 
 @dataclass(frozen=True)
 class MappedWeights:
-    """The server's weight memory, as tensors. `bytes_of`: [nbytes] uint8, sharing memory."""
+    """The server's weight memory as tensors. `bytes_of` returns [nbytes] uint8 that shares the
+    memory."""
 
     manifest: WeightManifest
     device: torch.device
@@ -32,32 +33,34 @@ class MappedWeights:
         return self.bytes_of(region).data_ptr()
 
     def wait_until_written(self) -> None:
-        """Until every write that this process has begun is there for the server to read."""
-        if self.device.type == "cuda":  # a processor's writes are there at once
+        """Wait until the server can read every write of this process."""
+        if self.device.type == "cuda":  # a CPU's writes are visible at once
             torch.cuda.synchronize(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters. Raises `PolicyMismatch` where there are several."""
+        """The parameters' data type. Raises `PolicyMismatch` if they have several."""
         names = sorted({region.dtype for region in self.manifest.parameters.values()})
         if len(names) != 1:
-            raise PolicyMismatch(f"the server holds parameters of several dtypes: {names}")
+            raise PolicyMismatch(
+                f"the server's parameters have several data types: {names}; give it one --dtype"
+            )
         dtype: torch.dtype = getattr(torch, names[0])
         return dtype
 
     @property
     def dtype_name(self) -> str:
-        """ "float32", "bfloat16"."""
+        """The name without the prefix, such as "float32" or "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def map_weights(connection: WeightConnection) -> MappedWeights:
-    """Raises `UnreachableWeights` if they are on a GPU that this process cannot share."""
+    """Raises `UnreachableWeights` if the weights are on a GPU that this process cannot share."""
     memory, manifest = connection.grant.memory, connection.grant.manifest
     if isinstance(memory, CudaMemory):
         opened = OpenedCuda.open(memory, OwnPlace.find())
         return MappedWeights(manifest, opened.device, opened.bytes_of)
-    # The descriptor may be closed afterwards.
+    # The mapping stays valid after the descriptor is closed.
     mapping = mmap.mmap(connection.fd, manifest.total_bytes, mmap.MAP_SHARED)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     return MappedWeights(manifest, whole.device, lambda r: whole[r.offset : r.end])

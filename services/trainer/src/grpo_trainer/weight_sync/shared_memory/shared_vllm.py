@@ -1,10 +1,10 @@
-"""Mode `shared_vllm`: trainer and server hold one copy of the weights.
+"""Publishes weights in mode `shared_vllm`, by writing into the server's own memory.
 
-This file alone may pause the server, write the weights, name the new version and resume.
+Only this file pauses the server, writes the weights, names the new version and resumes.
 
-A server that restarts has other memory, with the checkpoint's weights in it. The trainer waits for
-it, makes its policy of views into the new memory and writes the masters there, before the server
-answers anybody.
+A restarted server has new memory that holds the weights of its model files. The trainer attaches to
+it, moves its policy into the new memory and writes the master weights back. Only then does the
+server answer requests.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _CONFLICT = 409
 class SharedVllm:
     """Args:
     bridge: control client of the server
-    places: where its weight socket is
-    dtype: what the server must hold; "auto": whatever it holds
-    device: where the server must hold it; "auto": wherever it does
-    lease_s: the longest pause to ask for
-    return_deadline_s: how long a server that went away may take to come back
-    epochs: those that were opened before
+    places: settings for finding the weight socket
+    dtype: the data type that the server must have; "auto" accepts any
+    device: the device that the server's weights must be on; "auto" accepts any
+    lease_s: maximum length of one pause
+    return_deadline_s: how long the trainer waits for a stopped server to return
+    epochs: the epochs that earlier trainers of this save path started
     """
 
-    begun_as: PolicyVersion | None = None  # never: what `start` serves has a name of this run
+    begun_as: PolicyVersion | None = None  # always None: `start` publishes
 
     def __init__(
         self,
@@ -89,24 +89,24 @@ class SharedVllm:
         return self._server.attachment.weights
 
     def load_policy(self, restoring: bool = False) -> CausalLM:
-        """Attach to the server's memory and build the policy of views into it.
+        """Attach to the server's memory and build the policy from views into it.
 
         Raises:
             ServiceUnavailable: no server, or no weight socket.
-            PolicyMismatch: the server shares nothing, or another model.
-            TornWeights: a trainer before this one was cut off while it wrote, and its weights are
-                to be trained on.
+            PolicyMismatch: the server shares no weights, or has another model.
+            TornWeights: the previous trainer may have died while writing, and this run would start
+                from its weights.
         """
         import_architecture(self._model_name)
         attachment = self._server.attach()
         info = attachment.info
         if not restoring:
             self._refuse_torn(info)
-            _say_where_it_starts(info)
+            _log_starting_weights(info)
         self._policy = build_policy(self._model_name, attachment.weights)
         self._version = info.policy_version.next_epoch()
         log.info(
-            "attached to the server's weights",
+            "weights.attached",
             generation=attachment.weights.manifest.generation,
             megabytes=round(attachment.weights.manifest.total_bytes / 1e6, 1),
             dtype=attachment.weights.dtype_name,
@@ -121,8 +121,8 @@ class SharedVllm:
         last_epoch: int = 0,
         bound: Bound | None = None,  # noqa: ARG002
     ) -> PolicyVersion:
-        """Write the masters back and announce them under an epoch beyond the server's, `last_epoch`
-        and every one that was opened."""
+        """Publish the master weights under a new epoch: later than the server's, than `last_epoch`
+        and than every epoch started before."""
         self._optimizer = optimizer
         if self._epochs is not None:
             last_epoch = max(last_epoch, self._epochs.newest())
@@ -130,17 +130,18 @@ class SharedVllm:
         return self._publish(step)
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Step on the masters while serving goes on, then write them into the served weights.
+        """Update the master weights while the server samples, then write them into the served
+        weights.
 
         Raises:
-            MovedParameters: the policy is no longer made of views; nothing was written.
+            MovedParameters: the policy no longer consists of views; nothing was written.
             NonFiniteGradient: nothing was written.
-            LostServer: the server went away and did not come back in time.
+            LostServer: the server stopped and did not come back in time.
         """
         check_views(self._policy, self.weights)
         started = time.monotonic()
         grad_norm = optimizer.step(step)
-        self.weights.wait_until_written()  # a GPU may still be stepping: not in the pause
+        self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
         stepped = time.monotonic()
         version = self._publish(step + 1)
         return Published(
@@ -151,7 +152,7 @@ class SharedVllm:
         )
 
     def recover_server(self) -> None:
-        """Where the server went away: wait for its return and write the weights back.
+        """If the server stopped, wait for its return and write the weights back.
 
         Raises:
             LostServer: it did not come back in time.
@@ -161,7 +162,7 @@ class SharedVllm:
             self._publish(self._version.step)
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` where a living server does not answer for 30 s."""
+        """Raises `ServiceUnavailable` if a running server does not answer for 30 s."""
         deadline = Deadline(PROBE_DEADLINE_S)
         while True:
             self.recover_server()
@@ -177,10 +178,10 @@ class SharedVllm:
         self._bridge.close()
 
     def _publish(self, step: int) -> PolicyVersion:
-        """Serve the masters as the weights of `step`, on a restarted server if need be.
+        """Publish the master weights as the weights of `step`, on a restarted server if necessary.
 
-        A server that is dying may take a connection and answer for a while: what it cannot do is
-        tried again until the deadline.
+        A server that is stopping may still accept a connection and then fail, so failures are
+        retried until the deadline.
         """
         deadline = Deadline(self._server.return_deadline_s)
         while True:
@@ -203,7 +204,7 @@ class SharedVllm:
                 return version
 
     def _write(self, version: PolicyVersion) -> None:
-        """pause → write → name → resume."""
+        """pause → write → name the version → resume."""
         assert self._optimizer is not None, "start() comes first"
         session = self._server.attachment.session
         try:
@@ -212,8 +213,8 @@ class SharedVllm:
             self.weights.wait_until_written()
             self._bridge.resume(session, written=True)
         except BaseException:
-            # The write may be half done. Closing the connection makes the server go on and stop
-            # calling these weights by a version that a trainer chose.
+            # The memory may hold part of the update. Once the connection closes, the server resumes
+            # and no longer reports a trainer's version for these weights.
             self._server.close()
             raise
 
@@ -226,24 +227,26 @@ class SharedVllm:
     def _refuse_torn(self, info: BridgeInfo) -> None:
         if not info.weights_intact:
             raise TornWeights(
-                f"the trainer before this one was cut off while it may have been writing: the "
-                f"server at {self._bridge.base_url} may hold half an update. Restart the server, "
-                "which loads its checkpoint again, or go on from a saved state (--resume auto)"
+                f"the previous trainer may have died while it was writing, so the server at "
+                f"{self._bridge.base_url} may hold part of an update. Restart the server, which "
+                "then loads its model files again, or resume from a checkpoint (--resume auto)"
             )
 
     def _check_is_about_the_session(self, error: Exception, version: PolicyVersion) -> None:
-        """A conflict or a broken connection is mended by attaching again; nothing else is."""
+        """Raise errors that attaching again cannot repair: all but conflicts and broken
+        connections."""
         if isinstance(error, RequestRefused) and error.status != _CONFLICT:
             raise WeightSyncError(
-                f"cannot publish version {tuple(version)}: {error}. Is --vllm-control-url that of "
+                f"cannot publish version {tuple(version)}: {error}. Does --vllm-control-url name "
                 "the server's control port?"
             ) from error
 
 
 def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
-    """Our version, in a new epoch where the server's name for its weights stands in the way.
+    """The trainer's version; in a new epoch if the server already used it.
 
-    A restarted server waits for the very version that it lost; any other may be taken once only.
+    A restarted server accepts exactly the version that it lost; every other version can be used
+    only once.
     """
     served = info.policy_version
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
@@ -251,18 +254,22 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
 
 
 def _opened_after(ours: PolicyVersion, last_epoch: int) -> PolicyVersion:
-    """A server that knows of no run names an epoch that the run has had."""
+    """The trainer's version in an epoch later than `last_epoch`. A new server counts epochs from 0
+    again."""
     return PolicyVersion(max(ours.epoch, last_epoch + 1), ours.step)
 
 
-def _say_where_it_starts(info: BridgeInfo) -> None:
+def _log_starting_weights(info: BridgeInfo) -> None:
     if info.awaiting_weights:
         log.warning(
-            "the weights this run was served are lost; training starts from the checkpoint",
+            "weights.lost",
             lost_policy_version=info.policy_version,
+            hint="training starts from the server's model files; to resume, pass --resume auto",
         )
     elif info.policy_version != (0, 0):
         log.warning(
-            "an earlier trainer has updated this server; training goes on from its weights",
+            "weights.inherited",
             policy_version=info.policy_version,
+            hint="training starts from an earlier trainer's weights; restart the server to start "
+            "from its model files",
         )

@@ -1,4 +1,4 @@
-"""A transformers model whose parameters are views into the inference server's memory."""
+"""Builds a transformers model whose parameters are views into the server's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 
 def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
-    """The model of `model_name`'s configuration, made of views; nothing is copied.
+    """The model of `model_name`'s configuration, built from views; nothing is copied.
 
     Raises:
         PolicyMismatch: names, shapes or dtypes differ from the server's; lists all of them.
@@ -24,11 +24,12 @@ def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_name)
-    # Parameters are made on the meta device (they get views below), buffers for real: rotary
-    # frequencies are computed when the model is built and stand in no checkpoint.
+    # Parameters are created on the meta device, because they become views below. Buffers are
+    # created for real: they hold computed values, such as rotary frequencies, that no model file
+    # contains.
     with init_empty_weights(include_buffers=False):
         policy: Any = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
-    policy.tie_weights()  # making parameters on the meta device untied them
+    policy.tie_weights()  # creating parameters on the meta device untied them
     parameters = dict(policy.named_parameters())
     _check_fit(model_name, parameters, weights.manifest)
     for name, parameter in parameters.items():
@@ -44,9 +45,9 @@ def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
 
 
 def move_views(policy: CausalLM, weights: MappedWeights) -> None:
-    """Let every parameter of the policy lie in other memory; its values are what lies there.
+    """Point every parameter of the policy to new memory, and keep the values found there.
 
-    The parameters stay the same objects, with their gradient hooks.
+    The parameters stay the same objects, so their gradient hooks stay too.
 
     Raises:
         PolicyMismatch: the memory does not hold this model.
@@ -59,17 +60,17 @@ def move_views(policy: CausalLM, weights: MappedWeights) -> None:
 
 
 def release_views(policy: CausalLM) -> None:
-    """Until `move_views` the policy's parameters keep their shapes alone: memory of a server that
-    has ended would else stay taken for as long as they lie in it."""
+    """Replace the parameters' memory with placeholders until `move_views`, so that the memory of an
+    ended server can be freed."""
     for parameter in policy.parameters():
         parameter.data = parameter.new_empty(1).expand(parameter.shape)
 
 
 def check_views(policy: CausalLM, weights: MappedWeights) -> None:
-    """Every parameter still lies where the server reads it.
+    """Check that every parameter is still in the memory that the server reads.
 
     Raises:
-        MovedParameters: lists every parameter that does not.
+        MovedParameters: lists every parameter that is not.
     """
     moved = [
         name
@@ -78,13 +79,14 @@ def check_views(policy: CausalLM, weights: MappedWeights) -> None:
     ]
     if moved:
         raise MovedParameters(
-            f"{len(moved)} parameters no longer lie in the server's memory: {', '.join(moved)}; "
-            "something called .to(), share_memory_() or replaced .data after the policy was built"
+            f"{len(moved)} parameters are no longer in the server's memory: {', '.join(moved)}; "
+            "remove the code that called .to() or share_memory_(), or replaced .data, after the "
+            "policy was built"
         )
 
 
 def _move_buffers(policy: CausalLM, device: torch.device) -> None:
-    """Computed on the host, as where a checkpoint is loaded; `policy.to()` would move views too."""
+    """Copy the buffers to the device. `policy.to()` would also move the views."""
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -101,7 +103,7 @@ def _check_fit(
         for name, parameter in parameters.items()
         if name in regions and tuple(parameter.shape) != regions[name].shape
     ]
-    # A checkpoint may name one tensor twice (tied embeddings); both then lie at one offset.
+    # Model files may name one tensor twice (tied embeddings); both names then have one offset.
     problems += [
         f"{name}: on the server, but the policy has no such parameter"
         for name, region in regions.items()
@@ -111,5 +113,5 @@ def _check_fit(
         raise PolicyMismatch(
             f"the policy of {model_name} does not fit the served {manifest.model}:\n  "
             + "\n  ".join(problems)
-            + "\nload the same checkpoint on both sides"
+            + "\nload the same model on both sides"
         )

@@ -1,4 +1,4 @@
-"""Starting vLLM: its options, preloading, engine, application and facts about them."""
+"""Starts vLLM: parses its options, preloads its modules, opens the engine, builds its routes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-"""On CPU one engine process also is the worker: half a gigabyte less."""
+"""On CPU the engine also does the worker's job in the same process. This saves half a gigabyte."""
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
 SM100_MAJOR = 10
-"""Compute capability 10.x: B200, B300."""
+"""Major compute capability of B200 and B300."""
 
 
 def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """vLLM's own parsing of its own flags; a wrong one ends the process with status 2."""
+    """Parse vLLM's options with vLLM's parser. A wrong option ends the process with status 2."""
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -49,17 +49,17 @@ def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_requests_with(processor: str, arguments: argparse.Namespace) -> None:
-    """Have the engine ask `processor` ("module:class") about every request's sampling parameters.
+    """Let `processor` ("module:class") validate the sampling parameters of every request.
 
-    Not with speculative decoding, which vLLM does not combine with logits processors.
+    Has no effect with speculative decoding, because vLLM then supports no logits processors.
     """
     if arguments.speculative_config is None:
         arguments.logits_processors = [*(arguments.logits_processors or []), processor]
 
 
 def preload() -> str | None:
-    """Import what vLLM's processes import, so that a fork of this one need not; why it cannot be
-    forked, None where it can."""
+    """Import everything that vLLM's processes import, so that forks of this process start fast.
+    Returns the reason why it cannot be forked, None if it can."""
     from vllm.v1.engine import async_llm, core  # noqa: F401
     from vllm.v1.executor import uniproc_executor  # noqa: F401
 
@@ -70,11 +70,12 @@ def preload() -> str | None:
     elif current_platform.is_cuda():
         from vllm.v1.worker import gpu_worker  # noqa: F401
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return "importing vLLM has initialised CUDA" if initialised else None
+    return "importing vLLM initialised CUDA" if initialised else None
 
 
 def _restore_model_infos() -> None:
-    """Into vLLM's cache, where an image has them (`containers/model_infos.py`)."""
+    """Copy the model properties of a container image into vLLM's cache. They are written by
+    `containers/model_infos.py`."""
     ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
     if ours.exists():
         shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
@@ -82,7 +83,7 @@ def _restore_model_infos() -> None:
 
 @contextlib.asynccontextmanager
 async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
-    """Start the engine's processes; leaving the context ends them."""
+    """Start vLLM's processes; leaving the context ends them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -91,7 +92,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     given = AsyncEngineArgs.from_cli_args(arguments)
     config = given.create_engine_config(usage_context=usage)
     if current_platform.is_cpu():
-        # GroupProvenance the configuration has set "spawn", which would import all of vLLM again.
+        # create_engine_config set "spawn", which would import all of vLLM again in each process.
         os.environ[START_METHOD] = "fork"
     engine = AsyncLLM.from_vllm_config(
         config,
@@ -115,13 +116,13 @@ async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAP
 
 
 def device_type(engine: Any) -> str:
-    """ "cpu", "cuda"."""
+    """For example "cpu" or "cuda"."""
     name: str = engine.vllm_config.device_config.device_type
     return name
 
 
 def why_no_sleep(engine: Any) -> str | None:
-    """What stands against `sleep`; None where vLLM offers it."""
+    """The reason why the engine cannot sleep; None if it can."""
     if not current_platform.is_sleep_mode_available():
         return f"vLLM has no sleep mode on {current_platform.device_name}"
     if not engine.vllm_config.model_config.enable_sleep_mode:
@@ -130,7 +131,7 @@ def why_no_sleep(engine: Any) -> str | None:
 
 
 def resolve_adapters_with(app: FastAPI, adapters: MutableMapping[Any, Any]) -> None:
-    """Have every route of vLLM ask `adapters` (model name → LoRARequest) for the model it names."""
+    """Let vLLM's routes look model names up in `adapters` (model name → LoRARequest)."""
     app.state.openai_serving_models.lora_requests = adapters
 
 
@@ -143,10 +144,10 @@ def generation_tokens() -> int:
 
 
 def switch_lora_pdl_off() -> bool:
-    """On SM100 Triton cannot compile vLLM's LoRA kernels with programmatic dependent launch: have
-    vLLM leave it out there, unless the environment says otherwise. True where that was done.
+    """Disable programmatic dependent launch (PDL) for LoRA on SM100, where Triton cannot compile
+    it. An existing environment variable wins. True if PDL was disabled here.
 
-    Call it before the engine's processes start: they inherit the environment, and read it once.
+    Call this before vLLM's processes start: they inherit the environment and read it once.
     """
     name, off = LORA_WITHOUT_PDL
     if name in os.environ or not current_platform.is_cuda():
@@ -159,11 +160,12 @@ def switch_lora_pdl_off() -> bool:
 
 
 def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
-    """Weights are shared with one worker: others would go on serving the checkpoint. Workers cannot
-    refuse by themselves, since vLLM hides data parallelism of dense models from them.
+    """Refuse --share-weights with several workers: a trainer writes into only one, and the others
+    would continue to serve the checkpoint. The check cannot run in the workers, because vLLM hides
+    data parallelism of dense models from them.
 
     Raises:
-        SystemExit: status 2, naming the flags.
+        SystemExit: status 2, with the names of the options.
     """
     several = [
         f"--{n.replace('_', '-')} {getattr(arguments, n)}"
@@ -172,12 +174,12 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
     ]
     if several:
         raise SystemExit(
-            f"vllm-api-server: --share-weights works with one worker; drop {', '.join(several)}"
+            f"vllm-api-server: --share-weights supports one worker; remove {', '.join(several)}"
         )
 
 
 def _server() -> Any:
-    """vLLM's server parts under one roof. Workers never need them, so they load on demand."""
+    """vLLM's functions that build its server. Imported on demand, because workers need none."""
     try:
         from vllm.entrypoints.launchers.api_server import app_state
         from vllm.entrypoints.launchers.app import build_app

@@ -1,8 +1,8 @@
-"""vLLM's model loading and layers: the weights' layout, and how to keep the checkpoint's on CPU.
+"""Keeps vLLM's weights in the checkpoint's layout on CPU, and reports layers that change it.
 
-vLLM's CPU build packs linear weights for its kernels and serves from the packed copies; writing to
-the originals then changes nothing. The plain methods leave the tensor where it is and multiply with
-`torch.nn.functional.linear`.
+vLLM's CPU build packs linear weights for its kernels and serves from the packed copies, so writing
+to the originals has no effect. The plain methods here do not pack: they multiply with the original
+tensor by `torch.nn.functional.linear`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def use_plain_layout(model: nn.Module) -> None:
-    """Swap the method of every unquantised layer; others are left for the arena check to name."""
+    """Replace the method of every unquantised layer. `SharedModelLoader` reports other layers."""
     plain = {
         UnquantizedLinearMethod: PlainLinearMethod,
         UnquantizedEmbeddingMethod: PlainEmbeddingMethod,
@@ -67,7 +67,7 @@ def use_plain_layout(model: nn.Module) -> None:
 
 
 def packed_layers(model: nn.Module) -> list[str]:
-    """Names of layers that multiply with something else than their own weight (CPU only)."""
+    """Names of layers that multiply with a packed copy instead of their own weight (CPU only)."""
     return [
         name
         for name, module in model.named_modules()
@@ -77,7 +77,7 @@ def packed_layers(model: nn.Module) -> list[str]:
 
 
 def layout_facts(vllm_config: Any, model: nn.Module | None = None) -> LayoutFacts:
-    """What was configured; with the model, what became of its layers too."""
+    """Facts that decide whether weights can be shared. Layers are included only with `model`."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     offload, speculative = vllm_config.offload_config, vllm_config.speculative_config
     quantization = model_config.quantization
@@ -103,8 +103,8 @@ def _has_weights(speculative: Any) -> bool:
 
 
 def _special_layers(model: nn.Module) -> dict[str, str]:
-    """Layers that may keep their weights in another form than the checkpoint's: name → what serves
-    them."""
+    """Layers that may store their weights in another form than the checkpoint: layer name → name of
+    the class that serves it."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod

@@ -1,4 +1,4 @@
-"""vLLM's types of requests, adapters, outputs and errors."""
+"""vLLM's types of requests, adapters, outputs and errors, under the same names in all versions."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ __all__ = [
 
 
 def stamped_versions(output: Any) -> list[PolicyVersion]:
-    """The versions on a finished completion, in the order of its tokens; [] without any."""
+    """The policy versions stamped on a finished completion, in token order; [] if none are."""
     spans = getattr(output, "weight_versions", None) or ()
     return [PolicyVersion.parse(span.version) for span in spans]

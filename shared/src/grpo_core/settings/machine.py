@@ -1,0 +1,68 @@
+"""Checks of this machine before a start. Each returns a message, or None if all is well."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+_CONNECT_S = 0.5
+_PATH_STARTS = (".", "/", "~")
+
+
+def missing_directory(name: str) -> str | None:
+    """The problem of a path that does not exist; None for an id on the hub, such as owner/name."""
+    if not name.startswith(_PATH_STARTS) and name.count("/") <= 1:
+        return None
+    if Path(name).expanduser().is_dir():
+        return None
+    return f"no such directory: {name}; name a directory or an id on the hub"
+
+
+def missing_model(model: str) -> str | None:
+    """The same for a model, which is a directory with config.json."""
+    path = Path(model).expanduser()
+    if path.is_dir() and model.startswith(_PATH_STARTS) and not (path / "config.json").is_file():
+        return f"no config.json in {model}; name the directory of a model or an id on the hub"
+    return missing_directory(model)
+
+
+def not_writable(path: Path) -> str | None:
+    """The problem of a directory that is written into, and made if it does not exist."""
+    place = path.expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is not a directory; choose another path"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"user {os.getuid()} cannot write to {place}; choose another path, or chown it"
+    return None
+
+
+def does_not_answer(url: str) -> str | None:
+    """Why nothing can be connected to at an HTTP URL now."""
+    parts = urlsplit(url)
+    address = (parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80))
+    try:
+        socket.create_connection(address, _CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def cannot_listen(host: str, port: int) -> str | None:
+    """The problem of an address that another process listens on, or that is not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return (
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end the "
+            "process that uses it (`ss -ltnp` lists them)"
+        )
+    return None

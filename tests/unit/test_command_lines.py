@@ -1,0 +1,161 @@
+"""What all commands have in common: `--help`, `--version`, `--config`, `--dry-run`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from grpo_api.settings import RunApiSettings
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings.options import options_of
+from grpo_env.config.settings import EnvServerSettings
+from grpo_local.process.ports import free_port
+from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
+from grpo_trainer.config.cli import CommandLine, config_yaml
+from grpo_vllm.settings import ServerSettings
+
+PORTS = f"--port {free_port()} --health-port {free_port()}"
+REDIS = "--redis-url redis://127.0.0.1:6379"
+COMMANDS: dict[type[CommandSettings], list[str]] = {
+    RunApiSettings: [f"--port {free_port()}"],
+    ServerSettings: [f"--model m {PORTS} --dtype float32 --max-model-len=128"],
+    EnvServerSettings: ["arithmetic serve --model m", "gsm8k serve --model m --weight -1"],
+    CommandLine: [
+        "--model m --mode shared_vllm",
+        f"--model m --mode lora_only --vllm-restart-interval 4 {REDIS}",
+        f"--model m --mode lora_restart --lora-layer-indices 0-3 7 {REDIS}",
+        f"--model m --mode none --vllm-flags=--enforce-eager {REDIS}",
+    ],
+    DemoSettings: [""],
+    RunSettings: [f"--model m {REDIS}"],
+    CompareSettings: [""],
+}
+EVERY_COMMAND = pytest.mark.parametrize(
+    "kind", COMMANDS, ids=[kind.command.prog for kind in COMMANDS]
+)
+RAW = re.compile(r"\bnull\b|\bNone\b|list\[|SecretStr|default: \)|<class|PydanticUndefined")
+"""Words of Python and pydantic that `--help` must not show."""
+
+
+def printed(
+    kind: type[CommandSettings], words: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(kind, words, {})
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.err) == (0, "")
+    return shown.out
+
+
+@EVERY_COMMAND
+def test_help_shows_each_option_with_its_default_in_plain_words(
+    kind: type[CommandSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed(kind, ["--help"], capsys)
+    assert not RAW.search(shown)
+    for option in options_of(kind).values():
+        assert option.name in shown or option.name.upper() in shown
+        assert option.info.description
+    assert printed(kind, ["--version"], capsys) == f"{kind.command.prog} 0.1.0\n"
+
+
+OWN = pytest.mark.parametrize(
+    "kind", [RunApiSettings, ServerSettings, EnvServerSettings, CommandLine]
+)
+
+
+@OWN
+def test_options_stand_below_headings_and_examples_follow(kind: type[CommandSettings]) -> None:
+    grouped = [name for names in kind.command.groups.values() for name in names]
+    assert sorted([*grouped, *kind.command.positional]) == sorted(options_of(kind))
+    assert len(kind.command.examples) == 2
+
+
+@EVERY_COMMAND
+def test_a_dry_run_prints_a_file_that_gives_the_same_settings(
+    kind: type[CommandSettings], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for line in COMMANDS[kind]:
+        words = line.split()
+        file = tmp_path / "config.yaml"
+        file.write_text(printed(kind, [*words, "--dry-run"], capsys))
+        again = load_settings(kind, ["--config", str(file)], {})
+        assert again.resolved() == load_settings(kind, words, {}).resolved()
+
+
+def test_the_trainers_file_gives_its_settings(tmp_path: Path) -> None:
+    for line in COMMANDS[CommandLine]:
+        first = load_settings(CommandLine, line.split(), {}).settings()
+        file = tmp_path / "config.yaml"
+        file.write_text(config_yaml(first))
+        again = load_settings(CommandLine, ["--config", str(file)], {}).settings()
+        assert config_yaml(again) == file.read_text()
+        assert again.sync.publish_every_steps == first.sync.publish_every_steps
+
+
+def test_secrets_do_not_enter_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model m --mode none --redis-url redis://:hunter2@h --run-api-token hunter3 --dry-run"
+    shown = printed(CommandLine, words.split(), capsys)
+    assert "hunter" not in shown
+    assert "# redis-url: ***" in shown
+
+
+def test_options_win_over_variables_and_those_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nweight_bridge_mode: shared_vllm\nseed: 1\nlr: 1e-3\nsteps: 4\n")
+    given = ["--config", str(file), "--seed", "3"]
+    chosen = load_settings(CommandLine, given, {"GRPO_SEED": "2", "GRPO_LR": "1e-4"})
+    assert (chosen.seed, chosen.lr, chosen.steps, chosen.mode) == (3, 1e-4, 4, "shared_vllm")
+
+
+ARCHIVED = [
+    (
+        "--model-name m --weight-bridge-mode lora_only --vllm-port 9002 "
+        "--atropos-url http://h:8002 --training-steps 30 --redis-url redis://h",
+        ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002"),
+    ),
+    (
+        "--model=m --weight_bridge_mode=shared_vllm --vllm_url http://v:1/v1 --training_steps=3",
+        ("m", "shared_vllm", 3, "http://localhost:8000", "http://v:1"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), ARCHIVED)
+def test_the_archived_trainers_names_are_accepted(line: str, expected: tuple[object, ...]) -> None:
+    chosen = load_settings(CommandLine, line.split(), {}).settings()
+    got = (chosen.model, chosen.sync.mode, chosen.steps, chosen.run_api_url, chosen.inference_url)
+    assert got == expected
+
+
+def test_variables_of_the_archived_names_are_accepted() -> None:
+    variables = {
+        "GRPO_MODEL_NAME": "m",
+        "GRPO_WEIGHT_BRIDGE_MODE": "shared_vllm",
+        "GRPO_TRAINING_STEPS": "7",
+        "GRPO_VLLM_PORT": "9002",
+        "GRPO_BENCHMARK": "true",
+        "GRPO_WANDB_PROJECT": "",
+    }
+    chosen = load_settings(CommandLine, [], variables)
+    assert (chosen.model, chosen.mode, chosen.steps) == ("m", "shared_vllm", 7)
+    assert (chosen.inference_url, chosen.benchmark) == ("http://127.0.0.1:9002", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", True),
+        ("--no-drop-equal-scores", False),
+        ("--drop-equal-scores false", False),
+        ("--env.drop_equal_scores=False", False),
+        ("--drop_equal_scores", True),
+        ("--env.ensure_scores_are_not_same true", True),
+    ],
+)
+def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> None:
+    given = ["arithmetic", *words.split(), "serve", "--model", "m"]
+    assert load_settings(EnvServerSettings, given, {}).drop_equal_scores is expected
