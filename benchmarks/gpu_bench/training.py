@@ -39,10 +39,11 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.config.packages import require_packages
+from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -157,10 +158,10 @@ class Trainee:
 
 
 def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:
-    """Raises what the trainer raises where the policy, or the machine, does not allow the
-    variant."""
+    """Raises what the trainer raises if the policy or the machine does not allow the variant."""
     settings = settings_with(variant.optimizer)
-    require_packages(settings)
+    for mistake in missing_packages(settings):
+        raise MissingPackage(mistake.message)
     return Trainee(
         policy=policy,
         optimizer=build_optimizer(policy, settings),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
+from pkgutil import iter_modules
 
 from docs.generate.markdown import table
 from grpo_core.settings.command import CommandSettings
 from grpo_core.settings.options import Option, options_of
 
-_COMMANDS = {
-    "env-server": "grpo_env.config.settings:EnvServerSettings",
-    "grpo": "grpo_trainer.config.cli:CommandLine",
-    "grpo-compare": "grpo_local.settings:CompareSettings",
-    "grpo-demo": "grpo_local.settings:DemoSettings",
-    "grpo-run": "grpo_local.settings:RunSettings",
-    "run-api": "grpo_api.settings:RunApiSettings",
-    "vllm-api-server": "grpo_vllm.settings:ServerSettings",
+_MODULES = {
+    "env-server": "grpo_env.config.settings",
+    "grpo": "grpo_trainer.config.cli",
+    "grpo-compare": "grpo_local.settings",
+    "grpo-demo": "grpo_local.settings",
+    "grpo-run": "grpo_local.settings",
+    "run-api": "grpo_api.settings",
+    "vllm-api-server": "grpo_vllm.settings",
 }
+"""Module or package of the class that describes the command."""
 _PARAGRAPH = "\n\n"
 
 
@@ -27,9 +29,17 @@ def command(name: str) -> str:
 
 
 def _settings(name: str) -> type[CommandSettings]:
-    module, _, attribute = _COMMANDS[name].partition(":")
-    settings: type[CommandSettings] = getattr(import_module(module), attribute)
-    return settings
+    module = import_module(_MODULES[name])
+    for inner in iter_modules(getattr(module, "__path__", ()), module.__name__ + "."):
+        import_module(inner.name)
+    return next(kind for kind in _below(CommandSettings) if kind.command.prog == name)
+
+
+def _below(base: type[CommandSettings]) -> Iterator[type[CommandSettings]]:
+    for kind in base.__subclasses__():
+        if hasattr(kind, "command"):
+            yield kind
+        yield from _below(kind)
 
 
 def _parts(settings: type[CommandSettings]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command lines of a run whose processes are killed."""
+"""Command lines of the processes of a run that the fault tests kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.preloaded import fork_socket
 REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
 TRAINER, ENVIRONMENT = "trainer", "environment"
 START_ORDER = ((REDIS,), (RUN_API, SERVER), (TRAINER,), (ENVIRONMENT,))
-"""Those of a row start side by side."""
+"""Order of the start; processes of one row start at the same time."""
 SHARED = "shared_vllm"
 LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
 OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
@@ -24,15 +24,15 @@ RESTART_EVERY_STEPS = 3
 BATCH_SIZE = 16
 STATE_INTERVAL = 3
 LONGER_THAN_ANY_WAIT_S = 3600
-"""A lease that a pause ended before, and deadlines that are not what a test is about."""
+"""For leases and deadlines that no test may reach."""
 
 
 @dataclass(frozen=True)
 class Commands:
     """Args:
-    directory: logs, metrics, checkpoints, the files of Redis
-    socket: of the weights
-    mode: how weights reach the server
+    directory: logs, metrics, checkpoints and Redis' files
+    socket: path of the weight socket
+    mode: the weight-sync mode
     """
 
     directory: Path
@@ -76,7 +76,8 @@ class Commands:
         return found | ({FORK_SOCKET: fork_socket()} if self.mode == SHARED else {})
 
     def _server_module(self) -> list[str]:
-        """Supervisors alone are killed in the other modes, where the kernel must end the engine."""
+        """In the file modes the supervisor starts its own fork server: a test kills the supervisor
+        alone, and the kernel must end the engine."""
         return [PRELOADED, "serve"] if self.mode == SHARED else ["grpo_vllm"]
 
     def _server(self) -> list[str]:
@@ -116,7 +117,7 @@ class Commands:
             "mode": self.mode,
             "run-api-url": self.url(RUN_API),
             "inference-url": self.url(SERVER),
-            "steps": 100_000,  # more than any test waits for
+            "steps": 100_000,  # more than any test needs
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
             "lr": 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4,

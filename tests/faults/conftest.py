@@ -1,4 +1,4 @@
-"""One run for the tests of a mode; what a test killed for good is started again before the next."""
+"""One run for the tests of a mode; killed processes are restarted before the next test."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.faults.rig import Rig
 def run_in(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Rig]]:
-    """The run in this mode. There is one at a time, so that of another mode ends."""
+    """The run in this mode. Only one run exists at a time, so a run in another mode ends."""
     runs: list[Rig] = []
 
     def run(mode: str) -> Rig:
         if not runs or runs[-1].mode != mode:
             stack.close()
-            # Unix socket paths hold 107 bytes; pytest's directories may be longer than that.
+            # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
             runs.append(Rig(tmp_path_factory.mktemp("run"), Path(sockets), tiny_model, mode))
             stack.callback(runs[-1].close)
@@ -35,7 +35,7 @@ def run_in(
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest, run_in: Callable[[str], Rig]) -> Rig:
-    """Every process lives, and a step was trained since the last fault."""
+    """Check that every process is alive and that a step was trained since the last fault."""
     rig = run_in(getattr(request, "param", SHARED))
     rig.start_what_is_dead()
     rig.wait_for_steps(1)

@@ -1,4 +1,4 @@
-"""What must hold of every run that goes on after a fault."""
+"""Properties that every run must have after a fault."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from tests.faults.rig import MOVED, NOISE, Rig
 
 
 def require_progress(rig: Rig, seen: int) -> None:
-    """The steps follow each other and every publication is served, until one is proven which the
-    weights before it would not pass for. Args: seen: steps recorded before the fault"""
+    """Check that steps are consecutive and every publication was served. Wait for a conclusive
+    check: the previous weights would have failed it.
+
+    Args: seen: steps recorded before the fault
+    """
 
     def is_enough(records: list[dict[str, Any]]) -> bool:
         moved = [record.get("alignment/probe_moved", 0.0) for record in records]
@@ -22,8 +25,8 @@ def require_progress(rig: Rig, seen: int) -> None:
 
 
 def require_every_batch_trained_once(rig: Rig) -> None:
-    """In the line of steps that survives, the last taken of each number: every batch is in it once
-    and in order, no group twice, and a batch that was handed out again has the same groups."""
+    """Check the surviving steps: for each step number, the last one taken. They contain every batch
+    once and in order, and no group twice. A batch that was delivered again has the same groups."""
     taken = rig.journal()
     line = {entry["step"]: entry for entry in taken}
     steps = range(1, taken[-1]["step"] + 1)
@@ -36,7 +39,7 @@ def require_every_batch_trained_once(rig: Rig) -> None:
 
 
 def require_own_completions(taken: list[dict[str, Any]], epochs: set[int]) -> None:
-    """Each was sampled by weights that a trainer of this run has published."""
+    """Check that a trainer of this run published the weights that sampled each completion."""
     for entry in taken:
         assert entry["versions"]
         foreign = [v for v in entry["versions"] if v[0] not in epochs or v[1] > entry["step"]]

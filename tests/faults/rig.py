@@ -1,4 +1,4 @@
-"""A whole run whose processes a test may kill and start again, one by one."""
+"""A complete run whose processes a test can kill and restart one by one."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ from tests.support.wait import wait_for
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""Engines start, and other runs may be beside this one."""
+"""Long, because engines start and other runs may share the machine."""
 NOISE = 1e-4
-"""Bound on |served - trained log-probability| in float32: sixty times what is seen."""
+"""Bound on |served - trained logprob| in float32: sixty times the measured value."""
 MOVED = 100 * NOISE
-"""What a publication moves the log-probabilities at least: older weights are told from new ones."""
+"""Minimum change of the logprobs by a publication, so that old and new weights can be told
+apart."""
 ENGINE, SUPERVISOR = "engine", "supervisor"
-"""Parts of the server that can be killed alone."""
+"""Processes of the server that can be killed alone."""
 CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env|info)"}
-"""Paths at run-api. It may be any of an environment's: each is repeated until it is answered."""
+"""Paths of run-api that processes request repeatedly until they get an answer."""
 
 
 class Rig:
     """Args:
-    directory: logs, metrics, checkpoints, the files of Redis
+    directory: logs, metrics, checkpoints and Redis' files
     sockets: a short path for the weight socket
-    mode: how weights reach the server
+    mode: the weight-sync mode
     """
 
     def __init__(self, directory: Path, sockets: Path, model: Path, mode: str) -> None:
@@ -66,7 +67,7 @@ class Rig:
         self.run_api_url = self._commands.url(RUN_API)
 
     def start(self, *names: str) -> None:
-        """Start processes and wait until they are ready. An engine is its supervisor's to start."""
+        """Start processes and wait until they are ready. Supervisors start their engines."""
         if SUPERVISOR in names:
             names = (SERVER,)
         for row in START_ORDER:
@@ -77,9 +78,9 @@ class Rig:
                 self.wait_until_ready(name)
 
     def launch(self, name: str, *flags: str) -> ManagedProcess:
-        """The same for one, without waiting. A later flag wins over an earlier."""
+        """Start one process without waiting. A later flag overrides an earlier one."""
         if name in self._processes:
-            self._processes[name].kill()  # ended by itself: this collects its exit status
+            self._processes[name].kill()  # the process ended: collect its exit status
         self._starts += 1
         log = self._directory / f"{self._starts:02}-{name}.log"
         variables = self._commands.variables() | {VARIABLE: str(self._stages)}
@@ -95,7 +96,7 @@ class Rig:
         self.start(*(name for row in START_ORDER for name in row if name not in living))
 
     def kill(self, *names: str) -> None:
-        """SIGKILL, children included."""
+        """Kill a process and its children with SIGKILL."""
         for name in names:
             if name == ENGINE:
                 self._kill_engine()
@@ -105,14 +106,14 @@ class Rig:
                 self._processes[name].kill()
 
     def _kill_engine(self) -> None:
-        """The process that answers HTTP and those that compute."""
+        """Kill the process that answers HTTP and those that compute."""
         engine = psutil.Process(self.server_status()["engine_pid"])
         for process in (*engine.children(recursive=True), engine):
-            with contextlib.suppress(psutil.NoSuchProcess):  # one took it with it
+            with contextlib.suppress(psutil.NoSuchProcess):  # already ended with the other one
                 process.kill()
 
     def _kill_supervisor_alone(self) -> None:
-        """Its engine must go with it, by the kernel's hand."""
+        """Kill the supervisor alone; the kernel must end its engine."""
         supervisor = psutil.Process(self._processes[SERVER].pid)
         below = supervisor.children(recursive=True)
         supervisor.kill()
@@ -123,7 +124,7 @@ class Rig:
             process.kill()
 
     def wait_for(self, read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
-        """`wait_for`, while no process fails."""
+        """`wait_for`, which also fails if a process ends."""
 
         def read_of_the_living() -> T:
             for process in self._processes.values():
@@ -146,12 +147,12 @@ class Rig:
         self.wait_for(lambda: self.log(name).count(words), lambda found: found >= times)
 
     def wait_for_callers(self) -> None:
-        """While run-api is dead: until trainer and environment have asked for it in vain."""
+        """Wait until trainer and environment have requested a dead run-api without success."""
         missing = set(CALLS)
-        with socket.create_server(("127.0.0.1", self._commands.ports[RUN_API])) as door:
-            door.settimeout(DEADLINE_S)
+        with socket.create_server(("127.0.0.1", self._commands.ports[RUN_API])) as listener:
+            listener.settimeout(DEADLINE_S)
             while missing:
-                caller, _ = door.accept()
+                caller, _ = listener.accept()
                 caller.settimeout(DEADLINE_S)
                 with caller, contextlib.suppress(OSError), caller.makefile("rb") as sent:
                     line = sent.readline(4096).decode("latin-1")
@@ -159,17 +160,17 @@ class Rig:
 
     @contextmanager
     def held_at(self, stage: str) -> Iterator[None]:
-        """The trainer stands still at this stage of a step while the block runs."""
+        """Hold the trainer at this stage of a step while the block runs."""
         asked = self.ask_for(stage)
         try:
             self.wait_for_stop(asked)
             yield
         finally:
-            self.let_go()
+            self.release()
 
     def ask_for(self, stage: str) -> str:
-        """The trainer, this one or the next, is to stand still where it next comes to this stage;
-        one that stands goes on until then. Returns what it says once it stands."""
+        """Hold the trainer, or its successor, at the next occurrence of this stage; a held trainer
+        continues until then. Returns the trainer's message once it is held."""
         asked = f"{stage} {uuid4().hex}"
         written = self._stages / "asked"
         written.write_text(asked)
@@ -179,7 +180,7 @@ class Rig:
     def wait_for_stop(self, asked: str) -> None:
         self.wait_for(lambda: read(self._stages / HELD), lambda held: held == asked)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         (self._stages / WANTED).unlink()
 
     def process(self, name: str) -> ManagedProcess:
@@ -189,19 +190,19 @@ class Rig:
         return self._processes[name].log_path.read_text()
 
     def records(self) -> list[dict[str, Any]]:
-        """One per step, in the line of states that survives so far."""
+        """One metrics record for each step that no restart has undone."""
         return whole_lines(self._directory / "metrics.jsonl")
 
     def journal(self) -> list[dict[str, Any]]:
-        """One per batch that was taken, by every trainer so far."""
+        """One entry for each batch that any trainer of the run has taken."""
         return whole_lines(self.checkpoints / JOURNAL)
 
     def server_status(self) -> dict[str, Any]:
-        """What the supervisor says of itself."""
+        """The supervisor's status."""
         return _answer(f"{self._commands.url('health-of-server')}/status")
 
     def bridge_info(self) -> dict[str, Any]:
-        """Waits while there is no engine."""
+        """The bridge's answer; waits until there is an engine."""
         return _answer(f"{self._commands.url(SERVER)}/bridge/info")
 
     def status(self) -> dict[str, Any]:
@@ -229,7 +230,7 @@ class Rig:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Of a JSON-lines file whose last line may be half written."""
+    """Complete lines of a JSON-lines file whose last line may be unfinished."""
     return [json.loads(line) for line in read(path).rpartition("\n")[0].splitlines()]
 
 

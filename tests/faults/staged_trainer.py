@@ -1,9 +1,9 @@
-"""`grpo`, held at a stage of its step while a test asks for it, and with a journal.
+"""Runs `grpo`, with a journal, and holds it at a stage of its step if a test requests it.
 
-A test writes the name of a stage and a word of its own into a file. The trainer answers with the
-same in another file and waits until the first changes or is gone, so that it, or another process,
-can be killed at exactly that moment. The journal lists the batch of each step, beside the saved
-states. Nothing else differs from `grpo`.
+A test writes the name of a stage and a token into a file. At that stage the trainer writes both
+into another file and waits until the first file changes or disappears. So a test can kill a process
+at exactly that moment. The journal lists the batch of each step, beside the checkpoints. Nothing
+else differs from `grpo`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stages:
 
 
 def hold_at(stages: Stages) -> None:
-    """Put a stop before each station of the step, and one within the write of the weights."""
+    """Add a stop before each stage of the step, and one within the writing of the weights."""
     for owner, name, stage in (
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
@@ -77,7 +77,7 @@ def _after(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[...
 
 
 def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., None]:
-    """Only the optimizer's write of the weights calls this."""
+    """Only the optimizer's write of the weights calls this function."""
 
     def copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         middle = len(targets) // 2

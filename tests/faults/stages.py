@@ -1,4 +1,4 @@
-"""The stages of a trainer's step, and the files in which tests and trainer talk about them."""
+"""The stages of a trainer's step, and the files that tests and trainer exchange."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from pathlib import Path
 VARIABLE = "GRPO_TEST_STAGES"
 WANTED, HELD = "wanted", "held"
 JOURNAL = "journal.jsonl"
-"""Of all batches that were taken; below the save path."""
+"""File below the save path that lists all batches that were taken."""
 
 WAITING = "waiting"
-"""No batch is asked for yet; the one before is trained on."""
+"""The next batch is not requested yet; the previous one is trained."""
 TRAINING = "training"
-"""A batch was taken and its gradients are there; no master has changed."""
+"""A batch was taken and its gradients are computed; the master weights are unchanged."""
 PAUSED = "paused"
-"""The masters have changed; the server is paused and none of its weights is written."""
+"""The master weights have changed; the server is paused and no served weight is written."""
 HALF_WRITTEN = "half-written"
 """The server is paused and half of its weights are written."""
 VERIFYING = "verifying"
-"""The server goes on with the new weights; they are about to be compared."""
+"""The server continues with the new weights; their check has not begun."""
 HALF_SAVED = "half-saved"
-"""A state is being saved: its tensors are on the disk, its record is not."""
+"""A checkpoint is being saved: its tensors are on disk, its record is not."""
 SAVED = "saved"
-"""A state is saved; its batches are not acknowledged."""
+"""A checkpoint is saved; its batches are not acknowledged."""
 
 STAGES = [WAITING, TRAINING, PAUSED, HALF_WRITTEN, VERIFYING]
-"""Of every step."""
+"""Stages of every step."""
 SAVING_STAGES = [HALF_SAVED, SAVED]
-"""Of every step that saves the state."""
+"""Stages of every step that saves a checkpoint."""
 
 
 def read(path: Path) -> str:
-    """Empty where there is no such file."""
+    """The file's content, or "" if there is no such file."""
     try:
         return path.read_text()
     except FileNotFoundError:

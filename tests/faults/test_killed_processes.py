@@ -1,4 +1,4 @@
-"""Each process of a run, killed (SIGKILL) at each stage of the trainer's step, in each mode.
+"""Kills (SIGKILL) each process of a run at each stage of the trainer's step, in each mode.
 
 `docs/contributing/faults-and-tests.md` lists them beside what is promised.
 """
@@ -37,7 +37,7 @@ from tests.faults.stages import (
 
 ENDS_WITHIN_S = 120.0
 NOTICED = {SERVER: (TRAINER, "server.lost"), REDIS: (RUN_API, "request.failed")}
-"""Which log tells of an outage, and how."""
+"""For each killed process: the log that reports its outage, and the text."""
 
 ALWAYS = [
     (SHARED, (REDIS, RUN_API), TRAINING),
@@ -80,7 +80,9 @@ def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: s
         batches = len(rig.journal())
         version = rig.bridge_info()["policy_version"]
         rig.kill(*names)
-        if ENGINE in names and rig.mode != SHARED:  # it needs no trainer to serve again
+        if (
+            ENGINE in names and rig.mode != SHARED
+        ):  # the restarted server needs no trainer to serve again
             rig.wait_for(lambda: rig.server_status()["crashes"] > crashes)
             assert rig.bridge_info()["policy_version"] == version
     if RUN_API in names:
@@ -89,7 +91,7 @@ def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: s
         rig.wait_for_log(witness, words, said + 1)
     rig.start(*names)
     require_the_run_goes_on(rig, seen)
-    # What came back has answered nobody with weights that no trainer published.
+    # The restarted server has not answered with weights that no trainer published.
     taken = rig.journal()
     require_own_completions(taken, {entry["epoch"] for entry in taken})
     if ENGINE in names:
@@ -103,12 +105,13 @@ def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: s
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [*STAGES, *SAVING_STAGES])
 def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> None:
-    """And whole weights, except where it was writing. test_resumed_run.py shows how it goes on."""
+    """The server answers with whole weights, except if the trainer was killed while writing.
+    test_resumed_run.py shows how the run continues."""
     with rig.held_at(stage):
         seen, before = len(rig.records()), rig.records()[-1]["step"]
         batches = len(rig.journal())
         rig.kill(TRAINER)
-    # The end of the connection ends the pause, not its lease of an hour.
+    # The end of the connection ends the pause, long before its lease of an hour.
     rig.wait_for(lambda: not rig.bridge_info()["paused"])
     is_torn = stage in (PAUSED, HALF_WRITTEN)
     assert rig.bridge_info()["weights_intact"] != is_torn
@@ -123,7 +126,7 @@ def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> Non
 
 
 class Witness(NamedTuple):
-    """Notices that a process does not come back; its deadline, and its last words."""
+    """A process that detects a permanent outage; its deadline, and its error."""
 
     name: str
     flags: tuple[str, str]

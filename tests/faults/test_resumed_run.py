@@ -1,6 +1,6 @@
-"""A run whose trainer is killed ends with the weights of one that was left alone, to the last bit.
+"""A run whose trainer was killed ends with exactly the weights of an uninterrupted run.
 
-Both train on the same groups, sampled once, from the same weights.
+Both runs train on the same groups, sampled once, and start from the same weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def emptied(rig: Rig) -> Iterator[Rig]:
-    """The rig; afterwards its run begins anew."""
+    """The rig; its run is reset afterwards."""
     yield rig
     rig.kill(TRAINER, ENVIRONMENT)
     reset(rig)
@@ -40,7 +40,7 @@ def emptied(rig: Rig) -> Iterator[Rig]:
 
 @dataclass(frozen=True)
 class Line:
-    """One run of the same groups, in a directory of its own."""
+    """One run of the given groups, in its own directory."""
 
     rig: Rig
     directory: Path
@@ -51,17 +51,15 @@ class Line:
         self.rig.launch(TRAINER, *own, *metrics, *flags)
 
     def end(self, *flags: str) -> str:
-        """Start it, wait for its end, and return its log."""
+        """Start the trainer, wait for its end, and return its log."""
         self.launch(*flags)
         assert self.rig.process(TRAINER).wait(DEADLINE_S) == 0, self.rig.log(TRAINER)[-5000:]
         return self.rig.log(TRAINER)
 
     def killed_at(self, stage: str, steps: int, *flags: str) -> None:
-        """Start it and kill it at the first such stage once so many steps are recorded.
-
-        It passes none of them unseen: it is asked to stop before it begins, and again before it is
-        let go.
-        """
+        """Start the trainer, and kill it at the first such stage after a number of recorded steps.
+        It cannot pass a stage unnoticed: the test requests a stop before the trainer starts, and
+        again before each release."""
         asked = self.rig.ask_for(stage)
         try:
             self.launch(*flags)
@@ -70,7 +68,7 @@ class Line:
                 self.rig.wait_for_stop(self.rig.ask_for(stage))
             self.rig.kill(TRAINER)
         finally:
-            self.rig.let_go()
+            self.rig.release()
 
     def records(self) -> list[dict[str, Any]]:
         return whole_lines(self.directory / "metrics.jsonl")
@@ -88,15 +86,15 @@ def reset(rig: Rig) -> None:
 
 def registered(rig: Rig) -> TrainerClient:
     trainer = TrainerClient(rig.run_api_url)
-    # The environment feeds the run that there is, wherever that has got to.
+    # The environment feeds the current run, at any step.
     registration = REGISTRATION | {"batch_size": BATCH_SIZE, "num_steps": -1}
     trainer.register(Registration.model_validate(registration))
     return trainer
 
 
 def sample_groups(rig: Rig) -> list[ScoredGroup]:
-    """As many as all steps need, from the environment, which then ends."""
-    with rig.held_at(WAITING):  # not in the middle of an update, which would tear the weights
+    """The groups for all steps, from the environment, which then ends."""
+    with rig.held_at(WAITING):  # not during an update, which would tear the weights
         rig.kill(TRAINER)
     with registered(rig) as trainer:
         batches = [trainer.next_batch(DEADLINE_S) for _ in range(STEPS)]
@@ -105,7 +103,7 @@ def sample_groups(rig: Rig) -> list[ScoredGroup]:
 
 
 def begin_run(rig: Rig, groups: list[ScoredGroup]) -> None:
-    """A run of these groups alone."""
+    """A run that gets exactly these groups."""
     reset(rig)
     registered(rig).close()
     for group in groups:
@@ -124,7 +122,7 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
     begin_run(rig, groups)
     beginning = next((alone.directory / STATES).glob("*_step_0"))
     killed.killed_at(HALF_WRITTEN, STATE_INTERVAL + 1, "--resume", str(beginning))
-    # The end of the connection ends the pause, not its lease of an hour.
+    # The end of the connection ends the pause, long before its lease of an hour.
     rig.wait_for(lambda: not rig.bridge_info()["paused"])
     assert not rig.bridge_info()["weights_intact"]
     killed.killed_at(HALF_SAVED, 2 * STATE_INTERVAL)

@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device; `make test-gpu` runs it, part by part."""
+"""These tests need a CUDA device; `make test-gpu` runs them, part by part."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A process that holds a weight on the GPU, has captured a graph that reads it, and exports it.
+"""A process that exports a weight on the GPU and computes with it in a CUDA graph.
 
-What the inference server does, without vLLM.
-`python -m tests.gpu.exporter SOCKET GENERATION [--private-copy]` answers a line per line of its
-input: `replay` the sum of the graph's output, `allocated` the bytes that torch has allocated.
+It does what the inference server does, without vLLM. `python -m tests.gpu.exporter SOCKET
+GENERATION [--private-copy]` answers each line of its input with a line: `replay` with the sum of
+the graph's output, `allocated` with the number of bytes that torch has allocated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
 from grpo_vllm.weights.memory import WeightMemory
 
 ROWS, COLUMNS = 4096, 4096
-"""64 MiB in float32: a block of its own in torch's allocator, beside a small one."""
+"""64 MiB in float32, so torch's allocator gives it its own block, beside a small one."""
 SMALL = 8
 
 
 class Graph:
-    """y = x W, captured once. `private_copy`: of another W than the exported one."""
+    """y = x W, captured once. `private_copy`: use a copy of W instead of the exported one."""
 
     def __init__(self, private_copy: bool) -> None:
         self.weight = torch.zeros(ROWS, COLUMNS, device="cuda")
@@ -70,7 +70,7 @@ def manifest_of(
 
 
 def serve(listener: socket.socket, memory: WeightMemory, manifest: WeightManifest) -> None:
-    """An export per consumer; the connections stay open until this process ends."""
+    """Export once for each consumer. The connections stay open until this process ends."""
     connections = []
     while True:
         connection, _ = listener.accept()

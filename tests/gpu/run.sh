@@ -37,7 +37,7 @@ failed=()
 for part in "$@"; do
   tests=$(tests_of "$part")
   started=$SECONDS
-  # Warnings of other versions of other people's packages are no failure of ours.
+  # Other versions of third-party packages may warn, which is no failure.
   # shellcheck disable=SC2086  # a list of paths
   timeout --kill-after=30 "$part_limit_s" "$python" -m pytest $tests -s -W default --durations=10 \
     || failed+=("$part")

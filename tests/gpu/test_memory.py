@@ -1,5 +1,4 @@
-"""How many copies of the weights there are, counted by the driver and by torch. Prints the numbers
-(`-s`)."""
+"""Counts the copies of the weights in GPU memory, by the driver and by torch; `-s` prints them."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ LR = 1e-4
 
 @pytest.fixture(scope="module")
 def large_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """Random weights of the shape of Qwen2.5-0.5B in bfloat16: 1 GB, so that no buffer passes for
-    a copy of them."""
+    """Random weights in the shape of Qwen2.5-0.5B in bfloat16: 1 GB, far larger than any buffer."""
     model = make_random_model("0.5b", tmp_path_factory.mktemp("half"), torch.bfloat16)
     server = start_inference(
         model, tmp_path_factory.mktemp("large"), "--dtype", "bfloat16", "--max-model-len", "1024"
@@ -34,7 +32,7 @@ def large_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inference
 
 
 def used_on_device() -> int:
-    """Bytes, of all processes."""
+    """Bytes in use by all processes."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
@@ -47,8 +45,10 @@ def say(what: str, **values: float) -> None:
 
 @contextlib.contextmanager
 def measured(what: str) -> Iterator[dict[str, int]]:
-    """What the block adds: `allocated` by torch, in `reserved` blocks; `used` on the device."""
-    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # cuBLAS takes a workspace
+    """Memory that the block adds: `allocated` by torch, in `reserved` blocks; `used` on the
+    device."""
+    # cuBLAS allocates its workspace at the first product.
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
     before = _held()
     found: dict[str, int] = {}
     yield found
@@ -78,7 +78,7 @@ def test_attaching_costs_no_copy_of_the_weights(large_server: InferenceServer) -
         size = weight_bytes(trainer)
         elements = size // 2
         masters = FLOAT32_BYTES * elements
-        # `attached_trainer` keeps the values that it found, to write them back in the end.
+        # `attached_trainer` keeps the values that it found, to restore them at the end.
         kept = masters
         say("expected", weights=size, masters=masters, kept=kept)
         assert added["allocated"] == pytest.approx(masters + kept, rel=0.02)
@@ -86,7 +86,7 @@ def test_attaching_costs_no_copy_of_the_weights(large_server: InferenceServer) -
 
 
 def test_a_copy_would_be_seen(large_server: InferenceServer) -> None:
-    """The negative control of the measurement."""
+    """The negative control: the measurement detects a copy."""
     with measured("a model of one's own") as added:
         own = TrainedWeights(str(large_server.model)).load(torch.bfloat16, torch.device("cuda", 0))
     size = sum(p.nbytes for p in own.parameters())
@@ -96,7 +96,7 @@ def test_a_copy_would_be_seen(large_server: InferenceServer) -> None:
 def test_a_step_adds_moments_and_gradients_and_nothing_else(large_server: InferenceServer) -> None:
     with attached_trainer(large_server, lr=LR) as trainer:
         size = weight_bytes(trainer)
-        trainer.step(0)  # cuBLAS takes its workspace once
+        trainer.step(0)  # cuBLAS allocates its workspace once
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.gather_gradient(1)
@@ -105,7 +105,7 @@ def test_a_step_adds_moments_and_gradients_and_nothing_else(large_server: Infere
         after = torch.cuda.memory_allocated() - before
         peak = torch.cuda.max_memory_allocated() - before
         say("second step", weights=size, gathered=gathered, kept_after=after, peak=peak)
-        assert gathered == pytest.approx(size, rel=0.05)  # the first one as it came, in bfloat16
+        assert gathered == pytest.approx(size, rel=0.05)  # the first gradient stays bfloat16
         assert after < 0.02 * size
         assert trainer.alignment().mean < 0.05
 
@@ -117,7 +117,7 @@ def test_memory_comes_back_when_the_trainer_leaves(large_server: InferenceServer
 
 
 def test_the_server_loads_the_weights_once(large_server: InferenceServer) -> None:
-    """By vLLM's own count."""
+    """The count that vLLM reports."""
     lines = large_server.process.log_path.read_text().splitlines()
     (line,) = (line for line in lines if "Model loading took" in line)
     said = line.split("Model loading took")[1]

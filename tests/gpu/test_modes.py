@@ -1,7 +1,6 @@
 """Every mode trains the tiny model on the GPU, with compilation and CUDA graphs on.
 
-What each mode promises beyond that is asked by the tests of tests/inference, which run on a GPU as
-they stand.
+The tests in tests/inference also run on a GPU and check what else each mode promises.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STEPS = 6
 RESTART_EVERY_STEPS = 3
 DEADLINE_S = 200
 BFLOAT16_NOISE = 0.05
-"""Mean |difference| of log-probabilities."""
+"""Bound on the mean |difference| of logprobs."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""On the GPU every fast path says what the plain one says, and every optimizer does what it should.
+"""On the GPU every fast path gives the plain path's results, and every optimizer its library's.
 
-The same comparisons as in tests/unit/trainer, on what only a GPU has: flash attention, Triton's own
-code, bitsandbytes' and torch's fused kernels.
+The same comparisons as in tests/unit/trainer, for code that needs a GPU: flash attention, compiled
+Triton kernels, bitsandbytes' and torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
 BFLOAT16_NOISE = 0.05
-"""Mean |difference| of log-probabilities."""
+"""Bound on the mean |difference| of logprobs."""
 SIZE = 3_000_001
-"""Of a parameter: over 1,024 blocks of any kernel, the last of them not full."""
+"""Size of a parameter: over 1,024 blocks of any kernel, the last one partly filled."""
 STEPS = 5
 FAST: list[dict[str, Any]] = [
     dict(zip(("packing", "fused_head", "compile"), choice, strict=True))
@@ -38,12 +38,12 @@ FAST.append({"packing": "on", "fused_head": "on", "head_kernel": LIGER})
 
 
 def policy(dtype: torch.dtype) -> Any:
-    """Heads of 64, which flash attention computes; two queries for each key."""
+    """A model with heads of width 64, which flash attention supports; two queries for each key."""
     return qwen(dtype, hidden_size=256, intermediate_size=512, initializer_range=0.05).to(DEVICE)
 
 
 def outcome(model: Any, forward: ForwardPass) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of what is trained on, and all gradients in a line."""
+    """Logprobs of the trained tokens, and all gradients in one vector."""
     micro = ragged_batch().micro_batches[0].to(DEVICE)
     model.zero_grad(set_to_none=True)
     logp = forward(model, micro)[micro.token_weight > 0]
@@ -76,7 +76,7 @@ def test_fast_paths_say_what_the_plain_one_says(
 
 
 def test_what_sequences_see_of_each_other_would_show() -> None:
-    """The negative control: all of a packed row as one sequence."""
+    """The negative control: a packed row treated as one sequence."""
     model = policy(torch.bfloat16)
     expected, _ = outcome(model, plain_forward)
     forward = build_forward_pass(model, ForwardOptions(packing="on", fused_head="off"))
@@ -124,7 +124,7 @@ def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimi
 
 
 def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
-    """(before, the master, the served weights), on gradients that a seed decides."""
+    """(weights before, master weights, served weights) after steps on gradients from a seed."""
     parameter, owner = optimizer(*flags, lr=lr)
     before = parameter.detach().clone()
     for step in range(steps):
@@ -153,7 +153,7 @@ def test_moments_in_eight_bits_move_the_weights_alike() -> None:
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit"])
 def test_bfloat16_masters_keep_small_updates_where_they_are_rounded_at_random(rule: str) -> None:
-    """At 1e-6 nearest rounding loses nearly all of them."""
+    """At a learning rate of 1e-6, rounding to the nearest loses nearly all updates."""
     flags = ("--optimizer", rule, "--master-dtype", "bfloat16")
     before, kept, _ = stepped(*flags, lr=1e-6, steps=20)
     _, exact, _ = stepped("--optimizer", rule, lr=1e-6, steps=20)
@@ -166,7 +166,7 @@ def test_bfloat16_masters_keep_small_updates_where_they_are_rounded_at_random(ru
 
 
 def test_peak_memory_is_the_sum_of_its_parts() -> None:
-    """Masters and moments: 12 bytes per weight of adamw, 6 of the smallest."""
+    """Master weights and moments: 12 bytes per weight for adamw, 6 for the smallest variant."""
     for flags, expected in (
         ((), 12.0),
         (("--optimizer", "adamw_8bit"), 6.1),

@@ -1,6 +1,6 @@
-"""Two processes, one weight on the GPU: what one writes in place, the other's captured graph reads.
+"""Two processes share one weight on the GPU: one writes in place, the other's captured graph reads.
 
-No vLLM, so that a failure says which half of the system it is in.
+Without vLLM, so that a failure shows which half of the system is broken.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def attached(server: Exporter) -> Iterator[MappedWeights]:
 
 
 def write(weights: MappedWeights, value: float) -> None:
-    """Every element of both parameters."""
+    """Set every element of both parameters to `value`."""
     for region in weights.manifest.parameters.values():
         weights.view(region).fill_(value)
     weights.wait_until_written()
@@ -101,14 +101,14 @@ def test_nothing_is_copied() -> None:
 
 
 def test_a_graph_of_a_private_copy_sees_nothing() -> None:
-    """The negative control: were it to pass, the test above would prove nothing."""
+    """The negative control: if it passed, the test above would prove nothing."""
     with exporter("--private-copy") as server, attached(server) as weights:
         write(weights, 1.0)
         assert server.ask("replay") == pytest.approx(expected(1.0) - ROWS * COLUMNS)
 
 
 def test_consumers_may_follow_each_other() -> None:
-    """Each gets an export of its own, so that torch's count of users stays right."""
+    """Each consumer gets its own export, so that torch's count of users stays right."""
     with exporter() as server:
         for value in (1.0, 2.0, 3.0):
             with attached(server) as weights:
@@ -159,7 +159,8 @@ sys.stdin.readline()
 
 
 def test_an_exporter_that_is_killed_takes_nobody_along_and_its_memory_comes_back() -> None:
-    """The consumer notices, lets go, and goes on to compute; the weights' memory is free then."""
+    """The consumer detects the end, releases the memory and can still compute; the memory
+    is free."""
     with exporter() as server:
         consumer = subprocess.Popen(
             [sys.executable, "-c", CONSUMER, str(server.socket)],
@@ -173,7 +174,7 @@ def test_an_exporter_that_is_killed_takes_nobody_along_and_its_memory_comes_back
             server.process.send_signal(signal.SIGKILL)
             server.process.wait()
             assert consumer.stdout.readline() == "noticed\n"
-            time.sleep(SETTLING_S)  # what was the exporter's alone is free by then
+            time.sleep(SETTLING_S)  # memory that only the exporter used is free by then
             free = torch.cuda.mem_get_info()[0]
             assert consumer.stdin is not None
             consumer.stdin.write("let go\n")

@@ -1,4 +1,4 @@
-"""Generation requests in progress, and how busy they keep the engine, by vLLM's own metrics."""
+"""Starts generation requests and measures the engine's load with vLLM's own metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ANSWER_DEADLINE_S = 300.0
 RUNNING, WAITING = "vllm:num_requests_running{", "vllm:num_requests_waiting{"
 GENERATED_TOKENS = "vllm:generation_tokens_total{"
 MOST_RUNNING = 64
-"""Sequences that the servers of these tests run at once (`--max-num-seqs`)."""
+"""The number of sequences that these tests' servers run at once (`--max-num-seqs`)."""
 
 
 def running_sequences(server: InferenceServer) -> float:
-    """Sequences that the engine has begun and not ended."""
+    """Sequences that the engine has started and not finished."""
     return _sum_of(server, RUNNING)
 
 
@@ -29,7 +29,7 @@ def unfinished_sequences(server: InferenceServer) -> float:
 
 
 def generated_tokens(server: InferenceServer) -> float:
-    """By every request since the engine started."""
+    """Tokens of all requests since the engine started."""
     return _sum_of(server, GENERATED_TOKENS)
 
 
@@ -40,7 +40,7 @@ def _sum_of(server: InferenceServer, *metrics: str) -> float:
 
 @contextmanager
 def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Future[Any]]:
-    """A generation request whose answer the future holds; the block's end waits for it."""
+    """Send a generation request. The future holds its answer; the end of the block waits for it."""
 
     def post() -> Any:
         answer = httpx.post(f"{url}/generate", json=body, timeout=ANSWER_DEADLINE_S)
@@ -51,6 +51,6 @@ def posted_in_background(url: str, body: dict[str, object]) -> Iterator[Future[A
 
 
 def wait_until_running(server: InferenceServer, count: int, request: Future[Any]) -> bool:
-    """Wait until `count` sequences run at once. False if the request ended unseen."""
+    """Wait until `count` sequences run at once. False if the request ended first."""
     wait_for(lambda: request.done() or running_sequences(server) == count)
     return not request.done()

@@ -1,4 +1,4 @@
-"""Groups sampled by a real server and sent to a real run-api, changed on the way."""
+"""Samples groups on a real server, changes them and submits them to a real run-api."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GROUP_SIZE, GROUPS_PER_BATCH = 4, 8
 DEADLINE_S = 300.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 FIRST, OTHERS = SUMS[::7], [numbers for numbers in SUMS[::3] if numbers not in SUMS[::7]]
-"""No sum occurs twice in the first batches: groups of one version and one sum would often be alike,
-and count as repeated."""
+"""No sum occurs twice in the first batches. Otherwise two groups of one version and one sum would
+often be identical and count as repeated."""
 
 Change = Callable[[ScoredGroup], ScoredGroup]
 
@@ -40,11 +40,11 @@ class Producer:
     """An environment that samples a batch for each step of the trainer.
 
     Args:
-        change: made to every group before it is sent
-        temperature: of the sampling; the groups say 1.0
-        batches_late: how many steps lie between sampling a batch and training on it
-        repeats_after: once so many batches were sent, the first is sent again and again
-        paced: by steps; else no batch waits for the one before
+        change: applied to every group before it is submitted
+        temperature: the sampling temperature; the groups report 1.0
+        batches_late: the number of steps between sampling a batch and training on it
+        repeats_after: after so many batches, the first one is submitted again and again
+        paced: True to sample one batch per step; False to sample without waiting
     """
 
     server: InferenceServer
@@ -62,7 +62,7 @@ class Producer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Produce in the background; errors are raised at the end of the block."""
+        """Produce groups in the background. Errors are raised at the end of the block."""
         with self._http, ThreadPoolExecutor(1 + GROUPS_PER_BATCH) as self._pool:
             producing = self._pool.submit(self._produce, self._version())
             try:
@@ -72,7 +72,8 @@ class Producer:
             producing.result(DEADLINE_S)
 
     def _produce(self, version: Any) -> None:
-        """`version`: served before the trainer starts; it names another then, and every step."""
+        """`version`: the version that is served before the trainer starts, which then sets a new
+        one at every step."""
         sums = itertools.cycle(FIRST + OTHERS)
         held: deque[list[ScoredGroup]] = deque()
         sent: list[list[ScoredGroup]] = []

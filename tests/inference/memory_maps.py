@@ -1,4 +1,4 @@
-"""Reads from /proc how much of the weight memory each process holds (proc_pid_smaps(5))."""
+"""Reads from /proc how much of the shared memory each process holds (proc_pid_smaps(5))."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightMapping:
 
 
 def weight_mappings() -> tuple[WeightMapping, WeightMapping]:
-    """(the server's, this process's), wherever the server's engine runs."""
+    """The mappings of the server's engine, and those of this process."""
     ours = _mappings(os.getpid())
     assert len(ours) == 1, f"expected one mapping in the trainer, found {ours}"
     served = [
@@ -44,7 +44,7 @@ def holds_weights(pid: int) -> bool:
 def _mappings(pid: int) -> list[WeightMapping]:
     try:
         smaps = Path(f"/proc/{pid}/smaps").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or of another user
         return []
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
     return [_parse(entry) for entry in entries if f"/memfd:{MEMFD_NAME}" in entry]

@@ -1,6 +1,6 @@
-"""Many generation requests at once, from real clients that retry nothing.
+"""Sends many generation requests at once, from real clients that never retry.
 
-Half of them pause between requests, so that their connections lie idle in the pool; one request in
+Half of the clients pause between requests, so that their connections become idle. One request in
 ten closes its connection.
 """
 
@@ -27,7 +27,7 @@ LONGEST_TOKENS = 200
 
 @dataclass
 class LoadReport:
-    """`versions`: how many completions began under each [epoch, step]."""
+    """`versions`: [epoch, step] → number of completions that began with it."""
 
     answered: int = 0
     problems: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class LoadReport:
 
 @contextmanager
 def load_on(url: str, clients: int = CLIENTS) -> Iterator[LoadReport]:
-    """Send requests while the block runs; its end waits for the answers still due."""
+    """Send requests while the block runs. Its end waits for the outstanding answers."""
     report, stop = LoadReport(), threading.Event()
     thread = threading.Thread(
         target=lambda: asyncio.run(_all(f"{url}/generate", clients, report, stop))
@@ -80,7 +80,7 @@ async def _all(url: str, clients: int, report: LoadReport, stop: threading.Event
 
 
 Post = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]
-"""Body and headers to status and answer."""
+"""Sends body and headers; returns status and answer."""
 
 
 def _with_httpx(client: httpx.AsyncClient, url: str) -> Post:

@@ -1,4 +1,4 @@
-"""Adapters on an engine that fails, which the real one does not do on demand. None is started."""
+"""Adapters with a stand-in engine that fails on demand, which the real engine cannot do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.wait import wait_for_async
 
 @pytest.fixture(scope="module")
 def lora() -> ModuleType:
-    """Importing vLLM warns about its own dependencies; that is not ours to mend."""
+    """vLLM's import warns about its own dependencies, which we cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo_vllm.weights import lora as module
@@ -27,8 +27,8 @@ def lora() -> ModuleType:
 
 @dataclass
 class LoraEngine:
-    """`there`: numbers of the adapters that it holds. It raises `add` after an adapter was added,
-    and `remove` instead of removing one."""
+    """`there`: the numbers of the loaded adapters. The error `add` is raised after an adapter was
+    added, the error `remove` instead of removing one."""
 
     add: Exception | None = None
     remove: Exception | None = None

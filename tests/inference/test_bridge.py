@@ -1,4 +1,4 @@
-"""Sessions of trainers on a real server: one at a time, and none that ends badly stops serving."""
+"""Trainers' sessions on a real server: one at a time, and a trainer that dies cannot block it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.inference.trainer_side import (
 )
 from tests.support.wait import wait_for
 
-# Pauses in a process of its own, says so, and never resumes.
+# A separate process pauses the server, reports that and never resumes.
 PAUSE_AND_HANG = """
 import sys, time
 from pathlib import Path
@@ -61,7 +61,7 @@ def paused_by_another_process(server: InferenceServer) -> Iterator[subprocess.Po
 
 @pytest.fixture
 def bridge(shared_server: InferenceServer) -> Iterator[BridgeClient]:
-    """Restores whole weights afterwards, as a trainer with a checkpoint does."""
+    """Writes all weights back afterwards, as a trainer with a checkpoint does."""
     with BridgeClient(shared_server.url) as client:
         yield client
         if not client.info().weights_intact:
@@ -72,14 +72,14 @@ def bridge(shared_server: InferenceServer) -> Iterator[BridgeClient]:
 def test_a_trainer_killed_during_its_pause_leaves_a_serving_server_with_torn_weights(
     shared_server: InferenceServer, bridge: BridgeClient
 ) -> None:
-    """The closed connection ends the pause, long before the lease does."""
+    """The closed connection ends the pause, long before the lease expires."""
     before = bridge.info().policy_version
     with paused_by_another_process(shared_server) as trainer:
         assert bridge.info().paused
         trainer.send_signal(signal.SIGKILL)
         wait_for(lambda: not bridge.info().paused)
     assert bridge.sample([1, 2, 3], max_tokens=2).token_ids
-    # Half an update may be served, so its name is one that no trainer has chosen.
+    # The weights may be torn, so their version is one that no trainer has used.
     assert bridge.info().policy_version == (before[0] + 1, before[1])
     assert not bridge.info().weights_intact
     sync = SharedVllm(BridgeClient(shared_server.url), str(shared_server.model))
@@ -96,7 +96,7 @@ def test_a_second_trainer_is_refused_while_one_is_attached(shared_server: Infere
 
 
 def cut_connection(trainer: AttachedTrainer) -> None:
-    """As the trainer sees the end of the server."""
+    """Ends the connection as if the server had ended."""
     trainer.sync._server.attachment.connection.connection.shutdown(2)
 
 

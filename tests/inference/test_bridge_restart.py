@@ -1,4 +1,4 @@
-"""A server killed in the middle of a run: nobody is answered from its checkpoint."""
+"""After a server is killed during a run, no request is answered with its checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LONG_STREAM = {
 def server_of(
     model: Path, directory: Path, redis_url: str, run_id: str, port: int
 ) -> Iterator[InferenceServer]:
-    """Started, and perhaps not listening yet."""
+    """A server that has started but may not listen yet."""
     server = launch_inference(
         model,
         directory,
@@ -59,7 +59,7 @@ def server_of(
 
 
 def state_of(server: InferenceServer) -> tuple[str, list[int]] | None:
-    """None while nobody answers."""
+    """None while the server does not answer."""
     try:
         info = httpx.get(f"{server.url}/bridge/info").raise_for_status().json()
     except httpx.HTTPError:
@@ -72,7 +72,7 @@ def wait_for_state(server: InferenceServer, state: str, version: list[int]) -> N
 
 
 def probe(url: str) -> GenerateAnswer:
-    """Log-probabilities of fixed tokens, retried until something listens."""
+    """Logprobs of fixed tokens. The request is repeated until the server listens."""
     body = {"prompt": {"prompt_token_ids": PROBE}, "max_tokens": 1}
     body |= {"prompt_logprobs": 0, "logprobs": 0, "temperature": 0}
 
@@ -95,7 +95,7 @@ def logprobs_in(answer: GenerateAnswer) -> torch.Tensor:
 def lines_until_broken(
     server: InferenceServer, break_it: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Of a stream that is broken after its first line. The client must notice."""
+    """The lines of a stream that breaks after its first line. The client must detect that."""
     lines: list[dict[str, Any]] = []
 
     def read() -> None:
@@ -112,16 +112,16 @@ def lines_until_broken(
 
 
 def kill_engine(server: InferenceServer) -> None:
-    """The process of this server that holds the weights."""
+    """The id of this server's process that holds the weights."""
     (engine,) = [pid for pid in psutil.pids() if logs_to(server, pid) and holds_weights(pid)]
     os.kill(engine, signal.SIGKILL)
 
 
 def logs_to(server: InferenceServer, pid: int) -> bool:
-    """A descendant need not be a child: tests fork engines from a process of their own."""
+    """A descendant, not only a child, because these tests fork engines from a separate process."""
     try:
         return Path(f"/proc/{pid}/fd/1").readlink() == server.process.log_path
-    except OSError:  # ended, or not ours
+    except OSError:  # the process ended, or belongs to another user
         return False
 
 
@@ -130,7 +130,7 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
 ) -> None:
     run_id, port = uuid.uuid4().hex, free_port()
     with server_of(tiny_model, tmp_path, redis_url, run_id, port) as first:
-        wait_for_state(first, "serving", [0, 0])  # a run that was served nothing yet
+        wait_for_state(first, "serving", [0, 0])  # the run has not served any weights yet
         checkpoint = logprobs_in(probe(first.url))
         trained = write_weights(first, VERSION, noise=0.02)
         served = logprobs_in(probe(first.url))
@@ -141,7 +141,7 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
         ThreadPoolExecutor(1) as pool,
         server_of(tiny_model, tmp_path, redis_url, run_id, port) as second,
     ):
-        held = pool.submit(probe, second.url)  # long before it listens
+        held = pool.submit(probe, second.url)  # long before the server listens
         wait_for_state(second, "awaiting_weights", [1, 3])
         for route, status, says in (
             ("/health", 503, "waiting for a trainer to write policy version [1, 3] back"),
@@ -160,7 +160,7 @@ def test_a_killed_server_answers_from_the_weights_that_were_written_back_and_no_
 
         lines = lines_until_broken(second, lambda: kill_engine(second))
         assert set(lines[-1]) == {"error"}
-        # Its supervisor starts another engine, which waits for the weights again.
+        # The supervisor starts another engine, which needs the weights to be written back again.
         wait_for_state(second, "awaiting_weights", [1, 3])
         assert second.status()["crashes"] == 1
     assert not second.bridge_config.exists()

@@ -48,7 +48,7 @@ def test_nothing_is_generated_during_a_pause(shared_server: InferenceServer) -> 
             finally:
                 bridge.resume(session, written=True)
             assert request.result()["policy_version"] == [[list(version), list(version)]]
-    # The server allows itself 5 s, which a busy machine may need for something else.
+    # The check has a deadline of 5 s, which a busy machine may exceed.
     wait_for(lambda: httpx.get(f"{shared_server.url}/health_generate").status_code == 200)
 
 
@@ -58,7 +58,7 @@ PAUSE = {"session": "unknown", "lease_s": 1, "policy_version": [1, 0]}
 @pytest.mark.parametrize(
     ("route", "body", "status", "says"),
     [
-        # Any client could pause the archived server; here a pause belongs to a session.
+        # Any client could pause the archived trainer's server; here a pause belongs to a session.
         ("pause", {}, 422, "session lease_s policy_version weight socket"),
         ("pause", PAUSE | {"lease_s": -1}, 422, "lease_s"),
         ("pause", PAUSE, 409, "not attached"),

@@ -1,4 +1,4 @@
-"""`POST /generate` against vLLM: the answer's shape, and that parameters reach the sampler.
+"""`POST /generate` on a real vLLM: the answer's fields, and parameters that reach the sampler.
 
 The tiny model's tokens 0 to 255 are bytes in the tokenizer's order: 5 is an ampersand.
 """
@@ -66,14 +66,14 @@ def test_a_text_prompt_ends_at_the_stop_token_and_comes_without_logprobs_unless_
 
 
 AMPERSANDS = {"logit_bias": {"5": 100}, "ignore_eos": True}
-"""Samples token 5 again and again."""
+"""Sampling parameters that always give token 5."""
 
 EFFECTS: list[tuple[dict[str, Any], Callable[[Answer], object]]] = [
     ({"n": 4, "top_k": 1}, lambda a: (len(a["text"]), len({*a["text"]})) == (4, 1)),
     ({"max_tokens": 10**6, **AMPERSANDS}, lambda a: fills_context(a)),
     ({"stop": "&&&", **AMPERSANDS}, lambda a: (a["text"], a["finish_reasons"]) == ([""], ["stop"])),
     ({"stop_token_ids": [5], **AMPERSANDS}, lambda a: a["token_ids"] == [[5]]),
-    # Alternatives of probability 0 have no finite log-probability and are left out.
+    # Alternatives with probability 0 have no finite logprob and are left out.
     ({"logprobs": 5, "top_k": 1}, lambda a: {len(e) for (e,) in a["logprobs"][0]} == {1}),
     ({"structured_outputs": {"regex": "[0-9]{3}"}}, lambda a: a["text"][0].isdigit()),
 ]

@@ -1,4 +1,5 @@
-"""`POST /generate` refuses each kind of mistake with a 4xx that names it, and goes on serving."""
+"""`POST /generate` refuses each kind of mistake with status 4xx and its name, and continues to
+serve."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_bodies_that_are_no_json_object_or_too_large_are_refused(
 def test_a_seed_does_not_end_the_engine_on_vllms_own_routes(
     shared_server: InferenceServer, prompt: dict[str, Any]
 ) -> None:
-    """vLLM itself takes it on CPU, and dies when a prefill is chunked or recomputed."""
+    """vLLM itself accepts the seed on CPU, but crashes if a prefill is chunked or recomputed."""
     route = "completions" if "prompt" in prompt else "chat/completions"
     body = {"model": str(shared_server.model), "seed": 1, "max_tokens": 2, **prompt}
     answer = httpx.post(f"{shared_server.url}/v1/{route}", json=body)

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "stream": True,
 }
 ENDLESS = {"max_tokens": 500, "n": 1024}
-"""Takes the engine minutes: it runs 64 sequences at once."""
+"""A request that takes minutes, because the engine runs 64 sequences at once."""
 ENDLESS_TOKENS = 500 * 1024
 
 
@@ -51,12 +51,12 @@ def test_each_line_has_prompt_and_text_so_far_of_every_completion(
     shared_server: InferenceServer,
 ) -> None:
     lines = lines_of(shared_server, n=3, max_tokens=500)
-    assert len(lines) > 2  # about one per token, far fewer on a busy machine
+    assert len(lines) > 2  # about one line per token, but far fewer on a busy machine
     for earlier, later in pairwise(lines):
         assert len(earlier["text"]) == len(later["text"]) == 3
         for before, after in zip(earlier["text"], later["text"], strict=True):
             assert before.startswith(PROMPT_TEXT)
-            # An unfinished character is shown once all of its bytes are there.
+            # An incomplete character appears when all of its bytes are sampled.
             assert after.startswith(before.rstrip("\ufffd"))
     assert all(set(line) == {"text"} for line in lines[:-1])
 
@@ -82,9 +82,9 @@ def test_the_last_line_is_a_whole_answer_with_the_prompt_before_the_text(
 def test_a_stream_left_in_the_middle_ends_in_the_engine(shared_server: InferenceServer) -> None:
     before = generated_tokens(shared_server)
     with streamed(shared_server, **ENDLESS) as response:
-        lines = response.iter_lines()  # held, since its end closes the connection
+        lines = response.iter_lines()  # a variable, because its end closes the connection
         first = json.loads(next(lines))
-        assert "finish_reasons" not in first  # it arrived while the engine still samples
+        assert "finish_reasons" not in first  # it arrived while the engine was still sampling
         wait_for(lambda: running_sequences(shared_server))
     assert_ended_early(shared_server, before)
 
@@ -111,7 +111,7 @@ def assert_ended_early(server: InferenceServer, tokens_before: float) -> None:
 def test_a_wrong_request_gets_its_status_and_no_stream(
     shared_server: InferenceServer, body: dict[str, Any]
 ) -> None:
-    """Refused by us, or by the engine after it has begun."""
+    """Refused by our checks, or by the engine after the request started."""
     with streamed(shared_server, **body) as response:
         assert response.status_code == 400
         assert "detail" in json.loads(response.read())

@@ -20,14 +20,14 @@ from tests.support.wait import wait_for
 
 SWAPS = 20
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
-"""The second is longer than two blocks of cached keys and values."""
+"""The second prompt is longer than two blocks of the KV cache."""
 
 Sample = tuple[list[int], torch.Tensor, Any]
-"""As `HandedOffServer.sample` returns it."""
+"""Token ids, their logprobs and the policy versions."""
 
 
 def completion_logprobs(lora: HandedOffServer, model: str | None, chat: bool) -> torch.Tensor:
-    """Of the tokens that greedy decoding gives on vLLM's own routes."""
+    """The logprobs of greedy decoding on vLLM's own routes."""
     body: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "logprobs": 1}
     body |= {"model": model} if model is not None else {}
     if chat:
@@ -61,7 +61,7 @@ def test_the_served_name_is_the_policy_on_every_route(lora: HandedOffServer, cha
 def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before(
     lora: HandedOffServer,
 ) -> None:
-    """Also for prompts whose keys and values were cached under the previous adapter."""
+    """This includes prompts that are in the KV cache of the previous adapter."""
     policies = [load(lora.server.model, adapter) for adapter in lora.weights]
     lora.publish(lora.weights[0])
     for i in (1, 2, 0):
@@ -75,7 +75,8 @@ def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_befor
 
 @dataclass(frozen=True)
 class Overlap:
-    """A completion of 500 tokens that saw a swap of adapters, and a short one begun after it."""
+    """A completion of 500 tokens during which the adapter changed, and a short one started
+    afterwards."""
 
     version_before: PolicyVersion
     in_use: list[str]
@@ -99,7 +100,7 @@ def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
 def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
     lora: HandedOffServer,
 ) -> None:
-    """Both are in one batch for a while, and each keeps to its own."""
+    """Both requests share a batch for a while, and each keeps its own adapter."""
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
     swap = wait_for(lambda: swap_during_a_request(lora), lambda overlap: overlap is not None)
     assert swap is not None

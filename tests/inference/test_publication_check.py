@@ -1,4 +1,4 @@
-"""The trainer's check of a publication, on real servers that serve other weights than announced."""
+"""The trainer's check of a publication detects servers that serve other weights than announced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.negative_controls.grpo_negative_controls import control_plugin
 
 @dataclass
 class Asked:
-    """The server as `PublicationCheck` asks it."""
+    """The server, with the methods that `PublicationCheck` calls."""
 
     bridge: BridgeClient
 
@@ -39,14 +39,14 @@ class Asked:
 
 @dataclass
 class Trainer:
-    """Holds a policy whose weights a test may replace."""
+    """A policy whose weights a test can replace."""
 
     policy: Any
     check: PublicationCheck
 
     @torch.no_grad()
     def hold(self, other: Any) -> None:
-        """As if training had led to the weights of `other`."""
+        """Replace the weights by those of `other`, as if training had produced them."""
         ours = dict(self.policy.named_parameters())
         for name, parameter in other.named_parameters():
             ours[name].copy_(parameter)

@@ -29,7 +29,7 @@ def test_no_request_fails_in_restarts_under_load(
     versions = []
     with load_on(handed.server.url) as report:
         for i in range(restarts):
-            report.wait_for_answers(CLIENTS + 1)  # so that one began after the previous restart
+            report.wait_for_answers(CLIENTS + 1)  # so one began after the previous restart
             versions.append(handed.publish(handed.weights[i], action))
         report.wait_for_answers(CLIENTS + 1)
     assert report.problems == []

@@ -1,7 +1,7 @@
-"""Mistakes that training would survive in silence, each seeded into a run and named within 6 steps.
+"""Silent training mistakes are detected: each is put into a run and must be named within 6 steps.
 
-The groups are sampled by the session's server and go through a real run-api. A healthy run raises
-no error and logs no warning.
+The session's server samples the groups, and a real run-api delivers them. A healthy run raises no
+error and logs no warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.inference.trainer_side import next_epoch, write_weights
 
 STEPS = 6
 LR = 3e-5
-"""A step moves the log-probabilities far beyond noise and stays within health."""
+"""A step moves the logprobs far beyond noise but stays within the healthy range."""
 KNOWN_WARNINGS = {"weights.inherited"}
 
 
@@ -88,8 +88,8 @@ def run(producer: Producer, config: TrainerSettings) -> Outcome:
 
 @pytest.fixture(scope="module")
 def server(shared_server: InferenceServer) -> Iterator[InferenceServer]:
-    """The session's, left with the weights that it had. It computes at the same time as the
-    trainer, which gets one thread."""
+    """The session's server, which keeps its weights. It computes at the same time as the trainer,
+    which gets one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     found = write_weights(shared_server, next_epoch(shared_server))
@@ -107,7 +107,8 @@ def prompt_length(group: ScoredGroup) -> int:
 
 
 def late(group: ScoredGroup) -> ScoredGroup:
-    """The first sampled token gets a plausible value, the others that of their left neighbour."""
+    """The first sampled token gets a plausible logprob, every other token that of its left
+    neighbour."""
     p, rows = prompt_length(group), group.inference_logprobs or []
     return changed(group, inference_logprobs=[[*r[:p], -0.5, *r[p:-1]] for r in rows])
 
@@ -118,7 +119,7 @@ def early(group: ScoredGroup) -> ScoredGroup:
 
 
 def prompt_trained(first: int, value: float) -> Change:
-    """From position `first` on, with `value` as logprob."""
+    """Sets all logprobs from position `first` on to `value`."""
 
     def change(group: ScoredGroup) -> ScoredGroup:
         p, rows = prompt_length(group), group.inference_logprobs or []
@@ -132,7 +133,7 @@ def prompt_trained(first: int, value: float) -> Change:
 
 
 class PrivateCopy(SharedVllm):
-    """Trains a copy: every update is announced and none reaches the server."""
+    """Trains a copy, so that updates are announced but never reach the server."""
 
     def load_policy(self, restoring: bool = False) -> Any:
         return copy.deepcopy(super().load_policy(restoring))
@@ -150,7 +151,7 @@ def train_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start. Server and trainer then read one memory, and agree however old it is."""
+    """Write only the first update. Server and trainer read the same memory, so they agree."""
     write, written = MasterOptimizer.write_into_parameters, []
 
     def forgetful(optimizer: MasterOptimizer) -> None:
@@ -167,7 +168,8 @@ def nothing(_: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`producer`, `options`: what differs from a healthy run; `sabotage`: of the trainer itself."""
+    """`producer`, `options`: the differences from a healthy run; `sabotage`: changes the trainer
+    itself."""
 
     error: type[GrpoError]
     says: str
@@ -178,7 +180,7 @@ class Fault:
 
 MISMATCH = "LogProb Alignment: MISMATCH!"
 FAR = {"lr": 10 * LR}
-"""One step moves the probe beyond its tolerance, whatever was sampled."""
+"""One step moves the probe beyond its tolerance, independent of the sampled tokens."""
 FAULTS = {
     "late": Fault(RolloutMismatch, Cause.LOGPROBS_LATE, {"change": late}),
     "early": Fault(RolloutMismatch, Cause.LOGPROBS_EARLY, {"change": early}),

@@ -1,6 +1,5 @@
-"""One copy of the weights: after every update the server serves the weights that the trainer holds.
-
-Only the checks after a step prove that: the negative controls pass before it.
+"""After every update the server serves the trainer's weights, from one copy in memory. Only checks
+after a step prove this, because the negative controls pass the checks before it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ ON_CPU = pytest.mark.skipif(
 
 
 def sampled_difference(trainer: AttachedTrainer, prompt: list[int]) -> float:
-    """Largest |server's - trainer's| log-probability over freshly sampled tokens."""
+    """Largest |server's - trainer's| logprob over newly sampled tokens."""
     completion = trainer.bridge.sample(prompt, max_tokens=24, temperature=0.7, ignore_eos=True)
     ours = completion_logprobs(trainer.policy, prompt, completion.token_ids, 0.7)
     return largest_difference(completion.logprobs, ours)
@@ -72,7 +71,7 @@ def largest_difference(some: list[float], others: list[float]) -> float:
 def test_after_every_step_the_server_serves_the_trainers_weights(
     shared_server: InferenceServer,
 ) -> None:
-    """For prompts it has not seen, and for one whose keys and values it has cached."""
+    """This holds for new prompts, and for one in the KV cache."""
     with attached_trainer(shared_server) as trainer:
         before = trainer.sync.served_logprobs(trainer.tokens)
         cached = probe_tokens(trainer.policy.config.vocab_size, length=400)
@@ -89,8 +88,8 @@ def test_after_every_step_the_server_serves_the_trainers_weights(
 def test_requests_in_flight_go_on_under_the_new_weights_exactly(
     shared_server: InferenceServer,
 ) -> None:
-    """No request is lost. Each token's logged probability is that of the old weights up to the
-    update and of the new ones from there, and the answer names both versions."""
+    """No request is lost. The logprobs are those of the old weights up to the update and of the new
+    weights afterwards, and the answer names both versions."""
     prompt = [5, 6, 7]
     with attached_trainer(shared_server) as trainer:
         trainer.step(0)
@@ -110,7 +109,8 @@ def test_requests_in_flight_go_on_under_the_new_weights_exactly(
 
 
 def deviation_at_best_switch(logged: list[float], old: list[float], new: list[float]) -> float:
-    """Smallest possible maximum of |logged - old| before some token and |logged - new| after."""
+    """The smallest possible maximum of |logged - old| before some token and |logged - new| after
+    it."""
     from_old = [abs(a - b) for a, b in zip(logged, old, strict=True)]
     from_new = [abs(a - b) for a, b in zip(logged, new, strict=True)]
     return min(max([*from_old[:k], *from_new[k:]]) for k in range(1, len(logged)))
@@ -118,7 +118,7 @@ def deviation_at_best_switch(logged: list[float], old: list[float], new: list[fl
 
 @ON_CPU
 def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> None:
-    gc.collect()  # mappings of trainers of earlier tests
+    gc.collect()  # mappings of trainers from earlier tests
     with attached_trainer(shared_server) as trainer:
         trainer.step(0)
         weights = trainer.sync.weights
@@ -127,11 +127,11 @@ def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> Non
         low = weights.address(whole)
         parameters = list(trainer.policy.parameters())
         assert all(low <= p.data_ptr() < low + total for p in parameters)
-        assert sum(p.nbytes for p in parameters) > 0.9 * total  # the rest: padding
+        assert sum(p.nbytes for p in parameters) > 0.9 * total  # the rest is padding
 
         served, ours = weight_mappings()
         assert min(served.resident_bytes, ours.resident_bytes) >= 0.99 * total
-        # A page that two processes map counts half in each one's proportional share.
+        # A page that two processes map counts half in the proportional share of each.
         shares = served.proportional_bytes + ours.proportional_bytes
         assert shares == pytest.approx(total, rel=0.05)
         assert ours.private_bytes == 0
@@ -158,7 +158,7 @@ def test_a_server_that_serves_copies_is_caught_after_one_step(
     try:
         assert_state_changes_on_the_control_port_alone(server)
         with attached_trainer(server) as trainer:
-            assert trainer.alignment().max < FLOAT32_NOISE  # blind before a step
+            assert trainer.alignment().max < FLOAT32_NOISE  # undetectable before a step
             trainer.step(0)
             alignment = trainer.alignment()
             assert min(alignment.moved, alignment.mean) > 0.05
@@ -225,7 +225,8 @@ def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
 def test_parameters_that_left_the_shared_memory_stop_the_step(
     shared_server: InferenceServer,
 ) -> None:
-    """As .to(), share_memory_() and flattening optimizers move them, without a warning."""
+    """.to(), share_memory_() and flattening optimizers move parameters like this, without a
+    warning."""
     with attached_trainer(shared_server) as trainer:
         version = trainer.bridge.info().policy_version
         layers = trainer.policy.model

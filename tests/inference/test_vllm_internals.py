@@ -1,6 +1,6 @@
-"""The parts of vLLM that we use exist in the installed version, and behave as we rely on.
+"""The parts of vLLM that we use exist in the installed version and behave as expected.
 
-Runs against any version, with a GPU or without; starts no engine.
+Runs with any version, with or without a GPU; starts no engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.inference.vllm_hooks import HOOKS, Hook, module_and_path
 
 @pytest.fixture(scope="module")
 def internals() -> ModuleType:
-    """Importing vLLM warns about its own dependencies; that is not ours to mend."""
+    """vLLM's import warns about its own dependencies, which we cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo_vllm.engine import vllm_compat
@@ -37,7 +37,7 @@ def internals() -> ModuleType:
 
 @pytest.fixture
 def environment() -> Iterator[None]:
-    """vLLM sets variables when it makes a configuration."""
+    """vLLM sets environment variables when it creates a configuration."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -87,8 +87,8 @@ thinking_token_budget top_k top_p trace_decode_token_ids watermarking
 
 
 def test_vllm_has_no_sampling_parameter_that_nobody_has_looked_at(internals: ModuleType) -> None:
-    """`POST /generate` passes on every parameter that it does not refuse. Before a new one is added
-    here: does it change the logged probabilities, or harm other requests?"""
+    """`POST /generate` passes every parameter on that it does not refuse. Before you add a new one
+    here, check that it neither changes the logprobs nor harms other requests."""
     names = {name for name in internals.requests.SamplingParams.__struct_fields__ if name[0] != "_"}
     assert names <= set(SAMPLING_PARAMETERS.split())
 
@@ -97,7 +97,7 @@ def test_vllm_has_no_sampling_parameter_that_nobody_has_looked_at(internals: Mod
 def test_obstacles_to_sharing_are_read_off_vllms_configuration(
     internals: ModuleType, tiny_model: Path
 ) -> None:
-    """Fields are set as vLLM would: not every one can be asked for on every platform."""
+    """The test sets the fields directly, because no platform supports all of the options."""
     config = engine_config(internals, tiny_model)
     plain = LayoutFacts(parallel_sizes=dict.fromkeys(internals.layers.PARALLEL_SIZES, 1))
     assert internals.layers.layout_facts(config) == plain
@@ -133,7 +133,7 @@ def engine_config(internals: ModuleType, model: Path) -> Any:
 
 
 def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
-    """Experts are found by what serves them, whatever the model calls itself."""
+    """Experts are detected by the class of their layers, not by the model's name."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
@@ -200,7 +200,7 @@ def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("internals")
 def test_adapters_in_float32_are_refused_by_name() -> None:
-    """On a GPU vLLM's LoRA kernels assert a 16-bit type in the middle of a request."""
+    """On a GPU vLLM's LoRA kernels require a 16-bit type and fail during a request."""
     from grpo_vllm.engine.args import refuse_float32_adapters
 
     for dtype in ("float32", "float"):

@@ -1,4 +1,4 @@
-"""The trainer's half of weight sharing, driven by hand in a test process."""
+"""Runs the trainer's side of weight sharing step by step in a test process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.inference.engine_load import (
 from tests.support.wait import wait_for
 
 LR = 1e-2
-"""Large, so that every step moves the log-probabilities far beyond any tolerance."""
+"""Large, so that every step moves the logprobs far beyond any tolerance."""
 FLIGHTS, FLIGHT_TOKENS = 16, 400
 
 
@@ -54,7 +54,7 @@ class AttachedTrainer:
         return self.sync.apply(self.optimizer, step)
 
     def gather_gradient(self, step: int) -> None:
-        """Of a supervised loss on random tokens: any gradient will do."""
+        """From a supervised loss on random tokens, because any gradient is sufficient."""
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.policy.config.vocab_size, (4, 40), generator=generator)
         ids = ids.to(self.sync.weights.device)
@@ -74,8 +74,8 @@ class UpdateInFlight:
 def update_in_flight(
     server: InferenceServer, trainer: AttachedTrainer, prompt: list[int]
 ) -> UpdateInFlight:
-    """One step of the trainer during completions. Repeated if one of them ended before the step:
-    a busy machine may let the engine finish first."""
+    """Take one step while completions are sampled. Repeat it if a completion ended before the step,
+    as can happen on a busy machine."""
     return wait_for(
         lambda: _attempt_in_flight(server, trainer, prompt),
         lambda u: u is not None,
@@ -112,10 +112,10 @@ def write_weights(
     weights: Sequence[Tensor] | None = None,
     noise: float = 0.0,
 ) -> list[Tensor]:
-    """Publish `weights`, or those that are served, plus noise of this standard deviation.
+    """Publish `weights`, or the served weights, plus noise with this standard deviation.
 
     Returns:
-        A copy of every parameter's values, tied ones once.
+        A copy of every parameter's values; tied parameters appear once.
     """
     with BridgeClient(server.url) as bridge, connect_weights(server.socket) as connection:
         mapped = map_weights(connection)
@@ -133,7 +133,7 @@ def write_weights(
 
 @contextmanager
 def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[AttachedTrainer]:
-    """Attach, announce a new epoch, and write the weights back as they were found at the end."""
+    """Attach and start a new epoch. At the end write the original weights back."""
     bridge = BridgeClient(server.url, control_url=server.control_url)
     sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=LEASE_S)
     policy = sync.load_policy().eval()

@@ -1,4 +1,4 @@
-"""Everything of vLLM that `grpo_vllm` depends on, as a table (docstring of `vllm_compat`)."""
+"""A table of all parts of vLLM that `grpo_vllm` uses; see the docstring of `vllm_compat`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERYWHERE: dict[str, list[str]] = {
     ],
     "vllm.config.load:LoadConfig": ["load_format"],
     "vllm.config.utils": ["replace"],
-    # layers that serve from the memory they were loaded into
+    # layers that serve from the memory into which they were loaded
     f"{_LAYERS}.linear": [
         "UnquantizedLinearMethod.process_weights_after_loading(layer)",
         "LinearBase ~ self.quant_method",
@@ -113,7 +113,7 @@ _ON_CPU = {"vllm.v1.worker.cpu_worker": [""]}
 _ON_CUDA = {
     "vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ pynvml"],
 }
-# Places that moved: one of them must be there.
+# Places that moved between versions: one of them must exist.
 _MOVED = [
     *(
         [f"{_NEW_SERVER}.cli_args:{name}", f"{_OLD_SERVER}.cli_args:{name}"]
@@ -136,14 +136,14 @@ _MOVED = [
 
 @dataclass(frozen=True)
 class Hook:
-    """One of `places` must be there, from vLLM `since` on, where vLLM is built for `device`."""
+    """One of `places` must exist, from vLLM `since` on, if vLLM is built for `device`."""
 
     places: tuple[str, ...]
     since: tuple[int, int] = (0, 24)
     device: str | None = None
 
     def problem(self) -> str | None:
-        """The missing part by name; None if nothing is missing."""
+        """The name of the missing part; None if nothing is missing."""
         problems = [_problem_at(place) for place in self.places]
         return None if None in problems else " and ".join(map(str, problems))
 
@@ -202,13 +202,13 @@ def _imported(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a dependency of vLLM is missing, which is another matter
+            raise  # a dependency of vLLM is missing, not a part of vLLM
         return None
 
 
 def _has(owner: Any, attribute: str) -> bool:
-    """An attribute that a class only inherits as abstract does not count; a field of a dataclass
-    without default counts, though it is no attribute of the class."""
+    """An inherited abstract attribute does not count. A dataclass field without a default counts,
+    although the class has no such attribute."""
     if getattr(getattr(owner, attribute, None), "__isabstractmethod__", False):
         return False
     return hasattr(owner, attribute) or attribute in getattr(owner, "__dataclass_fields__", ())

@@ -1,4 +1,4 @@
-"""What integration tests share beyond the services' own fixtures."""
+"""Fixtures of the integration tests, beyond those of the services."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.wait import DEADLINE_S
 
 @pytest.fixture(scope="session")
 def _client(run_api_url: str) -> Iterator[httpx.Client]:
-    """One for the session: making a client, which loads certificates, outlasts most tests."""
+    """One client for the session, because creating one loads certificates and is slow."""
     with httpx.Client(base_url=run_api_url, timeout=DEADLINE_S) as client:
         yield client
 
 
 @pytest.fixture
 def http(_client: httpx.Client) -> httpx.Client:
-    """A client of a run-api that knows of no trainer yet."""
+    """A client of a run-api without a registered trainer."""
     _client.get("/reset_data").raise_for_status()
     return _client

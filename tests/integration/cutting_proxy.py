@@ -1,4 +1,4 @@
-"""A proxy that loses a request or its answer on demand, as a killed process does."""
+"""A proxy that loses a request or its answer on demand, like a killed process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BY_HOP = ("connection", "content-length", "transfer-encoding")
 
 
 class Cut(Enum):
-    """What happens to the next request; after it, all pass again."""
+    """Which part of the next request is lost. Later requests pass."""
 
     NOTHING = "nothing"
     REQUEST = "request"
-    """The connection closes before the service sees the request."""
+    """The connection closes before the service receives the request."""
     ANSWER = "answer"
-    """The service carries the request out; its answer goes nowhere."""
+    """The service carries out the request, but its answer is lost."""
     GATEWAY = "gateway"
-    """As ANSWER, and a gateway answers 504 in its place."""
+    """As ANSWER, but a gateway answers 504 instead."""
 
 
 class CuttingProxy(ThreadingHTTPServer):

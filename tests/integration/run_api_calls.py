@@ -1,4 +1,4 @@
-"""Requests and groups that tests of run-api share."""
+"""Requests and groups for the tests of run-api."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAITING = {"status": "wait for trainer to start"}
 
 
 def group(marker: int, size: int = 2, **changes: Any) -> dict[str, Any]:
-    """A valid group that is recognised by its first token."""
+    """A valid group whose first token is a marker."""
     return {
         "tokens": [[marker, 7, 90 + i] for i in range(size)],
         "masks": [[-100, -100, 90 + i] for i in range(size)],
@@ -43,7 +43,7 @@ def group(marker: int, size: int = 2, **changes: Any) -> dict[str, Any]:
 
 
 def bulky(marker: int, tokens: int = 1000) -> dict[str, Any]:
-    """Changes to `group` that make it some kilobytes, compressed as well."""
+    """Changes to `group` that make it several kilobytes, even compressed."""
     noise = [marker, *((i * 7919) % 100_003 for i in range(1, tokens))]
     return {"tokens": [noise, noise], "masks": [noise, noise]}
 
@@ -53,7 +53,7 @@ def register(http: httpx.Client, **changes: Any) -> httpx.Response:
 
 
 def start(http: httpx.Client, **changes: Any) -> None:
-    """Register a trainer and poll once, after which environments may register."""
+    """Register a trainer and poll once, so that environments can register."""
     register(http, **changes).raise_for_status()
     assert http.get("/batch").json() == {"batch": None}
 
@@ -75,13 +75,13 @@ def send(http: httpx.Client, marker: int, **changes: Any) -> dict[str, Any]:
 
 
 def submit(http: httpx.Client, *markers: int, **changes: Any) -> None:
-    """Groups that are queued as they come."""
+    """Submit whole groups."""
     for marker in markers:
         assert send(http, marker, **changes) == {"status": "received"}
 
 
 def send_raw(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
-    """As Python's json writes it: with NaN, unlike httpx."""
+    """JSON text that may contain NaN, which httpx does not write."""
     return http.post(path, content=json.dumps(body))
 
 
@@ -102,20 +102,20 @@ def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
 
 
 def probe(http: httpx.Client, path: str) -> httpx.Response:
-    """The answer once Redis answers: a probe gives it a second, too little on a busy machine."""
+    """Retry until Redis answers: a probe waits one second, too little on a busy machine."""
     return wait_for(
         lambda: http.get(path), lambda answer: "Redis did not answer within" not in answer.text
     )
 
 
 def told(http: httpx.Client, env_id: int) -> dict[str, Any]:
-    """What an environment reads from `/status-env`."""
+    """The answer of `/status-env` to an environment."""
     answer: dict[str, Any] = status_env(http, env_id).raise_for_status().json()
     return answer
 
 
 def lease(http: httpx.Client, trainer: int, after: int = 0, **more: float) -> httpx.Response:
-    """Ask for the batch after `after`, as a trainer that acknowledges."""
+    """Lease the batch after `after`."""
     return http.get("/batch", params={"trainer": trainer, "after": after, **more})
 
 
@@ -130,7 +130,7 @@ def acknowledge(http: httpx.Client, trainer: int, batch_id: int) -> httpx.Respon
 
 
 def refused_field(answer: httpx.Response) -> str:
-    """The field of a body that a 422 names."""
+    """The field of the body that an answer with 422 names."""
     assert answer.status_code == 422, answer.text
     where, field, *_ = answer.json()["detail"][0]["loc"]
     assert where == "body"
@@ -148,9 +148,9 @@ def scrape(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 
 
 def run_facts(http: httpx.Client) -> dict[str, float]:
-    """The facts about the run, without the prefix.
+    """The metrics of the run, without the prefix.
 
-    A scrape gives Redis a second, too little on a busy machine, and then says nothing of the run.
+    A scrape waits one second for Redis, too little on a busy machine, and then omits the run.
     """
     return wait_for(
         lambda: {name.removeprefix("run_api_"): v for (name, _), v in scrape(http).items()},

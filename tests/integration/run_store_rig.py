@@ -1,4 +1,4 @@
-"""A run on its store alone: two replicas of run-api, and a link to Redis that tests may trouble."""
+"""A run without HTTP: two replicas of run-api, and a Redis link that can fail on demand."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tests.support.wait import DEADLINE_S, wait_for_async
 Interruption = Callable[[], Awaitable[None]]
 
 TIMEOUT_S = 60.0
-"""Silence after which an environment counts as gone."""
+"""An environment counts as disconnected after this long without a poll."""
 
 LIMITS = Limits(queued_groups=1000, queued_bytes=2**30)
 LEASED_BYTES = 2**30
 PATIENCE = Patience(placing_s=DEADLINE_S, full_s=0.3, held_bytes=2**20)
-"""A queue that is full makes room at once or not at all."""
+"""Submissions wait only briefly while the queue is full."""
 PATIENT = replace(PATIENCE, full_s=DEADLINE_S)
-"""For those who are to find room however slow the machine is."""
+"""Submissions wait long enough for room, even on a slow machine."""
 LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
-"""More than a megabyte as stored: such a group is stored piece by piece ahead of being queued."""
+"""A group with this text is stored as more than 1 MB, so it is staged in pieces."""
 
 
 class TroubledLink(RedisLink):
-    """A link whose troubles a test chooses, by script or command."""
+    """A link to Redis that fails for the scripts or commands that a test chooses."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id, deadline_s=DEADLINE_S)
@@ -67,7 +67,7 @@ class TroubledLink(RedisLink):
 
 
 class Run:
-    """One run: its store, and what two replicas of run-api would have."""
+    """One run: its store, and the parts of two run-api processes."""
 
     def __init__(self, link: TroubledLink, limits: Limits, patience: Patience, leased: int) -> None:
         self.link = link
@@ -86,7 +86,7 @@ class Run:
         self.trainer_id = (await enrol_trainer(self.store, registration)).trainer_id
 
     async def start_environment(self, **changes: Any) -> int:
-        """Register an environment; the trainer is known to have polled."""
+        """Register an environment after the trainer has polled."""
         await self.poll()
         registered = await self.store.environments.register(
             EnvironmentRegistration.model_validate(ENVIRONMENT | changes)
@@ -97,7 +97,7 @@ class Run:
     async def submit(
         self, *markers: int, replica: bool = False, key: str | None = None, **changes: Any
     ) -> list[Outcomes]:
-        """Each marker as a submission of its own; the content is its fingerprint."""
+        """Submit one group per marker, each as a separate submission."""
         intake = self.intake_of_replica if replica else self.intake
         groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
         return [
@@ -106,10 +106,10 @@ class Run:
         ]
 
     async def poll(self, *, replica: bool = False, delivered: bool = True) -> list[int] | None:
-        """A plain poll, as an Atropos trainer makes it.
+        """Make a plain poll, like an Atropos trainer.
 
         Args:
-            delivered: False where the answer does not reach the trainer whole.
+            delivered: False if the trainer does not receive the whole answer.
         """
         async with self.answer(replica=replica) as due:
             markers = await self.markers(due)
@@ -119,7 +119,7 @@ class Run:
 
     @asynccontextmanager
     async def answer(self, *, replica: bool = False) -> AsyncIterator[DueBatch | None]:
-        """The answer to a plain poll, while it is being sent."""
+        """The answer to a plain poll, which is being sent during the block."""
         async with self.store.batches.answering() as answer:
             dispatcher = self.replica if replica else self.dispatcher
             yield await dispatcher.by_plain_poll(answer, wait_s=0.0)
@@ -127,7 +127,7 @@ class Run:
     async def lease(
         self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0
     ) -> list[int] | None:
-        """What the batch behind `after` holds, leased by the trainer that registered last."""
+        """The groups of the batch after `after`, leased by the current trainer."""
         dispatcher = self.replica if replica else self.dispatcher
         return await self.markers(
             await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
@@ -153,14 +153,14 @@ class Run:
         return len(self.intake._line._tickets)
 
     async def submit_to_the_line(self, marker: int) -> asyncio.Task[list[Outcomes]]:
-        """To a full queue; returns once the group waits for room behind the others."""
+        """Submit to a full queue; returns when the group waits in line."""
         before = self.waiting()
         held = asyncio.create_task(self.submit(marker))
         await wait_for_async(self.waiting, lambda waiting: waiting > before)
         return held
 
     async def stay_silent(self, env_id: int, seconds: float) -> None:
-        """Let the environment's last poll be that long ago."""
+        """Move the environment's last poll this far into the past."""
         seen = f"{self.link.prefix}seen"
         await self.link.call("HINCRBY", seen, env_id, -int(seconds * 1000))
 
@@ -169,7 +169,7 @@ class Run:
         return count
 
     async def staged(self) -> list[bytes]:
-        """Keys of groups that are stored on their own."""
+        """Redis keys of staged groups."""
         found: list[bytes] = await self.link.call("KEYS", f"{self.store.payloads.staged_prefix}*")
         return found
 
@@ -182,7 +182,7 @@ async def open_run(
     patience: Patience = PATIENCE,
     max_leased_bytes: int = LEASED_BYTES,
 ) -> AsyncIterator[Run]:
-    """A run of which nothing is known but its trainer."""
+    """A run with a trainer and no groups."""
     run = Run(TroubledLink(redis_url, run_id), limits, patience, max_leased_bytes)
     await run.store.reset()
     await run.register()

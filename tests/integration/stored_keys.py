@@ -1,4 +1,4 @@
-"""What lies in Redis, for tests that nothing of it was touched."""
+"""Reads all keys of a run, so that tests can check that none has changed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from grpo_api.store.redis import layout_prefix
 
 
 def stored_keys(redis_url: str, run_id: str, without: tuple[str, ...]) -> dict[bytes, Any]:
-    """Every key of the run and what it holds, byte for byte; hashes and sets have no order.
+    """Every key of the run with its content, independent of the order in hashes and sets.
 
     Args:
-        without: beginnings of names that are left out, without the run's prefix.
+        without: prefixes of names to leave out, after the run's prefix.
     """
     prefix = layout_prefix(run_id)
     with redis.Redis.from_url(redis_url) as connection:
@@ -27,7 +27,7 @@ def stored_keys(redis_url: str, run_id: str, without: tuple[str, ...]) -> dict[b
 
 
 def _content(connection: redis.Redis, key: bytes) -> Any:
-    # not DUMP, which writes a hash in an order that changes while Redis makes room in it
+    # not DUMP, because the order of its hash fields changes while Redis resizes the hash
     kind = connection.type(key)
     if kind == b"hash":
         return connection.hgetall(key)
@@ -41,7 +41,7 @@ def _content(connection: redis.Redis, key: bytes) -> Any:
 
 @contextmanager
 def nothing_stored_changes(redis_url: str, run_id: str) -> Iterator[None]:
-    """Of a run with data; answers kept for repeats and ids that were reserved aside."""
+    """Assert that the block changes no key of a run, except receipts and reserved ids."""
     aside = ("receipt:", "last_group_id")
     before = stored_keys(redis_url, run_id, aside)
     assert len(before) > 10

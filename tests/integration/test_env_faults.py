@@ -1,4 +1,4 @@
-"""A real environment process, a real run-api and Redis; only the model's answers are canned."""
+"""An environment process survives faults of a real run-api and Redis; the model is a fake."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
 
 STEPS_BEYOND_THE_QUEUE = 8
-"""More batches than the environment lets wait in the queue."""
+"""More batches than the environment keeps in the queue."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that an environment needs of the model."""
-    from grpo_tiny_model.model import build_tokenizer  # brings torch
+    """A model directory with only a tokenizer, which is all that an environment needs."""
+    from grpo_tiny_model.model import build_tokenizer  # imports torch
 
     directory = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(directory)
@@ -57,7 +57,7 @@ def engine() -> Iterator[StubServer]:
 
 @contextmanager
 def killed_at_the_end(redis_url: str, directory: Path, port: int) -> Iterator[None]:
-    """A run-api that serves the same run each time."""
+    """Starts run-api, always with the same run."""
     api = start_run_api(redis_url, directory, run_id=directory.name, port=port)
     try:
         yield
@@ -72,7 +72,7 @@ def take(trainer: TrainerClient, steps: int) -> set[int | None]:
 
 
 def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client) -> None:
-    """And one to which none has come waits for its whole deadline."""
+    """A trainer without any environment waits for its whole deadline."""
     with TrainerClient(str(http.base_url)) as trainer:
         uuid = trainer.register(Registration.model_validate(REGISTRATION))
         settings: Any = SimpleNamespace(batch_deadline_s=0.01)
@@ -92,7 +92,7 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
         disconnect(http, first)
         assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
         with pytest.raises(ServiceUnavailable, match="no batch within"):
-            source.next_batch(0, batches_left=1)  # it sees the second one
+            source.next_batch(0, batches_left=1)  # one environment is connected
         disconnect(http, second)
         settings.batch_deadline_s = DEADLINE_S
         with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
@@ -114,11 +114,11 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
             taken = take(trainer, 3)
         with killed_at_the_end(redis_url, tmp_path, port):
             taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
-            assert taken == {0}  # the same environment throughout: nothing that it knew was lost
+            assert taken == {0}  # the environment process is the same, so it lost no state
 
             httpx.get(f"{url}/reset_data").raise_for_status()
-            process.wait_until(lambda: "registering again" in log.read_text(), DEADLINE_S)
+            process.wait_until(lambda: "environment.unknown" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
             assert process.wait(DEADLINE_S) == 0
-    assert log.read_text().count("[info     ] registered ") == 2
+    assert log.read_text().count("[info     ] environment.registered ") == 2

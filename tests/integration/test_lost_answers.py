@@ -1,4 +1,4 @@
-"""A client whose connection to run-api breaks: every group is queued once and trained on once."""
+"""After lost answers of run-api, every group is queued once and trained once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
     async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
         proxy.next_cut = cut
         answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
-        # a second one would hold batches back by a minimum that nobody fills
+        # a second environment would block batches with a minimum that no process fills
         assert [known["env_id"] for known in http.get("/environments").json()] == [0]
         assert answer is not None
         assert answer["env_id"] == 0
@@ -78,7 +78,7 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
             assert markers(trainer.next_batch(DEADLINE_S)) == batch
         proxy.next_cut = cut
         trainer.acknowledge(2)
-        trainer.acknowledge(1)  # says less than is known, and takes nothing back
+        trainer.acknowledge(1)  # an older acknowledgement changes nothing
     with registered(str(http.base_url)) as other:
         assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
     assert status(http) == (3, 0)
@@ -90,12 +90,12 @@ def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx
         submit(http, *range(1, 9))
         before = [trainer.next_batch(DEADLINE_S) for _ in range(3)]
         trainer.acknowledge(1)
-    with registered(url) as second:  # without a state: whatever is not acknowledged
+    with registered(url) as second:  # without a checkpoint: every unacknowledged batch
         assert second.next_batch(DEADLINE_S) == before[1]
         second.resume_after(3)
         second.register(Registration.model_validate(REGISTRATION))
         assert second.next_batch(DEADLINE_S) == before[1]
-    with registered(url) as third:  # killed between its state and the acknowledgement
+    with registered(url) as third:  # killed between its checkpoint and the acknowledgement
         third.resume_after(2)
         assert third.next_batch(DEADLINE_S) == before[2]
         assert markers(third.next_batch(DEADLINE_S)) == (4, [7, 8])
@@ -108,7 +108,7 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> N
         first.next_batch(DEADLINE_S)
         with registered(url) as second:
             for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
-                with pytest.raises(TrainerSuperseded, match="End one of the two"):
+                with pytest.raises(TrainerSuperseded, match="stop one of the two trainers"):
                     act()
             assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
 
@@ -128,14 +128,14 @@ def test_an_unknown_batch_and_a_reset_run_are_named(
     with pytest.raises(UnknownBatch, match="this run never handed out batch 7"):
         trainer.next_batch(DEADLINE_S)
     http.get("/reset_data").raise_for_status()
-    with pytest.raises(ProtocolViolation, match="somebody called /reset_data, or its Redis lost"):
+    with pytest.raises(ProtocolViolation, match="someone called /reset_data, or Redis lost"):
         trainer.next_batch(DEADLINE_S)
 
 
 def test_what_is_done_between_the_polls_does_not_count_as_waiting(
     http: httpx.Client, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as a server is waited for, no environment can send."""
+    """While the trainer waits for a server, environments cannot send groups."""
     ahead_s = [0.0]
     ours = partial(Deadline, clock=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr("grpo_core.clients.run_api.Deadline", ours)

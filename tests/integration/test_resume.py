@@ -1,4 +1,4 @@
-"""How a trainer with a saved state joins a run at a real run-api: its own, or another."""
+"""A trainer with a checkpoint joins its own run, or another one, at a real run-api."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSett
 
 
 def save(config: TrainerSettings, position: Position = STATE) -> Path:
-    """Of the run that run-api has; of no run that there ever was, where it has none."""
+    """Save a checkpoint of run-api's run, or of an unknown run if run-api has none."""
     side = Side()
     with TrainerClient(config.run_api_url) as client:
         run_uuid = client.status().run_uuid or "lost"
@@ -61,7 +61,7 @@ def trainer(http: httpx.Client) -> Iterator[TrainerClient]:
 
 
 def train_three_batches(http: httpx.Client, config: TrainerSettings) -> None:
-    """A trainer that was killed before it acknowledged any; one batch more is queued."""
+    """Lease three batches without an acknowledgement, and leave one more in the queue."""
     register(http)
     submit(http, *range(1, 9))
     with TrainerClient(str(http.base_url)) as trainer:
@@ -70,7 +70,7 @@ def train_three_batches(http: httpx.Client, config: TrainerSettings) -> None:
 
 
 def first_batch_without_a_state(config: TrainerSettings) -> int:
-    """The first that is not acknowledged."""
+    """The first unacknowledged batch."""
     with TrainerClient(config.run_api_url) as another:
         another.register(config.registration(first_step=0))
         return another.next_batch(DEADLINE_S).id
@@ -90,7 +90,7 @@ def test_batches_in_the_state_do_not_come_again(
 def test_a_new_run_is_refused_and_learns_nothing(
     http: httpx.Client, trainer: TrainerClient, tmp_path: Path
 ) -> None:
-    """A save path that is used again. Environments would count the state's steps as done."""
+    """A save path of an earlier run. Environments would count the steps of its checkpoint."""
     config = settings(http, tmp_path)
     save(config)
     with pytest.raises(StateOfAnotherRun, match=r"has another run.*\(no run yet\)"):
@@ -116,7 +116,7 @@ def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
 def test_a_state_that_is_named_goes_on_in_another_run(
     http: httpx.Client, trainer: TrainerClient, tmp_path: Path
 ) -> None:
-    """Redis was lost: the steps are kept, the data is what the run has."""
+    """Redis lost its data: the trainer keeps its steps and takes the batches of the new run."""
     directory = save(settings(http, tmp_path))
     config = settings(http, tmp_path / "new", resume=str(directory))
     register(http)
@@ -179,7 +179,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 saver=saver,
             )
             assert source.next_batch(0, batches_left=9).id == 1
-            # nothing was trained that could be saved
+            # no batch was trained, so no checkpoint can be written
             with pytest.raises(LeasesFull, match="write a checkpoint and POST"):
                 source.next_batch(1, batches_left=8)
             saver.step_taken(Position(step=1, batch_id=1, epoch=1))

@@ -1,4 +1,4 @@
-"""Mistakes ahead of the body: in queries, paths, headers, and in HTTP itself."""
+"""Invalid queries, paths, headers and invalid HTTP are answered with 4xx."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUP = json.dumps(group(9)).encode()
 
 @pytest.fixture
 def started(http: httpx.Client, redis_url: str) -> Iterator[httpx.Client]:
-    """A run with a trainer, an environment and a group, of which nothing may change."""
+    """A run with a trainer, an environment and a group; the tests must not change it."""
     start(http)
     register_environment(http)
     submit(http, 1)
@@ -73,7 +73,7 @@ def test_idempotency_keys_are_1_to_255_visible_characters(started: httpx.Client)
 
 
 def talk(url: httpx.URL, sent: bytes, until: bytes | None = None) -> bytes:
-    """Everything received before the server closes the connection, or up to `until`."""
+    """All bytes until the server closes the connection, or up to `until`."""
     received = b""
     with socket.create_connection(("127.0.0.1", url.port), DEADLINE_S) as peer:
         peer.sendall(sent)
@@ -127,6 +127,6 @@ def test_bodies_without_a_plain_length(started: httpx.Client, sent: bytes, statu
 def test_headers_without_end_are_cut_off(started: httpx.Client) -> None:
     received = b""
     with suppress(ConnectionError):
-        # the server may close, and with that discard its answer, while this is still sending
+        # the server may close the connection during the send, which discards its answer
         received = talk(started.base_url, request(b"X: y\r\n" * 200_000, line=b"GET /healthz"))
     assert not received or received.startswith(b"HTTP/1.1 400 ")

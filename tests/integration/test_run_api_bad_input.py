@@ -1,6 +1,6 @@
-"""Bad bodies are a 4xx that names the field, and leave no trace; good ones may be gzip.
+"""An invalid body gets a 4xx that names the field and changes nothing. Bodies may be gzip-encoded.
 
-Each field of a scored group: `tests/unit/core/test_wire.py`.
+`tests/unit/core/test_wire.py` tests each field of a scored group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def started(http: httpx.Client, redis_url: str) -> Iterator[httpx.Client]:
-    """One group of two sequences is queued, a batch holds four; nothing of it may change."""
+    """A run with one queued group of two sequences; the tests must not change it."""
     start(http)
     register_environment(http)
     submit(http, 1)
@@ -52,7 +52,7 @@ def ask(http: httpx.Client, path: str, content: bytes, **headers: str) -> httpx.
 
 
 def refused(answer: httpx.Response) -> list[Any]:
-    """Where in the body the trouble is."""
+    """Place of the problem in the body."""
     assert answer.status_code == 422, answer.text
     assert len(answer.content) < 100_000
     problem = answer.json()["detail"][0]
@@ -124,7 +124,7 @@ def test_gzip_is_read_if_it_is_whole_and_within_the_limit(started: httpx.Client,
         return ask(started, path, body, **{"Content-Encoding": "gzip"})
 
     assert refused(answered(gzip.compress(b"1"))) == []
-    # what is within the limit is inflated once: gzip inside of gzip is no JSON
+    # a body is decompressed once, so gzip inside gzip is not JSON
     bomb = gzip.compress(b" " * (5 * MAX_BODY_BYTES))
     assert refused(answered(gzip.compress(gzip.compress(bomb)))) == []
     assert answered(bomb).status_code == 413

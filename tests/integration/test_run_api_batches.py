@@ -1,6 +1,6 @@
-"""`/batch`: exact, oldest first, with every minimum; parts of a group wait until they add up.
+"""`/batch` returns exact batches, oldest first, with every minimum; parts wait in a buffer.
 
-Planning itself: `unit/api/test_batching`, `unit/api/test_placement`.
+`tests/unit/api/planning` tests the planning itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
 
 
 def environments(http: httpx.Client, *minimums: float | None) -> None:
-    """Environments 0, 1, ... that send groups of 2 for batches of 8."""
+    """Environments 0, 1, ... with groups of 2 and batches of 8."""
     start(http, batch_size=8)
     for minimum in minimums:
         register_environment(http, min_batch_allocation=minimum)
@@ -47,7 +47,7 @@ def test_a_batch_is_the_oldest_that_holds_every_minimum(http: httpx.Client) -> N
     assert next_batch(http) is None
     send(http, 1, size=1, env_id=0)
     assert next_batch(http) is None
-    send(http, 2, size=1, env_id=0)  # its parts are a group now
+    send(http, 2, size=1, env_id=0)  # its parts add up to a group now
     assert next_batch(http) == [21, 11, 12, 1, 2]
 
 
@@ -61,7 +61,7 @@ def test_a_minimum_holds_batches_back_until_its_environment_disconnects(http: ht
 
 @pytest.fixture
 def four(http: httpx.Client) -> httpx.Client:
-    """Environment 0 registered groups of 4; a batch holds 8."""
+    """A run with batches of 8; environment 0 registered groups of 4."""
     start(http, batch_size=8)
     register_environment(http, group_size=4)
     return http
@@ -71,7 +71,7 @@ def test_parts_wait_until_they_add_up_and_are_served_as_they_were_sent(four: htt
     for marker, (size, waiting) in enumerate([(3, 3), (2, 5)]):
         answer = send(four, marker, size=size, env_id=0)
         assert answer == {"status": "buffered", "buffer_size": waiting}
-    assert four.get("/latest_example").json()["tokens"] == []  # never a part that waits
+    assert four.get("/latest_example").json()["tokens"] == []  # never a buffered part
     assert send(four, 2, size=2, env_id=0) == {"status": "buffered", "buffer_size": 3}
     assert four.get("/latest_example").json()["tokens"] == group(2)["tokens"]
     submit(four, 3, size=4, env_id=None)

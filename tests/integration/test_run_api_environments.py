@@ -1,6 +1,6 @@
-"""Environments come, pace themselves by `/status-env`, fall silent, and leave.
+"""Environments register, read `/status-env`, stop polling, and disconnect.
 
-The formulas of `/status-env`: `unit/api/test_allocation`.
+`tests/unit/api/planning/test_env_status.py` tests the formulas of `/status-env`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
     http: httpx.Client, redis_url: str
 ) -> None:
     def stay_silent(seconds: float) -> None:
-        """Let the last poll of environment 1 be so much longer ago."""
+        """Move the last poll of environment 1 this far into the past."""
         with redis.Redis.from_url(redis_url) as connection:
             connection.hincrby(f"{layout_prefix(RUN_ID)}seen", "1", -int(seconds * 1000))
 
@@ -98,7 +98,7 @@ def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
 
 
 def test_status_env_counts_own_and_shared_sequences(http: httpx.Client) -> None:
-    """Two environments, each entitled to 4 of 16 sequences; the second has thrice the weight."""
+    """Two environments with minimums of 4 of 16 sequences; the second has weight 3."""
     start(http, batch_size=16, starting_step=5)
     register_environment(http, min_batch_allocation=0.25)
     register_environment(http, weight=3.0, group_size=4, min_batch_allocation=0.25)
@@ -115,11 +115,11 @@ def test_status_env_counts_own_and_shared_sequences(http: httpx.Client) -> None:
     assert told(http, 0) == empty
     submit(http, 1, 2, env_id=0)
     send(http, 3, size=3, env_id=1)
-    assert told(http, 1)["self_queue_size"] == 0  # parts count once they are a group
+    assert told(http, 1)["self_queue_size"] == 0  # parts count when they add up to a group
     send(http, 3, size=1, env_id=1)
     submit(http, 4, 5, size=4, env_id=1)
     assert told(http, 0) == empty | {
-        "queue_size": (4 + (12 - 4)) // 2,  # its own, and what the other holds beyond its minimum
+        "queue_size": (4 + (12 - 4)) // 2,  # own, and the other's beyond its minimum
         "self_queue_size": 4 // 2,
         "max_group_size": 4,
     }

@@ -1,4 +1,4 @@
-"""A scored group: the trainer receives exactly the content that the environment sent."""
+"""The trainer receives exactly the scored group that the environment sent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def per_sequence(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]
 
 @st.composite
 def groups(draw: st.DrawFn) -> dict[str, Any]:
-    """Any group of two sequences that the contract allows."""
+    """Any valid group of two sequences."""
     lengths = draw(per_sequence(st.integers(1, 4)))
 
     def per_token(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[Any]]]:
@@ -74,7 +74,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[str, Any]:
-    """The group as the trainer gets it; each group fills a batch."""
+    """The group that the trainer receives. Each group fills a batch."""
     answer = send_raw(http, body, path)
     assert (answer.status_code, answer.json()["status"]) == (200, "received")
     (item,) = http.get("/batch").json()["batch"]
@@ -82,7 +82,7 @@ def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[st
 
 
 def test_every_group_is_served_with_all_keys_as_it_was_sent(run_api_url: str) -> None:
-    """Alone, when its bytes are stored, and in a list, when it is written anew."""
+    """A single group is stored as sent. A group of a list is encoded again."""
     with httpx.Client(base_url=run_api_url) as http:
         http.get("/reset_data").raise_for_status()
         start(http, batch_size=SIZE)

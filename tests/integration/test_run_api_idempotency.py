@@ -54,7 +54,7 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     start(http)
     assert post(http, "/scored_data", group(1, scores=[1.0]), "key").status_code == 422
     assert post(http, "/scored_data", group(1, size=8), "key").status_code == 422
-    post(http, "/scored_data", group(1), "key").raise_for_status()  # those did not use it up
+    post(http, "/scored_data", group(1), "key").raise_for_status()  # the key is still unused
     other = post(http, "/scored_data", group(2), "key")
     assert other.status_code == 422
     assert "'key' was used for other groups" in other.json()["detail"]

@@ -1,4 +1,4 @@
-"""Large submissions are decoded beside the server, in a process that may hang or die."""
+"""Large submissions are decoded in the decoder process, which may hang or die."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.integration.run_api_calls import group, start, status, submit
 from tests.support.wait import DEADLINE_S, wait_for_async
 
 TOKENS = 100_000
-"""In each of two sequences: more than a megabyte of JSON, decoded beside the server."""
+"""Tokens per sequence; two sequences are more than 1 MB of JSON, for the decoder process."""
 GZIP = {"content-encoding": "gzip"}
 DECODING_S = 600.0
 BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)
-"""More than the pipe to the process takes at once."""
+"""Larger than the buffer of the pipe to the process."""
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +64,16 @@ def gzipped(body: Any) -> bytes:
 
 
 def decode_processes(parent: int | None = None) -> list[psutil.Process]:
-    """Those that `parent`, or this process, started; resource trackers live on."""
+    """Child processes of `parent` or of this process, without resource trackers."""
     children = psutil.Process(parent).children()
     return [child for child in children if "spawn_main" in " ".join(command(child))]
 
 
 def command(process: psutil.Process) -> list[str]:
-    """Empty where it has ended."""
+    """The command line; empty if the process has ended."""
     try:
         return process.cmdline()
-    except psutil.NoSuchProcess:  # zombies are among them
+    except psutil.NoSuchProcess:  # also raised for zombies
         return []
 
 
@@ -107,7 +107,7 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     worker.suspend()
     try:
         decoding.request("POST", "/scored_data", body, GZIP)
-        # it has arrived before these, which are sent later
+        # the body arrived before these requests, which are sent later
         submit(large, *range(5))
         assert not select.select([decoding.sock], [], [], 0)[0]
     finally:
@@ -132,7 +132,7 @@ async def test_others_are_served_between_the_pieces_of_a_group() -> None:
         pieces.append(piece)
     task.cancel()
     assert json.loads(b"".join(pieces)) == large_group(env_id=None)
-    # before the first piece as well: it is unpacked elsewhere
+    # also before the first piece, because a thread unpacks the group
     assert set(turns_of_others) >= set(range(len(pieces)))
     assert len(pieces) == -(-len(text) // 262_144)
 
@@ -146,7 +146,7 @@ def test_the_worker_ends_with_a_server_that_is_killed(redis_url: str, tmp_path: 
 
 
 class Clock:
-    """The event loop's clock, which a test may put forward: what hangs is not waited for."""
+    """The event loop's clock, which a test can advance instead of waiting for a timeout."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -173,7 +173,7 @@ def decoder() -> Iterator[SubmissionDecoder]:
 
 
 async def decode(decoder: SubmissionDecoder) -> int:
-    """How many sequences there were."""
+    """The number of sequences."""
     return sum(item.sequences for item in (await decoder.decode(decode_group, BODY)).groups)
 
 
@@ -185,14 +185,14 @@ async def hanging_process(decoder: SubmissionDecoder) -> psutil.Process:
 
 
 def unread_bytes(decoder: SubmissionDecoder) -> int:
-    """That lie in the pipe to the process."""
+    """Number of bytes in the pipe to the process."""
     assert decoder._process is not None
     unread = fcntl.ioctl(decoder._process._pipe.fileno(), termios.TIOCOUTQ, b"\0" * 4)
     return int.from_bytes(unread, "little")
 
 
 async def stuck(decoder: SubmissionDecoder) -> asyncio.Task[int]:
-    """A submission of which the process, which hangs, has been sent a part."""
+    """A submission of which only a part was sent, because the process hangs."""
     task = asyncio.create_task(decode(decoder))
     await wait_for_async(lambda: unread_bytes(decoder) > 0)
     return task

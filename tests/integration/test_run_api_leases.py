@@ -1,6 +1,6 @@
-"""`/batch?trainer=U&after=N`, `/batch/{id}/ack` over HTTP. On the store: `test_run_store_leases`.
+"""Leases and acknowledgements over HTTP. `test_run_store_leases` tests them on the store.
 
-What cannot be asked for: `test_run_api_bad_http`.
+`test_run_api_bad_http` tests invalid requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.wait import DEADLINE_S, wait_for
 
 @pytest.fixture
 def trainer(http: httpx.Client) -> int:
-    """A registered trainer's id, with batches of two groups."""
+    """The id of a registered trainer with batches of two groups."""
     uuid: int = register(http).json()["uuid"]
     return uuid
 
@@ -55,7 +55,7 @@ def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
 def test_environments_are_told_where_the_run_ends_for_this_trainer(
     http: httpx.Client, trainer: int
 ) -> None:
-    """Counted like steps, whichever batches it takes a step on or is handed again."""
+    """Batches count like steps, even if some are skipped or handed out again."""
     submit(http, *range(4))
     lease(http, trainer, batches_left=3)
     register_environment(http)
@@ -64,12 +64,12 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
         return status(http)[0], told(http, 0)["num_steps"]
 
     assert step_and_end() == (1, 3)
-    lease(http, trainer, after=1, batches_left=3)  # it took no step on the first
+    lease(http, trainer, after=1, batches_left=3)  # the trainer took no step on the first batch
     assert step_and_end() == (2, 4)
     assert acknowledge(http, trainer, 1).is_success
 
     again = register(http, num_steps=1).json()["uuid"]
-    lease(http, again, batches_left=3)  # the second, again
+    lease(http, again, batches_left=3)  # the second batch, again
     assert step_and_end() == (2, 4)
     lease(http, again, after=2, batches_left=0)
     assert step_and_end() == (2, 2)
@@ -94,7 +94,7 @@ def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_b
     assert register_environment(http) == WAITING
     held = HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)
     held.request("GET", f"/batch?trainer={trainer}&wait_s=60")
-    # environments may register from the moment on at which the trainer has asked
+    # environments can register after the trainer's first poll
     wait_for(lambda: register_environment(http)["status"], lambda answer: answer == "success")
     send(http, 2)
     answer = json.load(held.getresponse())

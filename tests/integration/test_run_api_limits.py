@@ -1,4 +1,4 @@
-"""A queue that fills up: environments are slowed, then submissions wait, then they are refused."""
+"""When the queue fills, environments slow down, then submissions wait, then get 503."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.integration.run_api_calls import (
 
 FULL = 4
 PATIENT_S = 60.0
-"""How long a submission waits for room if a test makes some: as long as may be asked for."""
+"""Wait for room in tests that make room: the longest allowed value."""
 WAIT_S = 0.5
-"""The same if there is to be none."""
+"""Wait for room in tests that make none."""
 
 
 @contextmanager
 def run_api(redis_url: str, directory: Path, wait_s: float) -> Iterator[httpx.Client]:
-    """A client of a run-api whose queue takes four groups."""
+    """A client of a run-api whose queue holds four groups."""
     further = {"--max-queued-groups": FULL, "--full-queue-wait-s": wait_s}
     api = start_run_api(redis_url, directory, run_id="limited", further=further)
     with httpx.Client(base_url=api.url, timeout=2 * PATIENT_S) as client:
@@ -47,7 +47,7 @@ def _client(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def limited(_client: httpx.Client) -> httpx.Client:
-    """A run with batches of two groups, whose queue takes four."""
+    """A run with batches of two groups and a queue of four."""
     _client.get("/reset_data").raise_for_status()
     start(_client)
     return _client
@@ -66,7 +66,7 @@ def test_a_submission_waits_until_there_is_room(limited: httpx.Client) -> None:
     url = limited.base_url
     with closing(http.client.HTTPConnection(url.host, url.port, timeout=2 * PATIENT_S)) as held:
         held.request("POST", "/scored_data", json.dumps(group(9)))
-        for _ in range(3):  # sent later, so by now the group would be queued if it were not held
+        for _ in range(3):  # sent later, so the group would already be queued if it did not wait
             assert status(limited) == (0, FULL)
         assert next_batch(limited) == [0, 1]
         assert json.load(held.getresponse()) == {"status": "received"}

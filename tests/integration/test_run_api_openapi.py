@@ -1,4 +1,4 @@
-"""run-api does what its OpenAPI document says, and only that: asked by schemathesis over HTTP."""
+"""schemathesis checks over HTTP that run-api follows its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.integration.run_api_calls import (
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 FULL_EXAMPLES = 20
-"""Of each operation in each phase, beside those that cover its schema."""
+"""Random requests per operation and phase, in addition to those that cover the schema."""
 DEADLINE_S = 3600.0
 RUN_ID = "openapi"
 
@@ -39,7 +39,7 @@ def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 @pytest.fixture
 def client(api: RunningApi) -> Iterator[httpx.Client]:
-    """Of a run with a trainer, an environment, one group in the queue and one in a buffer."""
+    """A run with a trainer, an environment, one queued group and one buffered part."""
     with httpx.Client(base_url=api.url, timeout=120.0) as client:
         client.get("/reset_data").raise_for_status()
         start(client)
@@ -50,11 +50,11 @@ def client(api: RunningApi) -> Iterator[httpx.Client]:
 
 
 def ask(url: str, directory: Path, *options: str) -> str:
-    """The report of schemathesis, which found nothing wrong. The same requests each time."""
+    """Run schemathesis with the same requests each time. Returns its report without failures."""
     command = [str(Path(sys.executable).with_name("schemathesis"))]
     command += ["--config-file", str(SETTINGS), "run", f"{url}/openapi.json", "--no-color"]
     command += ["--generation-deterministic", "--exclude-path", "/reset_data", *options]
-    done = subprocess.run(  # in a directory of its own, where it may leave what it likes
+    done = subprocess.run(  # in a temporary directory, because schemathesis writes files
         command, cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

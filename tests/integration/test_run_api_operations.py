@@ -1,4 +1,4 @@
-"""The log, the token and `/metrics`."""
+"""Logging, tokens, requests of other sites, and `/metrics`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stranger(api: RunningApi) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def client(api: RunningApi) -> Iterator[httpx.Client]:
-    """A client with the token, of a run that knows of no trainer yet."""
+    """A client with the token, of a run without a trainer."""
     with httpx.Client(base_url=api.url, timeout=DEADLINE_S, headers=AUTHORIZATION) as known:
         known.get("/reset_data").raise_for_status()
         yield known
@@ -101,7 +101,7 @@ def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Cl
     start(http)
     submit(http, 1, 2)
     pages = [
-        ({"Sec-Fetch-Site": "cross-site"}, "a web page elsewhere"),
+        ({"Sec-Fetch-Site": "cross-site"}, "a web page of another site"),
         ({"Host": "rebound.example", "Sec-Fetch-Site": "same-origin"}, "--allowed-hosts"),
     ]
     for path, (headers, says) in itertools.product(("/reset_data", "/batch"), pages):

@@ -1,4 +1,4 @@
-"""A run-api that is told to stop finishes what it has begun, and holds nobody."""
+"""After SIGTERM run-api finishes requests in flight, and ends waiting ones early."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.integration.run_api_calls import group, start
 from tests.support.wait import DEADLINE_S
 
 LARGE = "x" * 2 * 1024 * 1024
-"""Makes a group one that is not decoded in the server's own process."""
+"""Makes a group so large that the decoder process decodes it."""
 POLL_S = 60
 GRACE_S = 50
-"""Shorter than the poll: one that the stop does not end is answered 503 after the grace."""
+"""Shorter than the poll, so a poll that does not end early would get 503."""
 BODY_DEADLINE_S = 600
 
 
@@ -30,7 +30,7 @@ BODY_DEADLINE_S = 600
 def running_api(
     redis_url: str, directory: Path, grace_s: int = GRACE_S
 ) -> Iterator[tuple[RunningApi, httpx.Client]]:
-    """A run-api with a trainer; killed at the end."""
+    """A run-api with a trainer, killed after the test."""
     further = {"--stop-grace-s": grace_s, "--body-deadline-s": BODY_DEADLINE_S}
     running = start_run_api(redis_url, directory, run_id=directory.name, further=further)
     try:
@@ -47,7 +47,7 @@ def connect(api: RunningApi) -> HTTPConnection:
 
 @contextmanager
 def half_sent(api: RunningApi, **changes: Any) -> Iterator[tuple[HTTPConnection, bytes]]:
-    """A submission of which the server has the headers and half of the body, and the rest."""
+    """A submission with half of its body sent, and the rest of the body."""
     body = json.dumps(group(1, **changes)).encode()
     with closing(connect(api)) as connection:
         connection.putrequest("POST", "/scored_data")
@@ -57,7 +57,7 @@ def half_sent(api: RunningApi, **changes: Any) -> Iterator[tuple[HTTPConnection,
 
 
 def wait_for_arrival(api: RunningApi) -> None:
-    """Returns once the server has all that was sent to it: it answers a connection made later."""
+    """Wait until the server has received all bytes: then it answers a later connection."""
     httpx.get(f"{api.url}/healthz", timeout=DEADLINE_S).raise_for_status()
 
 
@@ -70,7 +70,7 @@ def refuses_connections(api: RunningApi) -> bool:
 def test_submissions_under_way_are_answered_and_polls_released(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """After Ctrl-C in a terminal, which reaches the process that decodes large bodies too."""
+    """Ctrl-C in a terminal also reaches the decoder process."""
     with running_api(redis_url, tmp_path) as (api, client):
         client.post("/scored_data", json=group(1, images=LARGE)).raise_for_status()
         with half_sent(api, images=LARGE) as (submission, rest), closing(connect(api)) as poll:

@@ -1,4 +1,4 @@
-"""run-api while its Redis refuses to write, hangs, or is gone."""
+"""run-api while Redis rejects writes, hangs, or is down."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for
 
 SHORT_S = 0.5
-"""How long a request waits for a Redis that does not come back while it waits."""
+"""Deadline of requests in tests in which Redis does not return."""
 PROBE_S = 1.0
-"""The same for a probe, whatever a request waits."""
+"""Deadline of a probe, independent of that of requests."""
 
 
 class OwnRedis:
-    """A Redis whose configuration and process are these tests' own.
+    """A Redis process for these tests alone.
 
-    It starts again on the same port and files.
+    It restarts with the same port and files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
 
 @pytest.fixture(scope="module")
 def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a run-api that waits for its Redis as long as a test may take."""
+    """A client of a run-api whose Redis deadline is longer than a test."""
     directory = tmp_path_factory.mktemp("run-api")
     running = start_run_api(server.url, directory, redis_deadline_s=DEADLINE_S)
     with httpx.Client(base_url=running.url, timeout=2 * DEADLINE_S) as client:
@@ -85,7 +85,7 @@ def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def http(api: httpx.Client, server: OwnRedis) -> Iterator[httpx.Client]:
-    """A client of a run that a trainer has asked for a batch; Redis takes writes afterwards."""
+    """A client of a run whose trainer has polled. After the test Redis accepts writes again."""
     api.get("/reset_data").raise_for_status()
     start(api)
     yield api
@@ -102,7 +102,7 @@ def fill_at_once(own_redis: redis.Redis) -> None:
 
 
 def fail_to_snapshot(own_redis: redis.Redis) -> None:
-    """Let a snapshot fail, after which Redis takes no writes and answers not even PING."""
+    """Let a snapshot fail, so that Redis rejects writes and even PING."""
     blocked = Path(str(own_redis.config_get("dir")["dir"])) / "a-folder.rdb"
     blocked.mkdir(exist_ok=True)
     own_redis.config_set("dbfilename", blocked.name)
@@ -127,7 +127,7 @@ def test_submissions_are_503_and_nothing_is_queued(
     register_environment(http, group_size=4)
     submit(http, 1)
     refuse(server.admin)
-    large = group(9, **bulky(9, tokens=140_000))  # sent in pieces ahead of being queued
+    large = group(9, **bulky(9, tokens=140_000))  # staged in pieces
     for body in (group(2), group(3, env_id=0), large):
         assert_refused(http.post("/scored_data", json=body), code)
         assert_refused(http.post("/scored_data_list", json=[body]), code)
@@ -179,7 +179,7 @@ def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(
     assert acknowledge(http, trainer, 2).json()["released"] == 2
     batches = [leased(lease(http, trainer, after)) for after in (2, 3)]
     assert batches == [(3, [4, 5]), (4, [6])]
-    # the last one holds the latest example, which stays: nothing else is there to be released
+    # the last batch has only the latest example, which stays, so no memory is freed
     for batch_id in (3, 4):
         assert acknowledge(http, trainer, batch_id).json()["released"] == 1
     assert lease(http, trainer, after=4).json()["batch"] is None
@@ -192,7 +192,7 @@ def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> No
     server.process.stop()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(lambda: status_env(http, 0))
-        # the probe gives up on its own try, which the waiting request began before
+        # the probe has its own deadline, although the waiting request began earlier
         wait_for(lambda: http.get("/readyz").status_code, lambda code: code == 503)
         assert not waiting.done()
         server.start()
@@ -202,7 +202,7 @@ def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> No
 
 @pytest.fixture
 async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
-    """A replica that waits for Redis for `SHORT_S`."""
+    """A replica whose Redis deadline is `SHORT_S`."""
     settings = RunApiSettings(redis_url=server.url, run_id=RUN_ID, redis_deadline_s=SHORT_S)
     link = RedisLink(server.url, RUN_ID, SHORT_S)
     store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
@@ -218,7 +218,7 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
     step, _ = status(http)
     submit(http, 1, 2)
     server.process.signal(signal.SIGSTOP)
-    async with asyncio.timeout(DEADLINE_S):  # which a request in this process has not by itself
+    async with asyncio.timeout(DEADLINE_S):  # a request in this process has none
         assert_given_up(await impatient.get("/batch"), SHORT_S)
     assert_given_up(http.get("/readyz"), PROBE_S)
     assert http.get("/healthz").json() == {"status": "ok"}
@@ -241,7 +241,7 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
 async def test_a_connection_that_breaks_before_its_first_byte_is_503(
     server: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As uvloop says it, which is no error that redis-py knows; seen where Redis was killed."""
+    """uvloop raises this error, which redis-py does not convert, when Redis is killed."""
     link = RedisLink(server.url, RUN_ID, DEADLINE_S)
 
     async def closed(*_: Any) -> None:

@@ -32,7 +32,7 @@ GROUPS_EACH = 30
 
 @pytest.fixture
 def clients(http: httpx.Client, redis_url: str, tmp_path: Path) -> Iterator[list[httpx.Client]]:
-    """Of the session's run-api, and of a second process on the same run."""
+    """Clients of the session's run-api and of a second process with the same run."""
     replica = start_run_api(redis_url, tmp_path)
     with httpx.Client(base_url=replica.url, timeout=DEADLINE_S) as client:
         yield [http, client]
@@ -79,8 +79,10 @@ def test_an_answer_that_was_cut_off_is_given_again_and_no_sooner(
 
 
 class Sender:
-    """An environment that sends whole groups, parts of groups and lists, each to any replica, and
-    each of them twice now and then, under one key."""
+    """An environment that sends whole groups, parts and lists, each to a random replica.
+
+    It sometimes repeats a submission with the same key.
+    """
 
     def __init__(self, env_id: int, clients: list[httpx.Client]) -> None:
         self._env_id = env_id
@@ -135,10 +137,10 @@ def test_every_group_is_handed_out_once(clients: list[httpx.Client]) -> None:
 
 
 def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool]) -> Counter[int]:
-    """Lease and acknowledge at any replica, asking for some batches twice.
+    """Lease and acknowledge at random replicas, and lease some batches twice.
 
     Returns:
-        How often each group was handed out, repeats of a batch aside.
+        How often each group was handed out, without repeats of a batch.
     """
     rng = random.Random(0)
     trained: Counter[int] = Counter()

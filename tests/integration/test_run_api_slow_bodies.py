@@ -1,4 +1,4 @@
-"""Bodies that do not end, and more of them than memory may hold."""
+"""Bodies that never end, and more bodies than the memory limit allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.run_api_calls import group, start, status
 from tests.support.wait import DEADLINE_S, wait_for
 
 BODY_DEADLINE_S = 2.0
-"""Long enough for what has been sent to arrive, however busy the machine is."""
+"""Long enough for the sent bytes to arrive, even on a busy machine."""
 MAX_BODY_BYTES = 2 * 1024 * 1024
 LARGE = json.dumps(group(9)).encode() + b" " * (MAX_BODY_BYTES - 4096)
 
@@ -40,14 +40,14 @@ def connection(api: RunningApi) -> socket.socket:
 
 
 def begin(peer: socket.socket, path: str, length: int, sent: int) -> None:
-    """A body of `length` bytes of which `sent` are."""
+    """Start a body of `length` bytes, and send `sent` of them."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
     peer.sendall(head.encode() + b" " * sent)
 
 
 def until_closed(peer: socket.socket) -> bytes:
     received = b""
-    with suppress(ConnectionResetError):  # where some of what was sent is still unread
+    with suppress(ConnectionResetError):  # if some of the sent bytes are still unread
         while chunk := peer.recv(65536):
             received += chunk
     return received
@@ -70,7 +70,7 @@ def test_a_body_that_stops_is_408_and_the_connection_closed(impatient: RunningAp
         assert b"connection: close\r\n" in answer
         arrived = re.search(rb"(\d+) bytes of the body arrived within 2 s", answer)
         assert arrived is not None
-        # a server that stood still has not read all of them
+        # a suspended server has not read all of them
         assert min(sent, 1) <= int(arrived[1]) <= sent
 
 
@@ -80,7 +80,7 @@ def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None
         peer.setblocking(False)
 
         def answered_to_another_byte() -> bytes:
-            with suppress(ConnectionError):  # closed already, behind the answer
+            with suppress(ConnectionError):  # already closed after the answer
                 peer.send(b" ")
             with suppress(BlockingIOError):
                 return peer.recv(65536)
@@ -96,7 +96,7 @@ def post(http: httpx.Client, body: bytes | Iterator[bytes]) -> int:
 
 
 def chunked(body: bytes) -> Iterator[bytes]:
-    """Without a length that is told ahead."""
+    """A body without Content-Length."""
     for at in range(0, len(body), 65536):
         yield body[at : at + 65536]
 

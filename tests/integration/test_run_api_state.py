@@ -1,4 +1,4 @@
-"""What is left in Redis when things are over."""
+"""No data is left in Redis after batches and runs end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every route answers before a trainer registers, once it has, and after `/reset_data`."""
+"""The answers of all routes before and after a registration, and after `/reset_data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost answers and concurrent calls, on a real Redis."""
+"""The store keeps its promises with lost answers and concurrent calls, on a real Redis."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None
         assert third is not None
         await run.store.batches.mark_delivered(third)
     assert await run.poll(delivered=False) == [3, 4]
-    assert await run.payloads() == 3  # the third was let go of, its last group is still shown
+    assert await run.payloads() == 3  # two, and the latest example
     await run.register()
     assert [await run.poll() for _ in range(2)] == [[3, 4], None]
     assert await run.status() == (3, 0)

@@ -1,4 +1,4 @@
-"""Large groups, stored piece by piece ahead of being queued, and limits, on a real Redis."""
+"""Large groups, which are staged in pieces, and limits of the queue, on a real Redis."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from grpo_api.store.results import Acknowledged
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
-"""A poll that ends by itself has failed."""
+"""Long enough that a poll which reaches this deadline has failed."""
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
 
 
 async def long_poll(run: Run, interruption: Interruption) -> list[int] | None:
-    """A lease that finds no batch; `interruption` comes before it looks a second time."""
+    """Poll without a batch; `interruption` happens before the second check of the queue."""
 
     async def it_waits() -> None:
         run.link.before["GET"] = interruption

@@ -1,4 +1,4 @@
-"""The version that a group was received under, in Redis as vllm-server writes it there."""
+"""Groups carry the version that the inference server wrote to Redis when they arrived."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLD, NEW = PolicyVersion(1, 9), PolicyVersion(2, 10)
 
 
 class VersionedRun:
-    """A run, and the inference server's record of what it serves."""
+    """A run, and the inference server's record of the served weights."""
 
     def __init__(self, run: Run, record: RedisServedStore) -> None:
         self.run = run
@@ -40,7 +40,7 @@ class VersionedRun:
         return due
 
     async def received_under(self, after: int) -> list[tuple[int, PolicyVersion | None]]:
-        """The marker and the version of each group in the batch behind `after`."""
+        """The marker and the version of each group in the batch after `after`."""
         due = await self.leased(after)
         markers = await self.run.markers(due)
         assert markers is not None
@@ -49,7 +49,7 @@ class VersionedRun:
 
 @pytest.fixture
 async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VersionedRun]:
-    # else what is noted on a slow machine is in Redis a while later
+    # with the usual deadline, the record would reach Redis late on a slow machine
     monkeypatch.setattr("grpo_vllm.weights.served_store.ATTEMPT_DEADLINE_S", DEADLINE_S)
     async with (
         open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,

@@ -1,4 +1,4 @@
-"""The record of the weights that a run was served, in a real Redis that may be away."""
+"""The record of served weights in a real Redis that may be unreachable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LATEST = ServedWeights(
 
 @pytest.fixture(autouse=True)
 def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Redis that is merely slow to answer is not away."""
+    """A slow Redis must not count as unreachable."""
     monkeypatch.setattr(served_store, "ATTEMPT_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(served_store, "LAST_ATTEMPT_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(served_store, "RETRY_S", 0.02)
@@ -88,7 +88,7 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
 
 
 class NotesAttempts(RedisServedStore):
-    """A record that keeps the deadline of each attempt."""
+    """A record that stores the deadline of each attempt."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id)
@@ -124,14 +124,14 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
     monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
     monkeypatch.setattr(served_store, "ATTEMPT_DEADLINE_S", 0.1)
     monkeypatch.setattr(served_store, "LAST_ATTEMPT_DEADLINE_S", 0.2)
-    # takes connections and never answers
+    # accepts connections and never answers
     with socket.create_server(("127.0.0.1", 0)) as hanging, capture_logs() as events:
         url = f"redis://127.0.0.1:{hanging.getsockname()[1]}/0"
         async with NotesAttempts(url, "run") as record:
             for served in (FIRST, TORN, LATEST):
                 await record.save(served)
             assert len(record.deadlines_s) == 1
-        # The last may take longer: nobody writes it later.
+        # The last write may take longer, because no later write replaces it.
         assert record.deadlines_s == [None, 0.2]
     assert events[-1]["event"] == "served_weights.not_saved"
 

@@ -1,6 +1,6 @@
-"""The processes of the soak: Redis, two run-api on it, four environments, a trainer.
+"""Runs the processes of the soak: Redis, two run-api processes, four environments, a trainer.
 
-Each is started again after a hit. One that ends in any other way ends the soak.
+A process that was hit is started again. A process that ends for another reason ends the soak.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tests.support.wait import wait_for
 
 BATCH_SIZE = 16
 GROUP_SIZES = (4, 4, 2, 8)
-"""Of the environments. All divide the batch, so that what is left can be filled up."""
+"""Group sizes of the environments. All divide the batch, so the last batch can be filled."""
 MINIMUM = 0.125
-"""The share of every batch that the first environment claims."""
+"""The first environment's minimum share of every batch."""
 COUNTS = ("queued_groups", "queued_sequences", "queued_bytes", "leased_batches", "leased_bytes")
-"""In run-api's metrics; 0 once everything is trained and acknowledged."""
+"""Metrics of run-api that are 0 when every group is trained and acknowledged."""
 _LONG_SOAK_S = 300.0
 _REDIS_DEADLINE_S = 5.0
 _ENVIRONMENT_TIMEOUT_S = 10.0
-"""Short: an environment that was killed while it registered leaves a member behind, and batches
-wait for its minimum so long."""
+"""Short, because an environment that was killed during its registration stays registered. Batches
+wait for its minimum until this time has passed."""
 _REWRITE_FROM_BYTES, _REWRITE_AT_GROWTH_PERCENT = 256 * 1024, 20
-"""Low, so that Redis rewrites its file often."""
+"""Small, so that Redis often rewrites its append-only file."""
 _LOG_LINES = 15
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """Args: appendfsync: always, everysec or no."""
+    """Options of the soak. `appendfsync`: always, everysec or no."""
 
     directory: Path
     seconds: float
@@ -66,17 +66,17 @@ class Settings:
 
     @property
     def call_deadline_s(self) -> float:
-        """Of every call of a trainer or environment, repeats included. A short soak runs beside
-        other tests, on a machine that may stand still."""
+        """Deadline of every call, with its retries. A short soak runs beside other tests, on a
+        machine that may be busy."""
         return 45.0 if self.seconds >= _LONG_SOAK_S else 120.0
 
 
 class Incident(AssertionError):
-    """A process ended that was not hit, or not in the way that the hit asks for."""
+    """A process ended without a hit, or in another way than its hit demands."""
 
 
 class _Member:
-    """Args: command: of the next process"""
+    """`command`: starts the next process."""
 
     def __init__(self, name: str, command: Callable[[], Sequence[str]], log_path: Path) -> None:
         self._name = name
@@ -93,11 +93,11 @@ class _Member:
         self._ended_at: float | None = None
 
     def expect_end(self, exit_code: int, down_s: float | None) -> None:
-        """Args: down_s: until the next start; None: there is none"""
+        """`down_s`: time until the next start; None for no restart."""
         self.must_end, self._exit_code, self._down_s = True, exit_code, down_s
 
     def tend(self) -> None:
-        """Raises `Incident` unless the process runs, or ended as expected."""
+        """Raises `Incident` if the process ended unexpectedly."""
         code = self.process.exit_code
         if code is None:
             return
@@ -107,12 +107,12 @@ class _Member:
         now = time.monotonic()
         self._ended_at = self._ended_at or now
         if self._down_s is not None and now >= self._ended_at + self._down_s:
-            self.process.kill()  # collects its exit status
+            self.process.kill()  # reaps the process
             self._start()
 
 
 class Cluster(ClosesOnExit):
-    """Starts the processes; `hits` counts by kind."""
+    """Starts and hits the processes. `hits`: number of hits by kind."""
 
     def __init__(self, settings: Settings, records: Records) -> None:
         self._settings = settings
@@ -145,7 +145,7 @@ class Cluster(ClosesOnExit):
             member.process.kill()
 
     def wait_until(self, read: Callable[[], T]) -> T:
-        """Tend the processes until `read` returns something true; returns that.
+        """Restart processes until `read` returns a true value; returns that value.
 
         Raises:
             AssertionError: an `Incident`, or the deadline passed.
@@ -162,24 +162,24 @@ class Cluster(ClosesOnExit):
         return all(map(self._takes_signals, self._members))
 
     def hit(self, hit: Hit, down_s: float) -> None:
-        """Once all victims are up: a SIGTERM must find a process that ends in order."""
+        """Hit all victims when they are ready: only then they exit cleanly on SIGTERM."""
         self.wait_until(lambda: all(map(self._takes_signals, hit.victims)))
-        log.info("hit", kind=hit.kind, victims=hit.victims, down_s=round(down_s, 2))
+        log.info("process.hit", kind=hit.kind, victims=hit.victims, down_s=round(down_s, 2))
         exit_code = -signal.SIGKILL if hit.signal == signal.SIGKILL else 0
         for name in hit.victims:
             self._members[name].expect_end(exit_code, down_s)
         if hit.moment in (Moment.TRAINING, Moment.SAVED):
-            (self.directory / trainer.DIE_AT).write_text(hit.moment)  # it kills itself
+            (self.directory / trainer.DIE_AT).write_text(hit.moment)  # the trainer kills itself
         else:
             if hit.moment == Moment.REWRITING:
                 with redis.Redis(port=self._redis_port) as client, suppress(redis.ResponseError):
-                    client.bgrewriteaof()  # refused if it does so already
+                    client.bgrewriteaof()  # Redis rejects this during a rewrite
             for name in hit.victims:
                 self._members[name].process.signal(hit.signal)
         self.hits[hit.kind] += 1
 
     def end(self, names: Sequence[str]) -> None:
-        """SIGTERM, for good."""
+        """Send SIGTERM, without a restart."""
         members = [self._members[name] for name in names]
         for member in members:
             member.expect_end(0, down_s=None)
@@ -190,12 +190,12 @@ class Cluster(ClosesOnExit):
         return RunStatus.model_validate_json(self._ask("/status").content)
 
     def _ask(self, path: str) -> httpx.Response:
-        """Again where Redis stands still, which run-api answers with 503."""
+        """Repeat while run-api answers 503 because Redis is suspended."""
         answer = wait_for(lambda: httpx.get(f"{self.url}{path}"), lambda a: a.status_code != 503)
         return answer.raise_for_status()
 
     def counts(self) -> dict[str, float]:
-        """What run-api still holds for the trainer."""
+        """The groups that run-api still holds for the trainer."""
 
         def samples() -> dict[str, float]:
             text = self._ask("/metrics").text
@@ -212,7 +212,7 @@ class Cluster(ClosesOnExit):
         self._members[name] = _Member(name, command, self.directory / "logs" / f"{name}.log")
 
     def _takes_signals(self, name: str) -> bool:
-        """Whether this process is up, so that SIGTERM ends it in order."""
+        """Whether this process is ready, so that it exits cleanly on SIGTERM."""
         member = self._members[name]
         if member.must_end:
             return False
@@ -242,14 +242,14 @@ class Cluster(ClosesOnExit):
         ]
 
     def _trainer(self) -> list[str]:
-        """Each process asks another replica."""
+        """Consecutive processes use different replicas."""
         options = trainer.Options(
             url=next(self._trainer_urls), batch_size=BATCH_SIZE, **self._common(TRAINER)
         )
         return _module(trainer, options)
 
     def _environment(self, number: int) -> list[str]:
-        """Half of them use the one replica, half the other."""
+        """Each replica gets half of the environments."""
         urls = list(self._urls.values())
         options = environment.Options(
             number=number,

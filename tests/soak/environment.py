@@ -1,8 +1,8 @@
 """An environment of the soak: `python -m tests.soak.environment OPTIONS`.
 
-It sends groups until SIGTERM, then completes its parts, leaves the run and ends. Now and then it
-leaves on its own and joins again as a new member. After a kill it resumes the membership that its
-journal names.
+It sends groups until SIGTERM, then completes its parts, disconnects and exits. Sometimes it
+disconnects and registers again under a new id. After a kill it continues under the id in its
+journal.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CALLS_OF_A_MEMBERSHIP = (100, 600)
 
 
 class Options(BaseModel):
-    """`urls`: its own run-api, then the other replica; `minimum`: its share of every batch;
-    `deadline_s` of every call."""
+    """Options. `urls`: its own run-api, then the other replica; `minimum`: its share of every
+    batch; `deadline_s`: of every call."""
 
     number: int
     urls: list[str]
@@ -46,7 +46,7 @@ class Options(BaseModel):
 
 @dataclass
 class Environment:
-    """`stopping` is set when the environment is to leave the run for good."""
+    """`stopping` is set when the environment must disconnect and exit."""
 
     options: Options
     journal: Journal
@@ -70,7 +70,7 @@ class Environment:
                 env_id = None
 
     async def _join(self) -> int | None:
-        """None while there is no trainer."""
+        """Register; None while there is no trainer."""
         options = self.options
         registration = EnvironmentRegistration(
             max_token_length=4096,
@@ -87,7 +87,7 @@ class Environment:
         return int(answer["env_id"])
 
     async def _stay(self, env_id: int) -> None:
-        """One membership, to its end."""
+        """Send groups from registration to disconnection."""
         self._calls_left = self._dice.randint(*_CALLS_OF_A_MEMBERSHIP)
         sender = Sender(
             env_id, self.options.group_size, self.clients, self._maker, self.journal, self._dice
@@ -96,7 +96,7 @@ class Environment:
             for _ in range(_WORKERS):
                 workers.create_task(self._work(env_id, sender))
         await sender.complete_parts()
-        # Written first: killed in between, it must not resume a membership that has ended.
+        # Written first: after a kill here, the next process must not use this id.
         self.journal.write(Joined(env_id=None))
         await self.clients.patient.disconnect(env_id)
 

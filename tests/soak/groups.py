@@ -1,4 +1,4 @@
-"""Groups that are unique by construction, and the digest that names them."""
+"""Creates groups that are unique, and the digests that identify them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from grpo_core.wire.scored_group import ScoredGroup
 _MAX_TOKEN = 150_000
 _SHORT_TOKENS = 6
 _LONG_EVERY, _LONG_TOKENS = 25, 400
-"""One group in 25 is long enough to be sent compressed."""
+"""One group in 25 is large enough to be sent gzip-encoded."""
 _HUGE_EVERY, _PADDING_BYTES = 150, 1_200_000
-"""One in 150 is so large when compressed that run-api stores it in pieces (from 1 MiB)."""
+"""One group in 150 is above 1 MiB even compressed, so run-api stores it in pieces."""
 
 
 class GroupMaker:
-    """Every sequence starts with its sender, the sender's life and its ordinal in that life.
+    """Creates groups whose sequences start with sender, process number and sequence number.
 
     Args:
-        life: counts the processes of this sender
+        life: number of this process among the sender's processes
     """
 
     def __init__(self, sender: int, life: int, seed: int) -> None:
@@ -32,7 +32,7 @@ class GroupMaker:
         self._made = 0
 
     def make(self, size: int, env_id: int | None) -> ScoredGroup:
-        """A group of `size` sequences, of one prompt token each."""
+        """A group of `size` sequences, each with one prompt token."""
         self._made += 1
         length = _SHORT_TOKENS if self._made % _LONG_EVERY else _LONG_TOKENS
         tokens = [
@@ -53,17 +53,17 @@ class GroupMaker:
         )
 
     def _padding(self) -> dict[str, str]:
-        """Noise: it compresses by no more than base64 has added."""
+        """Random text. Compression only removes the overhead of base64."""
         return {"padding": base64.b64encode(self._dice.randbytes(_PADDING_BYTES)).decode()}
 
 
 def digest(group: ScoredGroup) -> str:
-    """Names a group by its tokens."""
+    """Digest of a group's tokens."""
     return _digest(json.dumps(group.tokens))
 
 
 def content_digest(groups: Sequence[ScoredGroup]) -> str:
-    """Names a batch by everything in it, in its order."""
+    """Digest of a batch's whole content, in order."""
     return _digest("\n".join(group.model_dump_json() for group in groups))
 
 

@@ -1,4 +1,4 @@
-"""The hits of a soak: which process is killed how, in which state, and at which pace."""
+"""Plans the hits of a soak: which process is killed, with which signal and in which state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ENVIRONMENTS = tuple(f"environment-{number}" for number in range(4))
 
 
 class Moment(StrEnum):
-    """A state of the process that is killed; `TRAINING` and `SAVED` are of the trainer."""
+    """State of a process when it is killed. Only the trainer has `TRAINING` and `SAVED`."""
 
     ANY = "any"
     REWRITING = "rewriting"
-    """Redis has just been told to rewrite its append-only file."""
+    """Redis is rewriting its append-only file."""
     TRAINING = "training"
-    """The batch is trained on and in no checkpoint."""
+    """The trainer has trained on a batch that no checkpoint includes yet."""
     SAVED = "saved"
-    """The batch is in a checkpoint and not acknowledged."""
+    """A checkpoint includes the batch, but it is not acknowledged yet."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """`victims` are hit all at once, or one of them where `one_of_them` says so."""
+    """One hit. It kills all `victims` at once, or one of them if `one_of_them`."""
 
     kind: str
     victims: tuple[str, ...]
@@ -48,10 +48,10 @@ HITS = (
     Hit("SIGTERM trainer", (TRAINER,), signal.SIGTERM),
     Hit("SIGKILL environment", ENVIRONMENTS, one_of_them=True),
 )
-"""One round: each of these once, in any order."""
+"""One round consists of each of these hits once, in random order."""
 
 BATCHES_BETWEEN = (0, 0, 1, 5, 20)
-"""Trained between two hits. 0: the next comes while the previous is still being recovered."""
+"""Batches trained between two hits. With 0 the next hit comes during the recovery."""
 MAX_DOWN_S = 1.0
 
 

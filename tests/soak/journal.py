@@ -1,6 +1,6 @@
-"""Records of the soak's processes: one JSON object per line, append only.
+"""Journals of the soak's processes: one JSON object per line, append-only.
 
-A line is written before the process goes on, so that `SIGKILL` of the process loses none.
+A process continues only after it has written a line, so SIGKILL loses no line.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class Outcome(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     """run-api answered 2xx."""
     REFUSED = "refused"
-    """run-api answered 4xx, as it should have."""
+    """run-api answered 4xx, as expected."""
     UNANSWERED = "unanswered"
-    """The environment gave up, or was killed, before an answer came."""
+    """The environment stopped waiting, or was killed, before the answer."""
 
 
 class Started(BaseModel):
-    """A process began to write here. From now on SIGTERM ends it in order."""
+    """A process started its journal. From now on it exits cleanly on SIGTERM."""
 
     event: Literal["started"] = "started"
     pid: int
 
 
 class Joined(BaseModel):
-    """The environment is a member of the run under this id; None: it has left."""
+    """The environment is registered under this id; None: it has disconnected."""
 
     event: Literal["joined"] = "joined"
     env_id: int | None
 
 
 class Sent(BaseModel):
-    """Groups about to be sent in one call: digests, and how many sequences each has."""
+    """Groups that the next call sends: digests and numbers of sequences."""
 
     event: Literal["sent"] = "sent"
     call: str
@@ -50,7 +50,7 @@ class Sent(BaseModel):
 
 
 class Settled(BaseModel):
-    """How that call ended; the last line of a call counts."""
+    """Result of that call. The last line of a call counts."""
 
     event: Literal["settled"] = "settled"
     call: str
@@ -58,14 +58,14 @@ class Settled(BaseModel):
 
 
 class Noted(BaseModel):
-    """Something that the report counts."""
+    """An event that the report counts."""
 
     event: Literal["noted"] = "noted"
     what: str
 
 
 class Delivered(BaseModel):
-    """The trainer received a batch after naming the batch `after`; `content` is its digest."""
+    """The trainer received the batch after `after`. `content`: its digest."""
 
     event: Literal["delivered"] = "delivered"
     after: int
@@ -89,7 +89,7 @@ class Saved(BaseModel):
 
 @dataclass(frozen=True)
 class Submission:
-    """One group on its way to run-api, as its environment saw it."""
+    """One submitted group, with the result that its environment recorded."""
 
     digest: str
     sequences: int
@@ -101,11 +101,11 @@ _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="e
 E = TypeVar("E", bound=Entry)
 
 FILLER = "filler"
-"""Writes the journal of the groups that fill up the last batch."""
+"""Name in the journal for the groups that fill the last batch."""
 
 
 class Reader:
-    """Reads a journal that may still grow; `entries` holds every whole line read so far."""
+    """Reads a journal that may still grow. `entries`: all complete lines so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,9 +124,9 @@ class Reader:
 
 
 class Journal(ClosesOnExit):
-    """Appends to a file, after cutting off the unfinished line of a killed process.
+    """Appends to a file, after removing the incomplete line of a killed process.
 
-    `past` holds the entries of earlier processes, `life` counts this process among them.
+    `past`: entries of earlier processes. `life`: number of this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +147,7 @@ class Journal(ClosesOnExit):
         self._file.write(entry.model_dump_json().encode() + b"\n")
 
     def sent(self, groups: Mapping[str, int]) -> str:
-        """Returns the name of the call that is about to be made."""
+        """Record the next call; returns its name."""
         self._calls += 1
         call = f"{self.life}.{self._calls}"
         self.write(Sent(call=call, groups=dict(groups)))
@@ -165,7 +165,7 @@ class Records:
     """The journals of one soak."""
 
     def __init__(self, directory: Path) -> None:
-        # The trainer first: whatever it has trained on was submitted when the others are read.
+        # The trainer first: its groups are then certainly in the other journals.
         names = (TRAINER, *ENVIRONMENTS, FILLER)
         self._readers = {name: Reader(journal_path(directory, name)) for name in names}
 
@@ -178,19 +178,19 @@ class Records:
             yield from (entry for entry in reader.entries if isinstance(entry, kind))
 
     def last(self, name: str, kind: type[E]) -> E | None:
-        """The newest entry of one kind and writer."""
+        """The newest entry of one type and writer."""
         reader = self._readers[name]
         reader.read_on()
         return next((entry for entry in reversed(reader.entries) if isinstance(entry, kind)), None)
 
     def batches_received(self) -> int:
-        """By the trainer, those that were delivered again included."""
+        """Number of batches that the trainer received, with repeated ones."""
         trainer = self._readers[TRAINER]
         trainer.read_on()
         return sum(isinstance(entry, Delivered) for entry in trainer.entries)
 
     def line(self) -> list[TrainedBatch]:
-        """Every batch in the line of checkpoints, in order."""
+        """All batches that the checkpoints include, in order."""
         return [batch for saved in self.of_kind(Saved) for batch in saved.batches]
 
     def submissions(self) -> list[Submission]:
@@ -198,7 +198,7 @@ class Records:
 
 
 def submissions(entries: list[Entry]) -> Iterator[Submission]:
-    """Of one writer. A call that its process did not see the end of is unanswered."""
+    """All groups of one writer. A call without a recorded result counts as unanswered."""
     outcomes = {entry.call: entry.outcome for entry in entries if isinstance(entry, Settled)}
     for entry in entries:
         if isinstance(entry, Sent):

@@ -1,4 +1,4 @@
-"""The table at the end of a soak; as JSON it is the record itself."""
+"""The report at the end of a soak, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNANSWERED_TRAINED = "groups unanswered and trained"
 
 
 class Report(BaseModel):
-    """`seconds`: during which processes were hit; start and drain come on top."""
+    """Numbers of a soak. `seconds`: time with hits, without start and drain."""
 
     seed: int
     appendfsync: str
@@ -61,7 +61,7 @@ def count(evidence: Evidence, records: Records) -> dict[str, int]:
 
 
 def missing(counts: Mapping[str, int], hits: Mapping[str, int]) -> list[str]:
-    """What has not happened yet: a soak without it shows nothing."""
+    """Events that have not happened yet and that a soak must include."""
     wanted = (_REDELIVERED, _UNANSWERED, _UNANSWERED_TRAINED, REPEATED, OTHER_BODY_REFUSED)
     happened = {**counts, **hits}
     return [name for name in (*wanted, *(hit.kind for hit in HITS)) if not happened.get(name)]

@@ -1,4 +1,4 @@
-"""The ways in which an environment of the soak sends groups, each recorded in the journal."""
+"""Ways to send groups in the soak, each recorded in the journal."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _UNPROCESSABLE = 422
 
 
 class PromiseBroken(GrpoError):
-    """run-api answered a repeat in another way, took another body, or kept a part for ever."""
+    """run-api answered a repeat differently, accepted a changed repeat, or kept a part forever."""
 
 
 @dataclass(frozen=True)
 class Clients:
-    """The impatient client gives up while the patient one still tries."""
+    """The impatient client stops while the patient one still retries."""
 
     patient: EnvironmentClient
     impatient: EnvironmentClient
@@ -44,18 +44,18 @@ class Clients:
 
 @dataclass(frozen=True)
 class ListClient:
-    """Sends lists under a key that the caller chooses, through whichever replica answers."""
+    """Sends lists of groups with the caller's idempotency key, to any replica that answers."""
 
     urls: Sequence[str]
     deadline_s: float
     http: httpx.AsyncClient
 
     async def send(self, groups: Sequence[ScoredGroup], key: str) -> Any:
-        """Until an answer comes; every repeat goes to the other replica.
+        """Send until an answer comes. Every retry goes to the other replica.
 
         Raises:
             RequestRefused: 4xx
-            ServiceUnavailable: an error that no repeat mends
+            ServiceUnavailable: an error for which a retry is useless
             TimeoutError: no answer within the deadline
         """
         async with asyncio.timeout(self.deadline_s):
@@ -66,7 +66,7 @@ class ListClient:
                     await asyncio.sleep(_REPEAT_EVERY_S)
 
     async def hang_up(self, groups: Sequence[ScoredGroup], key: str, after_s: float) -> Any:
-        """Raises `ServiceUnavailable` after closing the connection: no answer within `after_s`."""
+        """Send, and close the connection after `after_s`, which raises `ServiceUnavailable`."""
         try:
             return await self.post(self.urls[0], groups, key, after_s)
         except (httpx.TransportError, TransientAnswer) as error:
@@ -86,7 +86,7 @@ class ListClient:
 
 @dataclass(frozen=True)
 class Sender:
-    """`env_id` is run-api's; `group_size` is in sequences, of a whole group."""
+    """`env_id`: from run-api. `group_size`: sequences in a whole group."""
 
     env_id: int
     group_size: int
@@ -96,7 +96,7 @@ class Sender:
     dice: random.Random
 
     async def act(self) -> None:
-        """Send in one of the ways, drawn by weight.
+        """Send groups in a random way.
 
         Raises:
             GrpoError: run-api broke a promise, or did not answer within the deadline.
@@ -112,7 +112,7 @@ class Sender:
         await way()
 
     async def complete_parts(self) -> None:
-        """Send parts of one sequence until nothing waits in the environment's buffer."""
+        """Send parts of one sequence until the environment's buffer is empty."""
         for _ in range(_MAX_FILLERS):
             answer = await self._submit(self._make(1))
             if not answer.get("buffer_size"):
@@ -131,7 +131,7 @@ class Sender:
         await self._try(self._begin([group]), self.clients.impatient.submit(group))
 
     async def _send_list(self) -> None:
-        """Sometimes a second time under the same key, sometimes followed by another body."""
+        """Send; sometimes repeat with the same key, sometimes with a changed body."""
         groups, key = self._some_groups(), uuid.uuid4().hex
         answer = await self._deliver(self._begin(groups), self.clients.lists.send(groups, key))
         if self.dice.random() < 0.3:
@@ -155,7 +155,7 @@ class Sender:
             raise PromiseBroken("another body under a used key was taken")
 
     async def _hang_up(self) -> None:
-        """Break a call off; half of the time, ask for its answer later."""
+        """Abort a call; in half of the cases repeat it later for its answer."""
         groups, key = self._some_groups(), uuid.uuid4().hex
         call = self._begin(groups)
         after_s = self.dice.random() * _MAX_HANG_UP_S
@@ -173,27 +173,27 @@ class Sender:
         return self.journal.sent({digest(group): group.size for group in groups})
 
     async def _deliver(self, call: str, sending: Awaitable[Any]) -> Any:
-        """A call that must be acknowledged; anything else ends the process."""
+        """Make a call that must succeed, else the process ends."""
         answer = await sending
         self.journal.settled(call, Outcome.ACKNOWLEDGED)
         return answer
 
     async def _try(self, call: str, sending: Awaitable[Any]) -> None:
-        """A call that may stay unanswered."""
+        """Make a call that may stay unanswered."""
         try:
             await self._deliver(call, sending)
         except ServiceUnavailable:
             self.journal.settled(call, Outcome.UNANSWERED)
 
     def _some_groups(self) -> list[ScoredGroup]:
-        """Whole groups, and parts that make up one, mixed."""
+        """Whole groups mixed with parts that add up to one."""
         sizes: list[int] = []
         for _ in range(self.dice.randint(1, 3)):
             sizes += self._split() if self.dice.random() < 0.4 else [self.group_size]
         return [self._make(size) for size in sizes]
 
     def _split(self) -> list[int]:
-        """Sizes of two parts of one group."""
+        """Random sizes of two parts of one group."""
         first = self.dice.randint(1, self.group_size - 1)
         return [first, self.group_size - first]
 

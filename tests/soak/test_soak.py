@@ -1,7 +1,7 @@
-"""Every process is killed again and again: each acknowledged group is trained exactly once.
+"""Every process is killed repeatedly, and each acknowledged group is trained exactly once.
 
-Options come from the environment: `SOAK_SECONDS`, `SOAK_SEED`, `SOAK_APPENDFSYNC`, and
-`SOAK_DIRECTORY` for what is kept. `make soak` sets them.
+Options are environment variables: `SOAK_SECONDS`, `SOAK_SEED`, `SOAK_APPENDFSYNC`, and
+`SOAK_DIRECTORY` for the journals and logs. `make soak` sets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPORT = "soak.json"
 _FILLER_SENDER = 99
 SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 _AROUND_IT_S = 3600.0
-"""For start, the last round, drain and verdict, each of which has a shorter deadline."""
+"""Time for start, last round, drain and verdict, each of which has a shorter deadline."""
 
 
 @pytest.mark.timeout(SECONDS + _AROUND_IT_S)
@@ -44,13 +44,13 @@ def test_every_acknowledged_group_is_trained_exactly_once(
     )
     report = run_soak(settings)
     with capsys.disabled():
-        sys.stdout.write(f"\n{report}\n")  # whether it passed or failed
+        sys.stdout.write(f"\n{report}\n")  # even if the soak failed
     assert not report.problems
 
 
 def run_soak(settings: Settings) -> Report:
-    """Hit the processes, drain the queue, judge. Leaves no process behind; the report and the
-    journals are in the directory."""
+    """Hit the processes, drain the queue and check the result. All processes end. The report and
+    the journals are in the directory."""
     records = Records(settings.directory)
     left_over, left_behind, incidents = None, {}, []
     began = hit_until = time.monotonic()
@@ -80,7 +80,7 @@ def run_soak(settings: Settings) -> Report:
 
 
 def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
-    """Whole rounds, for at least as long as planned; then work goes on until nothing is missing."""
+    """Run whole rounds for at least the planned time, then until no required event is missing."""
     dice = random.Random(settings.seed)
     began = time.monotonic()
     while not cluster.hits or time.monotonic() - began < settings.seconds:
@@ -92,7 +92,7 @@ def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
 
 
 def _await_batches(cluster: Cluster, records: Records, batches: int) -> None:
-    """Until the trainer has received so many more."""
+    """Wait until the trainer has received this many more batches."""
     enough = records.batches_received() + batches
     cluster.wait_until(lambda: records.batches_received() >= enough)
 
@@ -103,7 +103,7 @@ def _missing(cluster: Cluster, records: Records) -> list[str]:
 
 
 def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
-    """End the environments, look at the queue, fill up its last batch, end the trainer."""
+    """Stop the environments, read the queue, fill its last batch, stop the trainer."""
     cluster.wait_until(cluster.all_up)
     cluster.end(ENVIRONMENTS)
     left_over = cluster.wait_until(lambda: _look_at_queue(cluster, records))
@@ -115,7 +115,7 @@ def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
 
 
 def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
-    """None unless the trainer has saved every batch, before and after the records were read."""
+    """The state of the queue; None unless checkpoints include every batch, before and after."""
     before = cluster.status()
     records.read_on()
     evidence = _evidence(records)
@@ -125,7 +125,7 @@ def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
 
 
 async def _fill_up(cluster: Cluster, settings: Settings) -> None:
-    """Single sequences from nobody, until all that is queued makes whole batches."""
+    """Send groups of one sequence without env_id until the queue holds only whole batches."""
     with Journal(journal_path(settings.directory, FILLER)) as journal:
         maker = GroupMaker(_FILLER_SENDER, journal.life, settings.seed)
         async with EnvironmentClient(cluster.url, settings.call_deadline_s) as client:
@@ -137,7 +137,7 @@ async def _fill_up(cluster: Cluster, settings: Settings) -> None:
 
 
 def _is_empty(cluster: Cluster, records: Records) -> bool:
-    """Nothing is queued, and every batch is in a checkpoint."""
+    """Whether the queue is empty and checkpoints include every batch."""
     records.read_on()
     status = cluster.status()
     return status.queue_size == 0 and status.current_step == len(records.line())

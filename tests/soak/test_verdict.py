@@ -1,4 +1,4 @@
-"""The verdict on made-up evidence: a kept promise, and every way to break it."""
+"""The verdict on invented records: a kept promise, and every way to break it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEPT = Evidence(
     ],
     left_over=LeftOver(queued=1, acknowledged=1, unanswered=1),
 )
-"""One batch was delivered again; of the two unanswered groups, one was trained."""
+"""One batch was delivered twice, and one of two unanswered groups was trained."""
 
 
 def test_a_kept_promise_has_no_problems() -> None:

@@ -1,8 +1,8 @@
 """The trainer of the soak: `python -m tests.soak.trainer OPTIONS`.
 
-Training a batch is writing down the digests of its groups. A checkpoint is a line of the journal:
-every few batches one is saved, then acknowledged. A killed trainer resumes from the last one;
-SIGTERM makes it save and end.
+It trains a batch by recording the digests of its groups. A checkpoint is a line of the journal,
+written every few batches and then acknowledged. A killed trainer resumes from the last checkpoint.
+On SIGTERM the trainer writes a checkpoint and exits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.soak.hits import Moment
 from tests.soak.journal import Delivered, Journal, Saved, TrainedBatch
 
 DIE_AT = "die-at"
-"""File beside the journal that names the moment at which the trainer shall kill itself."""
+"""A file beside the journal that names the state in which the trainer kills itself."""
 _SAVES_AFTER_BATCHES = (1, 8)
 _MAX_TRAINING_S = 0.1
 
 
 class Options(BaseModel):
-    """`batch_size` in sequences; `deadline_s` of every call."""
+    """Options. `batch_size`: in sequences. `deadline_s`: of every call."""
 
     url: str
     batch_size: int
@@ -42,12 +42,12 @@ class Options(BaseModel):
 
 
 class _Stopped(Exception):
-    """SIGTERM came while there was no batch."""
+    """SIGTERM arrived while there was no batch."""
 
 
 @dataclass
 class Trainer:
-    """`stopping` is set when the trainer is to save and end."""
+    """`stopping` is set when the trainer must write a checkpoint and exit."""
 
     options: Options
     api: TrainerClient
@@ -86,7 +86,7 @@ class Trainer:
         self._die_if_asked(Moment.TRAINING)
 
     def _between_polls(self) -> None:
-        """While there is no batch, what is trained is saved all the same."""
+        """Write a checkpoint even while there is no batch."""
         if self.stopping.is_set():
             raise _Stopped
         self._save()

@@ -1,4 +1,4 @@
-"""Was every acknowledged group trained exactly once, and nothing else? Pure."""
+"""Checks that every acknowledged group was trained exactly once, and no other group."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class LeftOver:
-    """The queue at a moment at which the trainer had saved every batch, in groups."""
+    """The queue in groups, at a moment when checkpoints included every batch."""
 
     queued: int
     """According to `/status`."""
     acknowledged: int
-    """Acknowledged and not trained: each of them must be in the queue."""
+    """Groups acknowledged but not trained; all must be in the queue."""
     unanswered: int
-    """Unanswered and not trained: each of them may be."""
+    """Groups unanswered and not trained; any of them may be in the queue."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What all processes wrote down.
+    """The records of all processes.
 
-    `left_over` is None if the soak ended early. Otherwise the queue was filled up and emptied
-    afterwards, and `left_behind` is what run-api counts at the very end.
+    `left_over` is None if the soak ended early. Otherwise the last batch was filled and the queue
+    emptied afterwards. `left_behind`: run-api's counters at the very end.
     """
 
     batch_size: int
@@ -43,7 +43,7 @@ class Evidence:
         return {entry.digest for entry in self.submissions if entry.outcome == outcome}
 
     def trained(self) -> list[str]:
-        """In order, and as often as it happened."""
+        """All trained groups in order, with repeats."""
         return [digest for batch in self.line for digest in batch.digests]
 
     def look_at_queue(self, queued: int) -> LeftOver:
@@ -56,11 +56,11 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> list[str]:
-    """Every way in which the promise was broken, in words; empty if it was kept."""
+    """A sentence for every broken promise; empty if none was broken."""
     return [
         *_on_groups(evidence),
         *_on_the_end(evidence),
-        # One broken batch tends to break all that follow.
+        # One wrong batch usually makes all later ones wrong.
         *islice(_on_batches(evidence), _NAMED),
         *islice(_on_deliveries(evidence.deliveries), _NAMED),
     ]

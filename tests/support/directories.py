@@ -1,4 +1,4 @@
-"""What lies in a directory, and a disk that is full."""
+"""Lists a directory's files, and simulates a full disk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def names(directory: Path) -> list[str]:
-    """Hidden ones too."""
+    """Hidden files are included."""
     return sorted(path.name for path in directory.iterdir())
 
 
 @contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow, as on a full disk."""
+    """Make the kernel refuse to enlarge any file, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:

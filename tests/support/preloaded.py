@@ -1,12 +1,12 @@
-"""A process that has imported vLLM and forks fork servers for the servers that tests start.
+"""Imports vLLM once per test session, and forks the fork servers of test servers from it.
 
-Ten of the eleven seconds that a vllm-server takes to start go into imports of its fork server. Here
-one process per test session pays them. Everything else of a server is the product's: the supervisor
-runs as a process of its own, and where it starts its fork server it runs `fork_server_client`,
-which asks this process for a fork, and lives and ends as that fork does.
+A vllm-server needs eleven seconds to start; ten of them are imports of its fork server. Here one
+process per test session does these imports. Everything else of a server is the product's code. The
+supervisor runs in its own process. To start its fork server it runs `fork_server_client`, which
+requests a fork from this process and ends when the fork ends.
 
-`python -m tests.support.preloaded fork SOCKET` is the process that forks,
-`python -m tests.support.preloaded serve OPTION...` a server (`python -m grpo_vllm OPTION...`).
+`python -m tests.support.preloaded fork SOCKET` runs the process that forks, `python -m
+tests.support.preloaded serve OPTION...` a server (`python -m grpo_vllm OPTION...`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _REQUEST_BYTES = 1024 * 1024
 
 @functools.cache
 def fork_socket() -> str:
-    """Where the session's process takes orders; started with the first call, ended at exit."""
+    """Socket of the session's process; the first call starts the process, which ends at exit."""
     from grpo_core.process.managed import ManagedProcess
     from tests.fixtures.inference import ENVIRONMENT
     from tests.support.wait import wait_for
 
-    # Unix socket paths hold 107 bytes; pytest's directories may be longer than that.
+    # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
     directory = tempfile.TemporaryDirectory(prefix="grpo-")
     path = Path(directory.name) / "fork.sock"
     command = [sys.executable, "-m", MODULE, "fork", str(path)]
     process = ManagedProcess("preloaded", command, Path(directory.name) / "log", ENVIRONMENT)
     atexit.register(directory.cleanup)
     atexit.register(process.kill)
-    # It listens from the start; requests wait until it has imported everything.
+    # The process listens from the start; requests wait until all imports are done.
     wait_for(lambda: path.exists() or process.exit_code is not None)
     assert process.exit_code is None, process.log_tail()
     return str(path)
@@ -57,7 +57,7 @@ def main() -> None:
         return
     from grpo_vllm.__main__ import main as serve
 
-    sys.executable = str(_CLIENT)  # what the supervisor starts its fork server with
+    sys.executable = str(_CLIENT)  # the supervisor starts its fork server with this command
     serve(arguments)
 
 
@@ -75,7 +75,8 @@ def _fork_on_request(path: str) -> None:
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
-        ended: set[int] = set()  # a fork and its client may have ended in one batch of events
+        # A fork and its client may both end within one batch of events.
+        ended: set[int] = set()
         for key, _ in watched.select():
             if key.fileobj is listener:
                 client, _ = listener.accept()
@@ -98,8 +99,8 @@ def _fork_on_request(path: str) -> None:
 
 
 def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pidfd: int) -> None:
-    """The fork has ended, or its client has and takes it along."""
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # nothing to one that has ended
+    """The fork has ended, or its client has ended and the fork must end too."""
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # no effect on a process that has ended
     _, status = os.waitpid(pid, 0)
     for fileobj in (client, pidfd):
         watched.unregister(fileobj)

@@ -1,4 +1,4 @@
-"""Which processes live, by process id."""
+"""Tells which processes are alive, by process id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def unrelated_process() -> Iterator[subprocess.Popen[bytes]]:
-    """A bystander that no test may end."""
+    """A process that no test may end."""
     bystander = subprocess.Popen([sys.executable, "-c", SLEEP])
     try:
         yield bystander

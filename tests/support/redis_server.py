@@ -1,4 +1,4 @@
-"""A `redis-server` in a process of its own."""
+"""Runs a `redis-server` in its own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redi
 def start_redis(
     port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
 ) -> ManagedProcess:
-    """Start what `redis_command` says.
+    """Start the command of `redis_command`.
 
     Raises:
         ProcessFailed: it did not answer PING within a minute.

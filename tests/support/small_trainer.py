@@ -1,4 +1,4 @@
-"""A trainer of three small tensors, with everything that a saved state holds."""
+"""A trainer of three small tensors that uses everything that a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Side:
         self.optimizer = MasterOptimizer(self.model.parameters(), 0.1, 4, 0.01, max_grad_norm=1.0)
 
     def step(self, step: int) -> float:
-        """Of a loss that draws from every generator, as one with dropout would. Returns a number
-        that depends on the weights and on all of them."""
+        """Take a step on a loss that draws from every random generator, like one with dropout.
+        Returns a number that depends on the weights and on all generators."""
         first, second = (self.model.get_parameter(name) for name in ("first", "second"))
         loss = (torch.randn_like(first) * first + second**2).float().sum()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class Side:
         return store.save(capture(self.model, self.optimizer, SETTINGS, position, "r"))
 
     def resume(self, saved: SavedState | None) -> None:
-        """With the write of the masters into the parameters that follows."""
+        """Restore the checkpoint, and write the master weights into the parameters."""
         assert saved is not None
         require_fit(saved.record, self.model, SETTINGS, "here")
         load_state(saved.load(), self.model, self.optimizer)

@@ -1,12 +1,12 @@
-"""An event loop whose clock goes to the next timer as soon as nothing else is left to do.
+"""An event loop whose clock jumps to the next timer when nothing else is left to do.
 
-A lease of a minute then runs out at once, and never before what was ready has run. A conftest makes
-it the loop of all async tests of its folder with pytest-asyncio's hook:
+So a lease of a minute expires at once, but never before the tasks that are ready have run. A
+conftest makes it the loop of all async tests of its folder with pytest-asyncio's hook:
 
     def pytest_asyncio_loop_factories():
         return {"virtual": VirtualTimeLoop}
 
-Threads and sockets are real, so a test must not start a timer while it waits for one of those.
+Threads and sockets are real, so a test must not start a timer while it waits for one of them.
 """
 
 from __future__ import annotations

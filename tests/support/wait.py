@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for an event, with a deadline that only a failure reaches."""
+"""Waits for events in tests, with a deadline that only a failing test reaches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEADLINE_S = 120.0
-"""Not a measure of anything: a machine with other work may stand still for tens of seconds."""
+"""Not a measurement: a machine with other work may pause for tens of seconds."""
 _POLL_S = 0.02
 
 
@@ -19,10 +19,10 @@ def wait_for(
 ) -> T:
     """Call `read` until `accept` is true of its value, and return that value.
 
-    A `read` that raises ends the wait: raise where the event can no longer come.
+    A `read` that raises ends the wait: raise when the event can no longer happen.
 
     Args:
-        deadline_s: longer only where engines start
+        deadline_s: longer only if engines start
 
     Raises:
         AssertionError: the deadline passed; the message shows the last value.
@@ -35,7 +35,7 @@ def wait_for(
 
 
 async def wait_for_async(read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
-    """The same, while other tasks run."""
+    """`wait_for` that lets other tasks run meanwhile."""
     give_up_at = time.monotonic() + DEADLINE_S
     while not accept(value := read()):
         _require_time(give_up_at, DEADLINE_S, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -67,9 +66,10 @@ def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_the_citation_names_the_version_of_the_packages() -> None:
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {version('grpo-core')}\n" in citation
+def test_citation_and_changelog_name_the_version_of_the_packages() -> None:
+    version = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_page_of_checks_names_every_reason() -> None:

@@ -113,7 +113,10 @@ MISTAKES = {
         (("GRPO_TRAINING_STEPS", "ten"),),
     ),
     "unusable token": Mistake(
-        run_api, "", "RUN_API_TOKEN: a token is visible ASCII", (("RUN_API_TOKEN", "a b"),)
+        run_api,
+        "",
+        "RUN_API_TOKEN: a token must be one or more visible",
+        (("RUN_API_TOKEN", "a b"),),
     ),
     "file that is missing": Mistake(
         grpo, "--config {tmp}/gone.yaml", "--config: cannot read {tmp}/gone.yaml"

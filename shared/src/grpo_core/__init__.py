@@ -1,1 +1,1 @@
-"""What every service shares: wire records, clients, settings, logging. Never imports torch."""
+"""Shared by all services: wire records, clients, settings, logging. Never imports torch."""

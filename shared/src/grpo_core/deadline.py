@@ -1,4 +1,4 @@
-"""One way to bound a wait."""
+"""A deadline that a loop can check and suspend."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Deadline:
-    """Passes `seconds` after it was made.
+    """A point in time, `seconds` after its creation.
 
     Args:
-        clock: in seconds; tests bring their own.
+        clock: returns seconds; tests pass a fake one.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -21,7 +21,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """0 once it has passed."""
+        """0 once the deadline has passed."""
         return max(0.0, self._at - self._clock())
 
     @property
@@ -30,7 +30,7 @@ class Deadline:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The time that the block takes does not count."""
+        """Postpone the deadline by the time that the block takes."""
         began = self._clock()
         try:
             yield

@@ -1,34 +1,34 @@
-"""Errors that more than one service raises.
+"""Errors that several services raise.
 
-GrpoError                     everything this system raises on purpose
-├── ServiceUnavailable        a service did not answer within its deadline
-│   └── AnswerLost            the request may have been carried out; its answer never came
-├── RequestRefused            a service answered 4xx: the request is wrong, retrying is useless
+GrpoError                     base of all errors of this system
+├── ServiceUnavailable        a service did not answer within the deadline
+│   └── AnswerLost            the answer was lost; the request may have been carried out
+├── RequestRefused            a service answered 4xx: the request is wrong, a retry is useless
 │   ├── TrainerSuperseded     another trainer has registered for the run
-│   ├── LeasesFull            nothing new is handed out before batches are acknowledged
-│   └── UnknownBatch          the run at run-api has not handed out such a batch
-└── ProtocolViolation         a service answered something the contract does not allow
+│   ├── LeasesFull            batches must be acknowledged before run-api leases another one
+│   └── UnknownBatch          the run at run-api never handed out this batch
+└── ProtocolViolation         the answer of a service breaks the protocol
 """
 
 from __future__ import annotations
 
 
 class GrpoError(Exception):
-    """Base of every error raised on purpose. The message says what, where and what to do next."""
+    """Base of all errors of this system. Messages name the problem, the place and the fix."""
 
 
 class ServiceUnavailable(GrpoError):
-    """A service did not answer, or answered 5xx, until the deadline passed."""
+    """A service gave no answer, or only 5xx answers, until the deadline."""
 
 
 class AnswerLost(ServiceUnavailable):
-    """The connection broke behind a request that must not be sent twice blindly."""
+    """The connection broke after a request that must not be repeated without a check."""
 
 
 class RequestRefused(GrpoError):
     """A service refused the request with a 4xx status.
 
-    `kinds`: the `type` of every problem that the answer lists.
+    `kinds`: the `type` of every problem in the answer.
     """
 
     def __init__(self, message: str, status: int, kinds: frozenset[str] = frozenset()) -> None:
@@ -38,16 +38,16 @@ class RequestRefused(GrpoError):
 
 
 class TrainerSuperseded(RequestRefused):
-    """Another trainer has registered for the run: its batches are that trainer's now."""
+    """Another trainer has registered for the run and now receives its batches."""
 
 
 class LeasesFull(RequestRefused):
-    """The batches that this trainer has not acknowledged hold all that they may."""
+    """The unacknowledged batches have reached run-api's limit in bytes."""
 
 
 class UnknownBatch(RequestRefused):
-    """A batch was named that the run at run-api has not handed out."""
+    """The request names a batch that the run at run-api never handed out."""
 
 
 class ProtocolViolation(GrpoError):
-    """An answer breaks the wire contract."""
+    """The answer of a service breaks the protocol."""

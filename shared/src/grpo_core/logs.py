@@ -1,4 +1,4 @@
-"""Structured logging: one event per fact, key=value on stderr."""
+"""Configures structured logging: events with key=value fields on stderr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog
 
 
 def configure_logging(service: str, level: str = "INFO") -> None:
-    """Send every event of this process to stderr, stamped in UTC and marked with the service."""
+    """Log every event of this process to stderr, with UTC time and the service's name."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -1,4 +1,4 @@
-"""Queues and environments of a run, for the tests of its pure decisions."""
+"""Builds queues and environments of a run, for the tests of planning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(
 
 
 def queues(min_size: int, max_size: int, largest: int) -> st.SearchStrategy[list[Bundle]]:
-    """Bundles of one or two parts; senders 0 and 1, and data of nobody."""
+    """Draws bundles of one or two parts, from senders 0 and 1 and an unregistered one."""
     sizes = st.lists(st.integers(1, largest), min_size=1, max_size=2)
     drawn = st.tuples(st.sampled_from([0, 1, None]), sizes)
     return st.lists(drawn, min_size=min_size, max_size=max_size).map(

@@ -1,4 +1,4 @@
-"""`--help` and mistakes answer without importing the web framework or the Redis client."""
+"""`--help` and wrong options end before the web framework or Redis client is imported."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_a_bad_value_is_refused_by_name_and_a_token_is_never_shown(
 
 
 def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Compose passes on `RUN_API_TOKEN=` of a .env file."""
+    """Docker Compose sets it to an empty string for `RUN_API_TOKEN=` in a .env file."""
     monkeypatch.setenv("RUN_API_TOKEN", "")
     assert load_settings(RunApiSettings, [], {}).token is None

@@ -1,4 +1,4 @@
-"""Scored groups and answers to a poll: which are valid, and how the others are refused."""
+"""Valid scored groups and batches are accepted; the others are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(**changes: Any) -> ScoredGroup:
 
 
 def refusal(**changes: Any) -> tuple[tuple[int | str, ...], str]:
-    """Where the one problem is, and which."""
+    """Place and message of the only problem."""
     with pytest.raises(ValidationError) as error:
         parse(**changes)
     (problem,) = error.value.errors()
@@ -48,7 +48,7 @@ def test_all_fourteen_keys_are_written_and_no_others() -> None:
     [
         {"overrides": [], "group_overrides": {}, "messages": [], "inference_logprobs": []},
         {"advantages": [], "ref_logprobs": [], "distill_token_ids": [], "distill_logprobs": []},
-        {"advantages": [[0.5], [0.5]]},  # upstream sends one value per sequence
+        {"advantages": [[0.5], [0.5]]},  # Atropos sends one value per sequence
     ],
 )
 def test_groups_as_upstream_sends_them_are_valid(absent: dict[str, Any]) -> None:
@@ -173,10 +173,10 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"received_under": None}, "run-api of the trainer's version"),
-        ({"received_under": [[1, 7]]}, "2 groups, received under 1 versions"),
-        ({"batch_id": 3}, "asked for the batch after 3, it answered batch 3"),
-        ({"batch": [GROUP, {}]}, "broken group in batch 4"),
+        ({"received_under": None}, "check that run-api and the trainer have the same version"),
+        ({"received_under": [[1, 7]]}, "2 groups, but 1 entries in received_under"),
+        ({"batch_id": 3}, "expected a batch after 3, received batch 3"),
+        ({"batch": [GROUP, {}]}, "batch 4 has an invalid group: tokens: Field required"),
     ],
 )
 def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Canned `/generate` answers."""
+"""Prepared answers of `/generate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPT = [5, 6, 7]
 
 
 def generate_answer(texts: list[str], **changes: Any) -> dict[str, Any]:
-    """One completion of two tokens per text: 90 + i with -0.5, then 91 with -1.25."""
+    """One completion per text, with two tokens: 90 + i with logprob -0.5, then 91 with -1.25."""
     token_ids = [[90 + index, 91] for index in range(len(texts))]
     answer = {
         "text": texts,
@@ -25,5 +25,5 @@ def generate_answer(texts: list[str], **changes: Any) -> dict[str, Any]:
 
 
 def inference_routes(generate: Route) -> dict[str, Route]:
-    """Those of a healthy vllm-api-server."""
+    """The routes of a healthy vllm-api-server."""
     return {"GET /health": lambda _body: (200, {}), "POST /generate": generate}

@@ -1,4 +1,4 @@
-"""A whole environment fed by scripted servers, in this process."""
+"""Runs a whole environment in this process, with scripted servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Sevens:
 
 
 class RunApi:
-    """Its trainer takes every batch of 4 sequences as soon as two groups are queued."""
+    """A stand-in for run-api. Its trainer takes a batch of 4 sequences as soon as two groups are
+    queued."""
 
     def __init__(self, num_steps: int = 3, polls_before_trainer: int = 0) -> None:
         self.num_steps = num_steps
@@ -84,7 +85,7 @@ def right_and_wrong(_body: dict[str, Any]) -> Answer:
 
 
 async def run(api: RunApi, generate: Route, *options: str) -> None:
-    """Serve one-line sums until the run is complete."""
+    """Run an environment with one-digit sums until the run is complete."""
     await feed(api.routes(), inference_routes(generate), *options)
 
 
@@ -95,13 +96,13 @@ async def feed(
     task: Task | None = None,
     encode: Encode = encode_as_prompt,
 ) -> tuple[StubServer, StubServer]:
-    """Returns run-api and the inference server, for what came in."""
+    """Returns run-api and the inference server, with the requests that they received."""
     with (
         stub_server(api_routes) as run_api,
         stub_server(engine_routes) as inference,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(worker, "_DISCONNECT_S", DEADLINE_S)  # a slow machine hears it too
+        patch.setattr(worker, "_DISCONNECT_S", DEADLINE_S)  # a slow machine receives it too
         settings = load_env_settings(
             [
                 *("arithmetic", "serve", "--group-size=2", "--model=m"),

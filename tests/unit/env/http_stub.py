@@ -1,4 +1,4 @@
-"""A real HTTP server on a real socket whose answers a test writes."""
+"""A real HTTP server on a real socket, with answers that a test defines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, dict[str, Any]] | tuple[int, dict[str, Any], dict[str, str]]
-"""Status, JSON body, and headers where they matter."""
+"""Status, JSON body and, if needed, headers."""
 Route = Callable[[dict[str, Any]], Answer]
 
 
 class DropConnection(Exception):
-    """Raised by a route: the connection breaks before anything is answered."""
+    """A route raises this to break the connection before an answer is sent."""
 
 
 @dataclass
 class StubServer:
-    """`routes` maps "POST /path" to a function of the JSON body; `seen` lists what came in."""
+    """`routes` maps "POST /path" to a function of the JSON body; `seen` lists the received
+    requests."""
 
     url: str
     routes: dict[str, Route]
@@ -45,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         length = int(self.headers.get("content-length", 0))
         raw = self.rfile.read(length)
-        if len(raw) < length:  # the client has left: this was no request
+        if len(raw) < length:  # the client has disconnected; this was not a request
             self.close_connection = True
             return
         if self.headers.get("content-encoding") == "gzip":
@@ -63,14 +64,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that drops its connection is part of what is tested."""
+        """Ignore clients that drop their connection, as some tests do."""
 
 
 @contextmanager

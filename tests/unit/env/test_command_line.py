@@ -1,4 +1,4 @@
-"""`env-server` as a process: what it imports, and how it ends."""
+"""`env-server` as a process: its imports and its exit status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def run_each(*command_lines: list[str], **environment: str) -> tuple[list[Any], str]:
-    """One process: of each command line, the status and what was imported by then; and stderr."""
+    """Run all command lines in one process. Returns for each its status and the modules imported so
+    far, and stderr."""
     ended = subprocess.run(
         [sys.executable, "-c", _RUN_EACH, json.dumps(command_lines)],
         env=os.environ | environment,
@@ -43,8 +44,8 @@ def run_each(*command_lines: list[str], **environment: str) -> tuple[list[Any], 
 def test_mistakes_import_nothing_heavy_and_no_environment_imports_torch(
     tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
 ) -> None:
-    """The last one has loaded the tokenizer, read the data (with datasets, which asks for torch by
-    itself) and asked the server once run-api is looked for."""
+    """The last command line has loaded the tokenizer, read the data (with datasets, which tries to
+    import torch) and queried the server when it connects to run-api."""
     serve = ["arithmetic", "serve", "--openai.model-name", "none/model"]
     with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
         ends, errors = run_each(

@@ -1,4 +1,4 @@
-"""The loop against scripted servers on real sockets."""
+"""The environment's main loop with scripted servers on real sockets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused(
     def generate(_body: dict[str, Any]) -> Answer:
         return 200, generate_answer(next(texts, ["7", "8"]))
 
-    # The first group that is sent, 8 and 7, is refused.
+    # The first submitted group, with the answers 8 and 7, is refused.
     routes["POST /scored_data"] = lambda body: next(refusals, None) or api.submit(body)
     await feed(routes, inference_routes(generate), "--env.max-concurrent-groups=1")
 
@@ -135,7 +135,7 @@ async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
         task=task,
         encode=encode_to_length_b,
     )
-    # 4 tokens of completion below the trainer's 50 leave 45 for the prompt.
+    # A completion of 4 tokens and the trainer's limit, below 50, leave 45 tokens for the prompt.
     assert task.kept == [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]
     assert 0 < max(lengths) <= 45
 

@@ -1,4 +1,4 @@
-"""What the loop survives, and what ends it with a name."""
+"""Failures that the main loop survives, and failures that end it with a named error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.unit.env.http_stub import Answer, DropConnection, Route
 
 
 def failing_twice(route: Route) -> Route:
-    """500, which no client repeats by itself, then a broken connection, then the route."""
+    """First status 500, which clients do not repeat, then a broken connection, then the route's
+    answer."""
     left = iter([500, None])
 
     def answer(body: dict[str, Any]) -> Answer:
@@ -46,7 +47,8 @@ async def test_a_server_that_fails_for_a_while_is_survived_wherever_it_fails(rou
 
 
 async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
-    """run-api holds a submission, then asks for it again: no group is sampled anew for that."""
+    """run-api delays a submission and then requests it again. No other group is sampled for
+    that."""
     api = RunApi(num_steps=2)
     routes = api.routes()
     full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
@@ -57,7 +59,7 @@ async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
     )
 
     assert len(api.groups) >= 4
-    # What is being sampled when the last batch is delivered is dropped.
+    # Groups that are being sampled when the last batch is delivered are dropped.
     assert len(inference.bodies("POST /generate")) <= len(api.groups) + 2
 
 

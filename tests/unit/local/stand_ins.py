@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.unit.local.records import metrics_object
 
 COMMON = """
-import json, os, pathlib, signal, subprocess, sys, time, urllib.request
+import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 def option(name):
@@ -23,7 +23,11 @@ def post(url):
 
 def fetch(request):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(request, timeout=10).read()
+    while True:
+        try:
+            return opener.open(request, timeout=10).read()
+        except urllib.error.URLError:  # services start side by side
+            time.sleep(0.05)
 
 def note_pid(name):
     folder = os.environ["STAND_IN_PIDS"]
@@ -96,7 +100,7 @@ TRAINER = f"""
 from stand_in_common import *
 note_pid("trainer")
 print(*sys.argv[1:], flush=True)
-api, steps = option("--atropos-url"), int(option("--training-steps"))
+api, steps = option("--run-api-url"), int(option("--steps"))
 post(api + "/trainer")
 while json.loads(fetch(api + "/environments")) == []:
     time.sleep(0.05)
@@ -108,7 +112,7 @@ with open(option("--metrics-file"), "a") as file:
         file.flush()
 save_path = pathlib.Path(option("--save-path"))
 save_path.mkdir(exist_ok=True, parents=True)
-facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--weight-bridge-mode")}}
+facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--mode")}}
 (save_path / "benchmark.json").write_text(json.dumps(facts))
 if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
@@ -118,7 +122,7 @@ ENVIRONMENT = """
 from stand_in_common import *
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
-post(option("--env.rollout-server-url") + "/environment/" + sys.argv[1])
+post(option("--run-api-url") + "/environment/" + sys.argv[1])
 time.sleep(600)
 """
 

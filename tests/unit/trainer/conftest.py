@@ -1,4 +1,4 @@
-"""Models of these tests are so small that a second thread costs more than it brings."""
+"""Limits torch to one thread: the models of these tests are too small for a second one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
     torch = sys.modules.get("torch")
-    if torch is None:  # no test that is selected computes anything
+    if torch is None:  # none of the selected tests computes anything
         yield
         return
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Models in memory, a ragged micro-batch, and what a forward pass makes of them."""
+"""Models, a micro-batch of different lengths, and the results of a forward pass on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48
 LENGTHS = (9, 1, 5, 2, 16, 4)
-"""In tokens. One token alone predicts nothing: its row is padding from the start."""
+"""Lengths in tokens. A single token predicts nothing, so its row is only padding."""
 WINDOW = {
     "use_sliding_window": True,
     "sliding_window": 3,
@@ -34,12 +34,12 @@ SMALL: dict[str, Any] = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
-"""Of any architecture's configuration."""
+"""Configuration of a small model of any architecture."""
 
 
 def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Two query heads for each key. Weights large enough for attention to choose, and for sequences
-    that see each other to show."""
+    """A model with two query heads for each key. Its weights are large, so that attention is
+    selective and attention between sequences changes the results."""
     torch.manual_seed(0)
     config = Qwen2Config(
         **{
@@ -60,13 +60,13 @@ def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 def adapted() -> Any:
     policy = with_adapter(qwen(), LORA).eval()
     for name, parameter in policy.named_parameters():
-        if "lora_B" in name:  # 0 would hide the adapter
+        if "lora_B" in name:  # with B = 0 the adapter would have no effect
             nn.init.normal_(parameter, std=0.1)
     return policy
 
 
 def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True) -> Batch:
-    """One group. The first two tokens of a completion are not trained on, nor all of the third."""
+    """One group. The third sequence, and the first two tokens of the others, are not trained on."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
     masks = [[MASKED] * len(row[:2]) + row[2:] for row in tokens]
@@ -94,10 +94,8 @@ def ragged() -> MicroBatch:
 def outcome(
     policy: Any, forward: ForwardPass, micro: MicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities where they count, and the gradient of a sum that weighs each differently.
-
-    A parameter without a gradient counts as one with zeros.
-    """
+    """Logprobs of the trained tokens, and the gradient of their weighted sum. A parameter without a
+    gradient counts as one with zeros."""
     for parameter in policy.parameters():
         parameter.grad = None
     logp = forward(policy, micro)[micro.token_weight > 0]
@@ -113,7 +111,7 @@ def outcome(
 def require_equal(
     found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    """In float32, to rounding; every gradient, in units of its largest element."""
+    """Compare float32 results up to rounding; each gradient in units of its largest element."""
     assert float(expected[0].std()) > 0.5
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     assert found[1].keys() == expected[1].keys()

@@ -1,4 +1,4 @@
-"""Scored groups that tests of the trainer share, and their way to tensors."""
+"""Scored groups for the trainer's tests, and their conversion to tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def group(**changes: Any) -> ScoredGroup:
 
 
 def good(marker: int, **changes: Any) -> ScoredGroup:
-    """Groups with different markers differ in their logprobs."""
+    """A usable group. Groups with different markers have different logprobs."""
     logp = -0.001 * marker - 0.1
     return group(inference_logprobs=[[P, P, logp], [P, P, -0.2, -0.3, logp]], **changes)
 
 
 def bad(marker: int, **changes: Any) -> ScoredGroup:
-    """Unusable: its sampling was truncated."""
+    """An unusable group: its sampling was truncated."""
     return good(marker, generation_params={"top_p": 0.9}, **changes)
 
 

@@ -1,6 +1,7 @@
-"""A server that computes with real weights and errs on request.
+"""A test server that computes with real weights and makes mistakes on request.
 
-Its prefix cache holds keys and values, as vLLM's: whole blocks, which a faulty swap keeps.
+Like vLLM's, its prefix cache holds keys and values in whole blocks. A faulty change of the weights
+keeps them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ UNTRAINED = PolicyVersion(0, 0)
 
 @dataclass
 class ServedModel:
-    """Serves `model` under `version`. `noise`: what a log-probability is off by, up or down."""
+    """Serves `model` under `version`. `noise`: error of each logprob, up or down."""
 
     model: Any
     version: PolicyVersion = UNTRAINED
@@ -34,7 +35,7 @@ class ServedModel:
             self.blocks.clear()
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Without the cache, as vLLM computes log-probabilities of prompts."""
+        """Computes without the cache, as vLLM does for the prompt's logprobs."""
         signs = torch.tensor([1.0, -1.0]).repeat(len(token_ids))[: len(token_ids) - 1]
         return (logprobs_of(self.model, token_ids) + self.noise * signs).tolist()
 

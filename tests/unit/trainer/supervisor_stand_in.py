@@ -1,4 +1,4 @@
-"""The supervisor of a server, as the trainer sees it: a thread that speaks to a real Redis."""
+"""A thread that acts as the server's supervisor, over a real Redis."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StandIn:
         )
 
     def lose_commands(self) -> None:
-        """As a Redis that loses its last second."""
+        """Lose the newest data, like a Redis that crashed."""
         self.redis.delete(commands_key(self.run_id))
 
     def _work(self) -> None:
@@ -91,4 +91,4 @@ def says(state: OutcomeState, reason: str) -> Reply:
 
 
 def silence(_server: StandIn, _command: Command) -> None:
-    """No answer."""
+    """A reply function that sends no answer."""

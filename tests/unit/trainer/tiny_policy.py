@@ -1,4 +1,4 @@
-"""A random tiny model on disk, what is trained of it, and a way to move it."""
+"""A random tiny model on disk, its trained parameters, and a function that updates them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 259
 
 
 def model_directory(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Random weights: nothing is taught, so it is made in a moment."""
+    """Random weights without any training, so that creating them is fast."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     recipe = Recipe(layers=2, width=32, max_positions=256, **changes)
@@ -31,14 +31,14 @@ def optimizer_of(policy: Any, lr: float = 0.05) -> MasterOptimizer:
 
 
 def gather_gradient(policy: Any, seed: int) -> None:
-    """Of a supervised loss on random tokens: any gradient will do."""
+    """Gradients of a supervised loss on random tokens; any gradient will do."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (4, 20), generator=generator)
     policy(input_ids=ids, labels=ids).loss.backward()
 
 
 def move(policy: Any, optimizer: MasterOptimizer, step: int) -> None:
-    """One whole update."""
+    """One complete update."""
     gather_gradient(policy, seed=step)
     optimizer.step(step)
     optimizer.write_into_parameters()

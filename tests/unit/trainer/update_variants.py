@@ -1,4 +1,4 @@
-"""Optimizers of every kind on one small model, and steps on gradients that a seed decides."""
+"""Optimizers of every kind on one small model, and steps on gradients from a seed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ VARIANTS: dict[str, Callable[[], Masters]] = {
 
 
 class Model:
-    """Three tensors: one that bitsandbytes quantises, with a last block that is not full, one that
-    it does not, and one that never gets a gradient."""
+    """Three tensors: one that bitsandbytes quantises, with a last block that is partly filled; one
+    that it does not quantise; and one that never gets a gradient."""
 
     shapes = ((70, 71), (5, 3), (4,))
     names = ("large", "small", "unused")
@@ -71,7 +71,7 @@ class Model:
         return norms
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of all that a state holds, and of the parameters."""
+        """Copies of a checkpoint's tensors, and of the parameters."""
         held = self.optimizer.tensors(self.names)
         held |= {
             f"parameter/{n}": p.detach() for n, p in zip(self.names, self.parameters, strict=True)
@@ -80,7 +80,7 @@ class Model:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Paths that are not the same to the last bit, or not on both sides."""
+    """Names of tensors that are not identical, or missing on one side."""
     return sorted(
         path
         for path in ours.keys() | theirs.keys()
@@ -92,22 +92,20 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 
 
 RATE = 1e-8
-"""Learning rate times weight decay; half of what float32 resolves below 1."""
+"""Learning rate times weight decay: half of float32's resolution below 1."""
 
 
 def decay_per_step(build: Callable[[], Masters], size: int) -> float:
-    """By how much of itself a weight between 1 and 2 shrinks in a step, on average, because of a
-    weight decay of 0.01 at a learning rate of 1e-6: that of `RATE` is right.
-
-    Counted from the second step: the first one moves every weight by the same number.
-    """
+    """Average relative decrease per step of a weight between 1 and 2, due to a weight decay of 0.01
+    at a learning rate of 1e-6. `RATE` is the right value. Counted from the second step, because the
+    first one moves every weight equally."""
     lost = [_after_nine_steps(build(), size, weight_decay) for weight_decay in (0.0, RATE / 1e-6)]
     drift = [float((one[0].double() - one[1].double()).mean()) for one in zip(*lost, strict=True)]
     return (drift[1] - drift[0]) / 8 / 1.5
 
 
 def _after_nine_steps(update: Masters, size: int, weight_decay: float) -> tuple[Tensor, Tensor]:
-    """The master after the first and after the last of nine steps on random gradients."""
+    """The master weights after the first and after the last of nine steps on random gradients."""
     drawn = torch.Generator().manual_seed(3)
     master = 1 + torch.rand(size, generator=drawn)
     state, first = update.initial_state(master), master

@@ -7,5 +7,5 @@ from tests.support.virtual_time import VirtualTimeLoop
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Leases, holds and deadlines of the real length run out at once."""
+    """Leases, holds and deadlines of realistic length expire at once."""
     return {"virtual": VirtualTimeLoop}

@@ -1,4 +1,4 @@
-"""vLLM's engine client, hanging on demand, and a record of served weights in memory."""
+"""Stand-ins: an engine client of vLLM that hangs or fails on demand, and a store in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.wait import wait_for_async
 
 @dataclass
 class FakeEngine:
-    """Notes what it is told, never answers the calls named in `hangs`, raises at those named in
-    `fails`, and answers those named in `held` once that event is set."""
+    """Records its calls. Calls named in `hangs` never return, those in `fails` raise, and those in
+    `held` return when their event is set."""
 
     fails: set[str] = field(default_factory=set)
     hangs: set[str] = field(default_factory=set)
@@ -29,7 +29,7 @@ class FakeEngine:
             await self.held[name].wait()
 
     async def called(self, name: str) -> None:
-        """Returns once it was told that."""
+        """Returns when that call has arrived."""
         await wait_for_async(lambda: name in self.calls)
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:

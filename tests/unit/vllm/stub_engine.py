@@ -1,11 +1,10 @@
-"""An engine process without an engine: real sockets, real draining, answers at once.
+"""A stand-in for the engine, without vLLM: real sockets, real draining, immediate answers.
 
-`POST /generate` says which process answered, under which version. With `"until": path` it answers
-once that file exists; with `"orphan": true` it leaves a process behind that nobody waits for, and
-says which.
+`POST /generate` returns the process id and the policy version. With `"until": path` it answers when
+that file exists. With `"orphan": true` it leaves an orphaned process behind and returns its id.
 
-It does not start if the directory in STUB_ENGINE_DIRECTORY, or that of the weights to serve, holds
-a file `broken`. It starts to serve once that directory holds no file `held`.
+It fails to start if the directory in STUB_ENGINE_DIRECTORY, or the directory of the weights, has a
+file `broken`. It serves only when that directory has no file `held`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from grpo_vllm.http.server import HttpServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
-"""Why the fork server is not to fork it."""
+"""Environment variable. If set to a reason, the fork server starts engines without forking."""
 BROKEN = "broken"
 HELD = "held"
 BAD_RANK = "bad-rank"
@@ -74,7 +73,7 @@ class StubEngine:
     async def load(self, request: Request) -> Response:
         asked = await request.json()
         if (Path(asked["adapter_path"]) / BAD_RANK).exists():
-            # as the HTTP server answers by itself
+            # as the HTTP server does for its own errors
             return Response("the engine does not like it", 400)
         self.version, self.path = asked["policy_version"], asked["adapter_path"]
         return JSONResponse({"in_use": [self.path]})
@@ -118,7 +117,7 @@ class StubEngine:
 
 
 def leave_an_orphan() -> int:
-    """Its pid. It ends by itself, a zombie until somebody reaps it."""
+    """Start a process that ends by itself; returns its id. It stays a zombie until it is reaped."""
     said = subprocess.check_output(["sh", "-c", "sleep 0.1 >/dev/null 2>&1 & echo $!"])
     return int(said)
 

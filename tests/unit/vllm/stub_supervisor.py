@@ -1,4 +1,4 @@
-"""`vllm-api-server` with the stand-in for its engine; nothing else differs."""
+"""`vllm-api-server` with the stand-in for its engine and no other difference."""
 
 from __future__ import annotations
 

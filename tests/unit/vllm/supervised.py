@@ -1,4 +1,4 @@
-"""A supervisor over engine processes that are stand-ins: a restart takes a second."""
+"""Runs a real supervisor with stand-in engines, whose restarts take a second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Supervised:
 
     @property
     def host(self) -> psutil.Process:
-        """The process that engines are forked from."""
+        """The process id of the fork server."""
         host = psutil.Process(self.status()["engine_pid"]).parent()
         assert host is not None
         assert host.ppid() == self.process.pid
@@ -62,7 +62,7 @@ class Supervised:
         return number
 
     def wait_for(self, **facts: Any) -> dict[str, Any]:
-        """Returns the status that has them."""
+        """Returns the first status with these values."""
         found: dict[str, Any] = {}
 
         def has_them() -> bool:
@@ -73,7 +73,7 @@ class Supervised:
         return found
 
     def wait_for_requests(self, number: int) -> None:
-        """Until so many are under way."""
+        """Returns when so many requests are in flight."""
         url = f"{self.url}/bridge/in-flight"
         self.process.wait_until(lambda: httpx.get(url).json() == number, START_S)
 
@@ -85,14 +85,14 @@ class Supervised:
         return httpx.post(f"{self.url}/generate", json=body)
 
     def serves(self, version: PolicyVersion) -> bool:
-        """Asked of the engine itself."""
+        """The version in the engine's own answer."""
         return bool(self.generate()["policy_version"] == [[list(version), list(version)]])
 
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(1, next(self._steps))
 
     def publish(self, action: Action = CHECKPOINT) -> PolicyVersion:
-        """Serve new weights; returns their version once the engine and Redis have it."""
+        """Serve new weights. Returns their version when the engine and Redis have it."""
         version = self.next_version()
         make = self.adapter if action is LOAD else self.checkpoint
         outcome = self.sender.ask(action, version, make(f"step-{version.step}"))
@@ -105,7 +105,7 @@ class Supervised:
 
     @contextmanager
     def engines(self, mark: str) -> Iterator[None]:
-        """Engine processes that start inside the context are BROKEN, or HELD until it is left."""
+        """Engines that start inside the context are BROKEN, or HELD until the context ends."""
         (self.directory / mark).touch()
         try:
             yield

@@ -1,1 +1,1 @@
-"""The whole stack as processes of one machine: `grpo-demo`, `grpo-run`, `grpo-compare`."""
+"""Runs the whole stack on one machine: `grpo-demo`, `grpo-run`, `grpo-compare`."""

@@ -1,32 +1,25 @@
-"""The commands: each parses its options first, and imports what it needs afterwards.
+"""Entry points: each command parses its options, then imports the rest.
 
-`python -m grpo_local` is `grpo-demo`; `python -m grpo_local run` and `python -m grpo_local compare`
-are `grpo-run` and `grpo-compare`.
+`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run` and
+`python -m grpo_local compare` is `grpo-compare`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from grpo_core.settings import EXIT_USAGE, load_settings
+from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
-
-PASS_ON = "--"
-"""What stands behind it is passed on."""
-SET_BY_COMPARE = ("--mode", "--steps", "--seed", "--run-dir")
-SET_BY_RUN = (
-    *("--model", "--model-name", "--weight-bridge-mode", "--redis-url", "--run-id"),
-    *("--atropos-url", "--vllm-port", "--vllm-url", "--save-path", "--weights-socket"),
-    *("--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),
-    *("--vllm-restart-interval", "--adapter-sync-interval"),
-)
-"""The server, or both, hang on these."""
+from grpo_local.settings.compare import SEPARATOR
 
 
 def main() -> None:
-    """`grpo-demo`: the whole system on one machine."""
-    settings = load_settings(DemoSettings, sys.argv[1:])
+    """`grpo-demo`"""
+    settings = load_settings(DemoSettings, with_config_of_resumed_run(sys.argv[1:]))
 
     from grpo_local.commands.demo import run_demo
     from grpo_local.screen import Screen
@@ -35,41 +28,66 @@ def main() -> None:
 
 
 def run() -> None:
-    """`grpo-run`: inference server and trainer; what stands behind `--` goes to the trainer."""
-    own, passed_on = _split(sys.argv[1:])
-    settings = load_settings(RunSettings, own)
-    _refuse("grpo-run", passed_on, SET_BY_RUN, "grpo-run's own; say it before the --")
+    """`grpo-run`"""
+    settings = load_settings(RunSettings, with_names_of_trainer(sys.argv[1:]))
 
     from grpo_local.commands.run import run_together
     from grpo_local.screen import Screen
 
-    raise SystemExit(run_together(settings, passed_on, Screen()))
+    raise SystemExit(run_together(settings, Screen()))
 
 
 def compare() -> None:
-    """`grpo-compare`: a demo in every mode, which gets what stands behind `--`."""
-    own, passed_on = _split(sys.argv[1:])
-    settings = load_settings(CompareSettings, own)
-    _refuse("grpo-compare", passed_on, SET_BY_COMPARE, "the same for all, or set here")
+    """`grpo-compare`"""
+    settings = load_settings(CompareSettings, sys.argv[1:])
 
     from grpo_local.commands.compare_modes import compare_modes
     from grpo_local.screen import Screen
 
-    raise SystemExit(compare_modes(settings, passed_on, Screen()))
+    raise SystemExit(compare_modes(settings, Screen()))
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first `--`, and what stands behind it."""
-    end = words.index(PASS_ON) if PASS_ON in words else len(words)
-    return list(words[:end]), list(words[end + 1 :])
+def with_config_of_resumed_run(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Add `--config` with the configuration of the run that `--resume` names."""
+    named = _value_of("--resume", words) or environment.get("GRPO_DEMO_RESUME")
+    if not named:
+        return list(words)
+    config = RunDirectory.of(Path(named)).config
+    if _value_of("--config", words):
+        _refuse("--config: --resume reads the configuration of the run; leave one of them out")
+    if not config.is_file():
+        _refuse(f"--resume {named}: no {config.name} in it; name the directory of a run")
+    return ["--config", str(config), *words]
 
 
-def _refuse(prog: str, passed_on: Sequence[str], ours: Sequence[str], reason: str) -> None:
-    """End with status 2 if `passed_on` holds a flag that the command sets itself."""
-    given = {word.partition("=")[0].replace("_", "-") for word in passed_on}
-    if taken := sorted(given & set(ours)):
-        sys.stderr.write(f"{prog}: {', '.join(taken)}: {reason}\n")
-        raise SystemExit(EXIT_USAGE)
+def with_names_of_trainer(words: Sequence[str]) -> list[str]:
+    """Options after `--` are the trainer's: `-- --lr 1` → `--trainer.lr 1`."""
+    if SEPARATOR not in words:
+        return list(words)
+    end = words.index(SEPARATOR)
+    passed_on = (
+        f"--trainer.{word.removeprefix('--')}" if word.startswith("--") else word
+        for word in words[end + 1 :]
+    )
+    return [*words[:end], *passed_on]
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """The last value of an option."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _refuse(message: str) -> None:
+    sys.stderr.write(f"grpo-demo: {message}\n")
+    raise SystemExit(EXIT_USAGE)
 
 
 if __name__ == "__main__":

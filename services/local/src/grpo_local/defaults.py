@@ -1,28 +1,29 @@
-"""How large a run is where the user says nothing: a step takes seconds on two cores."""
+"""Default sizes of a run by task, model and mode, such that a step takes seconds on two cores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from grpo_local.modes import Mode
-from grpo_local.settings import DemoSettings, TaskName
+
+TaskName = Literal["arithmetic", "gsm8k"]
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-"""An adapter on two layers alone cannot teach the tiny model much."""
+"""With an adapter on two layers the tiny model learns little."""
 LORA_LR_FACTOR = 6.0
-"""The tiny model learns faster from an adapter at 2e-3 than at 1e-3; from 3e-3 on every step clips
+"""With an adapter the tiny model learns faster at 2e-3 than at 1e-3. From 3e-3 on, every step clips
 a fifth of its tokens."""
 STEPS_WITH_RESTARTS = 60
-"""A restart takes about 20 s even with the tiny model: six of them are enough to wait for."""
+"""A restart takes seconds even with the tiny model, so a run has six of them."""
 RESTART_DEADLINE_S = 180.0
-"""Other programs may slow a restart down as they slow a start down."""
+"""Other programs on the machine can make a restart slow."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything whose default depends on the task, the model or the mode. Names as in
-    `DemoSettings`."""
+    """Options of `DemoSettings` whose default depends on the task, the model or the mode."""
 
     steps: int
     batch_size: int
@@ -50,7 +51,7 @@ BY_TASK: Mapping[TaskName, Sizes] = {
         kv_cache_mib=64,
     ),
     # With one token per character a problem has 120 to 1,072 tokens, template included. The tiny
-    # model says a few digits; what runs on is cut off soon, since it costs the most and is worth 0.
+    # model answers with a few digits. Longer completions cost most and score 0: the limit is low.
     "gsm8k": Sizes(
         steps=60,
         batch_size=16,
@@ -59,7 +60,7 @@ BY_TASK: Mapping[TaskName, Sizes] = {
         seq_len=1152,
         max_model_len=1536,
         kv_cache_mib=256,
-        # At 3e-4 half of the tokens of the first steps are clipped: text is new to the tiny model.
+        # Text is new to the tiny model: at 3e-4 half of the first steps' tokens are clipped.
         lr=1e-4,
     ),
 }
@@ -69,25 +70,32 @@ REASONING_TOKENS: Mapping[TaskName, int] = {"arithmetic": 8, "gsm8k": 256}
 """Longest completion of a model that can reason."""
 
 
-def sizes_for(settings: DemoSettings) -> Sizes:
-    """The defaults of the task with the longest sequences, under what the user has set."""
-    sizes = max((BY_TASK[task] for task in settings.task), key=lambda sizes: sizes.seq_len)
-    if settings.model is not None:
-        sizes = _for_a_model_of_the_user(sizes, settings)
-    sizes = _for_the_mode(sizes, settings.weight_mode)
-    names = [field.name for field in fields(Sizes)]
-    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    chosen = replace(sizes, **given)
+def sizes_for(
+    tasks: Sequence[TaskName], mode: Mode, *, is_tiny: bool, given: Mapping[str, Any]
+) -> Sizes:
+    """Defaults of the task with the longest sequences, replaced by what the user has given.
+
+    Args:
+        is_tiny: the model is the tiny one
+        given: values by field of `Sizes`
+    """
+    sizes = max((BY_TASK[task] for task in tasks), key=lambda sizes: sizes.seq_len)
+    if not is_tiny:
+        sizes = _for_a_pretrained_model(sizes, tasks)
+    sizes = replace(_for_the_mode(sizes, mode), **given)
     if "max_model_len" not in given:
-        chosen = replace(chosen, max_model_len=max(chosen.max_model_len, chosen.seq_len))
-    return chosen
+        sizes = replace(sizes, max_model_len=max(sizes.max_model_len, sizes.seq_len))
+    return sizes
 
 
-def _for_a_model_of_the_user(sizes: Sizes, settings: DemoSettings) -> Sizes:
-    """It has learnt something that a high learning rate would destroy, and it takes its time."""
+SIZE_NAMES = tuple(field.name for field in fields(Sizes))
+
+
+def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[TaskName]) -> Sizes:
+    """A high learning rate would destroy its abilities, and each step takes longer."""
     return replace(
         sizes,
-        max_completion_tokens=max(REASONING_TOKENS[task] for task in settings.task),
+        max_completion_tokens=max(REASONING_TOKENS[task] for task in tasks),
         lr=1e-5,
         lora_target_modules=(),  # the trainer's default
         step_deadline_s=1800.0,

@@ -1,26 +1,26 @@
-"""The four modes of new weights to the inference server: options, and flags of both processes."""
+"""The four weight-sync modes: their options, and the flags of server and trainer in each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import CommandSettings, CommaSeparated, Shown
 from grpo_core.weights.directory_checks import LORA_RANKS
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
 SERVED_WEIGHTS = "served_weights"
-"""Where the trainer puts what it hands off, below its save path."""
+"""Directory below the trainer's save path for weights that the server loads."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What a mode needs of server and trainer. Without `shares_memory` weights travel as files."""
+    """Properties of a weight-sync mode. Without `shares_memory` weights travel as files."""
 
     name: ModeName
     shares_memory: bool = False
@@ -29,29 +29,29 @@ class Mode:
 
     @property
     def final_directory(self) -> str:
-        """Where the trained weights lie in the end, below the save path."""
+        """Directory of the trained weights below the save path."""
         return "final_adapter" if self.trains_adapter else "final_model"
 
     def publish_every_steps(self, restart_every_steps: int, load_every_steps: int) -> int:
-        """Which of the two cadences counts in this mode."""
+        """Steps between two publications. The two intervals are those of the options."""
         if self.shares_memory:
             return 1
         return restart_every_steps if self.restarts_engine else load_every_steps
 
     def publication(self, every_steps: int) -> str:
-        """How weights are published, in the words that the user reads."""
-        what = "the new adapter" if self.trains_adapter else "the new checkpoint"
+        """How weights are published, for the user."""
+        what = "adapter" if self.trains_adapter else "model"
         if self.shares_memory:
-            return "weights are written in place, every step"
+            return "server and trainer share one copy of the weights, updated after every step"
         if not self.restarts_engine:
-            return f"{what} is loaded {_every(every_steps)}, beside the running engine"
-        return f"the engine restarts on {what} {_every(every_steps)}, which takes about 20 s"
+            return f"the running server loads the new {what} after {_every(every_steps)}"
+        return f"the server's engine restarts with the new {what} after {_every(every_steps)}"
 
     def news(self, step: int, publish_s: float) -> str | None:
-        """What the user is told below the line of a step, beside its numbers."""
+        """The line below a step in which the engine was restarted."""
         if not self.restarts_engine or publish_s == 0.0:
             return None
-        return f"the engine restarted on the weights of step {step}, {publish_s:.1f} s"
+        return f"the engine restarted with the weights of step {step} in {publish_s:.1f} s"
 
 
 MODES: Mapping[ModeName, Mode] = {
@@ -69,64 +69,52 @@ def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
 
 
-def comma_separated(value: Any) -> Any:
-    """`a,b` → `["a", "b"]`, on the command line and in a variable."""
-    if value is None:
-        return None
-    words = [value] if isinstance(value, str) else value
-    return [part for word in words for part in str(word).replace(",", " ").split()]
-
-
 class ModeOptions(CommandSettings):
-    """Rank and mode are said once, for server and trainer alike."""
+    """Options that apply to both server and trainer."""
 
     mode: ModeName = Field(
         "shared_vllm",
-        description="how new weights reach the server. shared_vllm: server and trainer hold one "
-        "copy; lora_only: adapters, loaded beside the running engine; lora_restart: adapters, the "
-        "engine restarts with them; none: checkpoints, the engine restarts on them",
+        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
+        "trainer and server share one copy in memory. lora_only: the running server loads "
+        "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models",
     )
-    vllm_restart_interval: int | None = Field(
-        None,
-        ge=1,
-        description="steps between two restarts of the engine in lora_restart and none",
+    vllm_restart_interval: Annotated[int | None, Shown(default="10")] = Field(
+        None, ge=1, description="Steps between two restarts of the engine in lora_restart and none"
     )
     adapter_sync_interval: int = Field(
-        1, ge=1, description="steps between two adapters that are loaded in lora_only"
+        1, ge=1, description="Steps between two adapters that the server loads in lora_only"
     )
-    lora_r: int = Field(
-        16, ge=1, le=LORA_RANKS[-1], description="rank of the adapter in the LoRA modes"
+    lora_r: int = Field(16, ge=1, le=LORA_RANKS[-1], description="Rank of the adapter")
+    lora_alpha: int = Field(
+        32, ge=1, description="Scale: the adapter is multiplied by lora-alpha / lora-r"
     )
-    lora_alpha: int = Field(32, ge=1, description="scale of the adapter, times its rank")
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="dropout before the adapter while training"
+        0.05, ge=0, lt=1, description="Dropout in front of the adapter, in training"
     )
-    lora_target_modules: Annotated[list[str] | None, BeforeValidator(comma_separated)] = Field(
-        None,
-        min_length=1,
-        description="layers that get an adapter, separated by commas",
-    )
+    lora_target_modules: Annotated[
+        CommaSeparated[str] | None,
+        Shown(default="q_proj,v_proj; with the tiny model every linear layer"),
+    ] = Field(None, min_length=1, description="Layers with an adapter, separated by commas")
 
     @property
     def weight_mode(self) -> Mode:
         return MODES[self.mode]
 
 
+ADAPTER_OPTIONS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 RESIDENT_ADAPTERS = 2
-"""The one that is served, and the one before, on which requests in flight finish."""
+"""The newest one, and the previous one until its requests in flight are answered."""
 
 
 @dataclass(frozen=True)
 class HandOff:
-    """How one run's weights travel.
+    """How the weights of one run get from the trainer to the server.
 
     Args:
-        options: the mode, and the sizes of its adapter
-        restart_every_steps: used where the engine restarts
-        target_modules: used where an adapter is trained; empty: the trainer's default
-        save_path: of the trainer
-        weights_socket: used where memory is shared
-        bridge_config: used where memory is shared
+        restart_every_steps: for modes that restart the engine
+        target_modules: layers with an adapter; empty: the trainer's default
+        weights_socket: for `shared_vllm`
+        bridge_config: for `shared_vllm`
     """
 
     options: ModeOptions
@@ -140,16 +128,17 @@ class HandOff:
 
     @property
     def weights_directory(self) -> Path:
-        """Absolute, since server and trainer must read the same thing out of it."""
+        """Absolute, so that server and trainer mean the same directory."""
         return (self.save_path / SERVED_WEIGHTS).absolute()
 
     def make_directories(self) -> None:
-        """Before the server starts: it takes weights from a directory that is there."""
+        """Call it before the server starts, which requires its weights directory to exist."""
         if not self.options.weight_mode.shares_memory:
             self.weights_directory.mkdir(parents=True, exist_ok=True)
 
     def environment(self) -> dict[str, str]:
-        """For both. A URL may hold a password, and everybody may read a command line."""
+        """For server and trainer. The URL may hold a password, and other users can read command
+        lines."""
         return {"REDIS_URL": self.redis_url}
 
     def server_flags(self) -> list[str]:
@@ -168,7 +157,7 @@ class HandOff:
 
     def trainer_flags(self) -> list[str]:
         mode, options = self.options.weight_mode, self.options
-        flags = ["--weight-bridge-mode", mode.name, "--save-path", str(self.save_path)]
+        flags = ["--mode", mode.name, "--save-path", str(self.save_path)]
         if mode.shares_memory:
             return [*flags, "--weights-socket", str(self.weights_socket)]
         flags += ["--run-id", self.run_id]

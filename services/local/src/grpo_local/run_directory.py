@@ -1,8 +1,12 @@
-"""Where one run keeps its files."""
+"""The files of one run: their places, and who may use the directory."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,10 +15,13 @@ from grpo_core.errors import GrpoError
 
 RUNS = Path("runs")
 LATEST = "latest"
+_LOCK = ".lock"
+_CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
+"""Name of a checkpoint's directory: its number, which counts up, and its step."""
 
 
 class RunDirectoryUnusable(GrpoError):
-    """The run directory, or the `latest` link beside it, cannot be used without losing a file."""
+    """The run directory or the link `latest` is in use, or holds files that would be lost."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,18 @@ class RunDirectory:
 
     path: Path
 
+    @classmethod
+    def of(cls, path: Path) -> RunDirectory:
+        """Of an earlier run. A link such as `runs/latest` is followed, since the name counts."""
+        return cls(path.parent / path.readlink() if path.is_symlink() else path)
+
     @property
     def run_id(self) -> str:
         return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
 
     @property
     def logs(self) -> Path:
@@ -51,15 +67,46 @@ class RunDirectory:
     def reward_plot(self) -> Path:
         return self.path / "reward.png"
 
+    def newest_checkpoint_step(self) -> int | None:
+        """Steps that the newest checkpoint of the trainer includes; None if there is none."""
+        paths = (self.checkpoints / "trainer_state").glob("*_step_*")
+        found = [match for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+        newest = max(found, key=lambda match: int(match[1]), default=None)
+        return None if newest is None else int(newest[2])
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other commands out of the directory while the context is open.
+
+        Raises:
+            RunDirectoryUnusable: another command uses it.
+        """
+        with (self.path / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunDirectoryUnusable(
+                    f"{self.path} is in use by another grpo-demo; stop it first"
+                ) from None
+            yield
+
+    def is_in_use(self) -> bool:
+        try:
+            with self.hold():
+                return False
+        except RunDirectoryUnusable:
+            return True
+
 
 def create_run_directory(path: Path | None, seed: int) -> RunDirectory:
-    """Make the directory; where it lies in `runs/`, point `runs/latest` at it.
+    """Make the directory; if it is in `runs/`, point `runs/latest` at it.
 
     Raises:
-        RunDirectoryUnusable: it holds files already, or `latest` is not a link.
+        RunDirectoryUnusable: it is not empty, or `latest` is not a link.
     """
     run = RunDirectory(path or RUNS / default_name(datetime.now(UTC), seed))
-    require_unused(run.path, "an earlier run", "--run-dir")
+    if problem := unusable(run.path, "--run-dir"):
+        raise RunDirectoryUnusable(problem)
     for directory in (run.logs, run.redis):
         directory.mkdir(parents=True, exist_ok=True)
     if run.path.parent.resolve() == RUNS.resolve():
@@ -67,16 +114,20 @@ def create_run_directory(path: Path | None, seed: int) -> RunDirectory:
     return run
 
 
-def require_unused(path: Path, what: str, option: str) -> None:
-    """Raises `RunDirectoryUnusable` if there is anything but an empty directory."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunDirectoryUnusable(
-            f"{path} holds {what}; name a new or empty directory with {option}"
+def unusable(path: Path, option: str) -> str | None:
+    """The problem of a directory for new files; None if it is empty or does not exist."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    if RunDirectory(path).config.exists():
+        return (
+            f"{option} {path}: holds an earlier run; name a new directory, or continue that run "
+            f"with --resume {path}"
         )
+    return f"{option} {path}: not an empty directory; name a new one"
 
 
 def default_name(now: datetime, seed: int) -> str:
-    """Sorts by time: `20250131T235959Z-0`."""
+    """For example `20250131T235959Z-0`: sorted by name, runs are sorted by time."""
     return f"{now:%Y%m%dT%H%M%SZ}-{seed}"
 
 

@@ -1,4 +1,4 @@
-"""Everything the user sees: plain lines into a pipe or file, colour and a spinner on a terminal."""
+"""Shows lines to the user: plain in a pipe or file, with colour and a spinner on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXIT_FAILED = 1
 
 
 class Screen:
-    """Facts go to stdout, failures to stderr. Lines are never wrapped and never read as markup."""
+    """Writes facts to stdout and failures to stderr. Lines are not wrapped and hold no markup."""
 
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         self._out = out or Console()
@@ -26,20 +26,24 @@ class Screen:
             self.line(text, style)
 
     def failure(self, text: str) -> None:
-        """The first line says what happened; the rest is context."""
+        """The first line tells what happened, the others give context."""
         head, *context = text.splitlines()
         _write(self._err, head, "bold red")
-        for line in context:
-            _write(self._err, line, None)
+        self.advice(context)
+
+    def advice(self, texts: Iterable[str]) -> None:
+        """Lines after a failure: where to look and what to do."""
+        for text in texts:
+            _write(self._err, text, None)
 
     def failed(self, error: Exception) -> int:
-        """Name the error that ends a command; returns the exit status."""
+        """Show the error that ends a command; returns the exit status."""
         self.failure(f"failed ({type(error).__name__}): {error}")
         return EXIT_FAILED
 
     @contextmanager
     def activity(self, text: str) -> Iterator[None]:
-        """Say what goes on; a terminal counts the seconds until it is over."""
+        """Show what is being done. A terminal also shows a spinner and the seconds."""
         if not self._out.is_terminal:
             self.line(text)
             yield

@@ -1,4 +1,4 @@
-"""The command line, environment and health check of each service of a local run."""
+"""Command line, variables and health check of each service of a local run."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
-from grpo_core.weights import bridge_config
-from grpo_local.defaults import Sizes
+from grpo_local.defaults import TaskName
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.process.stack import Service
 from grpo_local.run_directory import RunDirectory
-from grpo_local.settings import DemoSettings, TaskName
+from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
+from grpo_local.settings import DemoSettings
+from grpo_local.settings.demo import GPU_CONTROL
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64
-LONGEST_SOCKET_PATH = 107  # bytes, sun_path of unix(7) less its end mark
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
+"""
+LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
 TINY_MODEL_PATH_FILE = "tiny-model-path"
-GPU_CONTROL = Path("/dev/nvidiactl")
-"""There where the NVIDIA driver is loaded."""
 
 
 class SocketPathTooLong(GrpoError):
-    """The temporary directory leaves no room for the name of a Unix socket."""
+    """The path of the temporary directory is too long for a unix socket in it."""
 
 
 @dataclass(frozen=True)
 class ServiceFactory:
-    """Builds the services of one run. `model` is a checkpoint directory or a hub id."""
+    """Builds the services of one run. `model` is a directory or an id on the hub."""
 
     settings: DemoSettings
-    sizes: Sizes
     run: RunDirectory
     probe: HealthProbe
 
     def tiny_model(self, path_file: Path) -> Service:
-        """A job that makes the model, or finds it in its cache, and writes where it is."""
+        """A job that writes the path of the tiny model into `path_file`."""
         return Service(
             name="model",
+            role="makes the tiny model, or finds it in the cache",
             command=module("grpo_tiny_model", "--path-file", path_file),
             healthy=lambda: False,  # it is done when it has ended
             deadline_s=self.settings.model_deadline_s,
@@ -54,6 +56,7 @@ class ServiceFactory:
     def redis(self, port: int) -> Service:
         return Service(
             name="redis",
+            role="stores the queue of scored groups",
             command=redis_command(port, self.run.redis, None, self.settings.redis_appendfsync),
             healthy=lambda: answers_ping(port),
             deadline_s=REDIS_DEADLINE_S,
@@ -62,81 +65,84 @@ class ServiceFactory:
     def run_api(self, port: int, redis_port: int) -> Service:
         return Service(
             name="run-api",
+            role="queues scored groups and hands out batches",
             command=module(
                 "grpo_api",
                 *("--host", HOST),
                 *("--port", port),
                 *("--redis-url", redis_url(redis_port)),
                 *("--run-id", self.run.run_id),
+                *("--log-level", self.settings.log_level),
             ),
             healthy=lambda: self.probe.answers(url(port)),
-            deadline_s=self.sizes.start_deadline_s,
+            deadline_s=self.settings.sizes.start_deadline_s,
             environment=child_environment(threads=1) | self._token(),
         )
 
-    def hand_off(self, redis_port: int, weights_socket: Path) -> HandOff:
-        """How the weights of this run travel."""
-        return HandOff(
-            options=self.settings,
-            restart_every_steps=self.sizes.vllm_restart_interval,
-            target_modules=tuple(self.sizes.lora_target_modules),
-            redis_url=redis_url(redis_port),
-            run_id=self.run.run_id,
-            save_path=self.run.checkpoints,
-            weights_socket=weights_socket,
-            bridge_config=self.run.path / bridge_config.FILE_NAME,
-        )
-
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
-        gpu_share = self.settings.gpu_memory_utilization
+        settings, sizes = self.settings, self.settings.sizes
         return Service(
             name="vllm-server",
+            role="samples completions from the policy",
             command=module(
-                "grpo_vllm",
+                MODULES[SERVER],
                 *("--model", model),
                 *("--host", HOST),
                 *("--port", port),
                 *("--health-port", free_port()),
                 *hand_off.server_flags(),
-                *("--dtype", self._dtype()),
-                *("--max-model-len", self.sizes.max_model_len),
+                *("--log-level", settings.log_level),
+                *("--dtype", settings.weights_dtype),
+                *("--max-model-len", sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
-                *(["--enforce-eager"] if self.settings.eager else []),
-                # vLLM would take nearly all of a GPU, and the trainer has to fit beside it.
-                *(("--gpu-memory-utilization", gpu_share) if GPU_CONTROL.exists() else ()),
-                *("--kv-cache-memory-bytes", self.sizes.kv_cache_mib * 2**20),
-                *("--seed", self.settings.seed),
+                *(["--enforce-eager"] if settings.eager else []),
+                # vLLM would take nearly all of a GPU, and the trainer needs the rest.
+                *(
+                    ("--gpu-memory-utilization", settings.gpu_memory_utilization)
+                    if GPU_CONTROL.exists()
+                    else ()
+                ),
+                *("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20),
+                *("--seed", settings.seed),
+                *service_words(settings.options_of(SERVER)),
             ),
             healthy=lambda: self.probe.answers(url(port)),
-            deadline_s=self.sizes.server_deadline_s,
-            environment=child_environment(self.settings.compute_threads, model)
+            deadline_s=sizes.server_deadline_s,
+            environment=child_environment(settings.compute_threads, model)
+            | (NO_COMPILER if settings.eager else {})
             | hand_off.environment()
             | self._token(),
         )
 
     def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
-        settings, sizes = self.settings, self.sizes
+        settings, sizes = self.settings, self.settings.sizes
         return Service(
             name="trainer",
+            role="trains the policy and publishes its weights",
             command=module(
-                "grpo_trainer",
-                *("--model-name", model),
+                MODULES[TRAINER],
+                *("--model", model),
                 *hand_off.trainer_flags(),
-                *("--atropos-url", url(run_api_port)),
-                *("--vllm-port", vllm_port),
-                *("--training-steps", sizes.steps),
+                *("--run-api-url", url(run_api_port)),
+                *("--inference-url", url(vllm_port)),
+                *("--steps", sizes.steps),
                 *("--batch-size", sizes.batch_size),
                 *("--gradient-accumulation-steps", sizes.gradient_accumulation_steps),
                 *("--lr", sizes.lr),
                 *("--warmup-steps", settings.warmup_steps),
                 *("--optimizer", "adamw"),
-                *("--dtype", self._dtype()),
-                *("--device", self.settings.device),
+                *("--dtype", settings.weights_dtype),
+                *("--device", settings.device),
                 *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
                 "--benchmark",
-                *("--checkpoint-interval", 0),  # steps take a second: a model each would be many
+                *("--log-level", settings.log_level),
+                # Steps take a second, and a model for each would fill the disk.
+                *("--checkpoint-interval", 0),
+                # It starts together with the server and must wait for it.
+                *("--service-deadline-s", sizes.server_deadline_s),
+                *service_words(settings.options_of(TRAINER)),
             ),
             healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
             deadline_s=sizes.start_deadline_s,
@@ -147,39 +153,35 @@ class ServiceFactory:
         )
 
     def environment(self, task: TaskName, model: str, run_api_port: int, vllm_port: int) -> Service:
-        settings, sizes = self.settings, self.sizes
+        settings, sizes = self.settings, self.settings.sizes
         return Service(
-            # several are told apart by their task
             name="environment" if len(settings.task) == 1 else f"environment-{task}",
+            role=f"asks for completions of {task} and grades them",
             command=module(
-                "grpo_env",
+                MODULES[ENV],
                 *(task, "serve"),
-                *("--env.rollout-server-url", url(run_api_port)),
-                *("--env.group-size", settings.group_size),
-                *("--env.max-token-length", sizes.seq_len),
-                *("--env.max-completion-tokens", sizes.max_completion_tokens),
-                *("--env.max-batches-offpolicy", settings.max_batches_offpolicy),
-                *("--env.seed", settings.seed),
-                *(("--env.data", settings.data) if settings.data else ()),
-                *("--openai.base-url", f"{url(vllm_port)}/v1"),
-                *("--openai.model-name", model),
+                *("--run-api-url", url(run_api_port)),
+                *("--inference-url", url(vllm_port)),
+                *("--model", model),
+                *("--group-size", settings.group_size),
+                *("--seq-len", sizes.seq_len),
+                *("--max-completion-tokens", sizes.max_completion_tokens),
+                *("--max-batches-offpolicy", settings.max_batches_offpolicy),
+                *("--seed", settings.seed),
+                *(("--data", settings.data) if settings.data else ()),
+                *("--start-deadline-s", sizes.server_deadline_s),
+                *("--log-level", settings.log_level),
+                *service_words(settings.options_of(ENV)),
             ),
             healthy=lambda: self.probe.has_environment(url(run_api_port), task),
             deadline_s=sizes.start_deadline_s,
             environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task))
             | self._token(),
-            may_finish=True,  # it stops by itself once the last batch is delivered
+            may_finish=True,  # after the last batch
         )
 
-    def _dtype(self) -> str:
-        if self.settings.dtype is not None:
-            return self.settings.dtype
-        takes_float32 = not (GPU_CONTROL.exists() and self.settings.weight_mode.trains_adapter)
-        return "float32" if takes_float32 else "bfloat16"
-
     def _token(self) -> dict[str, str]:
-        """One for run-api and the inference server, as variables: everybody may read a command
-        line."""
+        """Variables for run-api and the server; other users can read command lines."""
         token = plain(self.settings.run_api_token)
         return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
 
@@ -197,11 +199,11 @@ def redis_url(port: int) -> str:
 
 
 def weights_socket_path(directory: Path) -> Path:
-    """Raises `SocketPathTooLong` where the kernel would refuse it."""
+    """Raises `SocketPathTooLong` if the kernel would refuse the path."""
     path = directory / "weights.sock"
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise SocketPathTooLong(
-            f"{path} is longer than {LONGEST_SOCKET_PATH} bytes; point TMPDIR at a shorter path"
+            f"{path} is longer than {LONGEST_SOCKET_PATH} bytes; set TMPDIR to a shorter path"
         )
     return path
 
@@ -209,18 +211,19 @@ def weights_socket_path(directory: Path) -> Path:
 def child_environment(
     threads: int, model: str | None = None, offline: bool = True
 ) -> dict[str, str]:
-    """What a child gets on top of the runner's own environment.
+    """Variables of a child process, besides those of the runner.
 
-    `offline` says that a child which loads a local `model` needs nothing else from the hub.
+    Args:
+        offline: a child that loads a local `model` needs nothing else from the hub
     """
     environment = {
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # the last words of a process that dies must reach its log
+        "PYTHONUNBUFFERED": "1",  # the last lines of a process that dies must reach its log
     }
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
     if offline and model is not None and Path(model).is_dir():
-        # Without this every start asks the hub for news of a checkpoint that it does not have.
+        # Otherwise each start asks the hub about a model that the hub does not have.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
 

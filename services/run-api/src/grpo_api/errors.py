@@ -83,7 +83,7 @@ class TrainerSuperseded(Conflict):
     def __init__(self) -> None:
         super().__init__(
             "another trainer has registered for this run and now receives its batches; stop one "
-            "of the two trainers, or give each its own --run-id"
+            "of the two trainers, or give each its own run (--run-id of run-api)"
         )
 
 

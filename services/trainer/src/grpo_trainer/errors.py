@@ -50,7 +50,7 @@ Group {index} of the batch (env_id {env_id}) has none. To fix:
 
 
 class UnusableReason(StrEnum):
-    """Why a scored group cannot be trained on. Logs and metrics use these names."""
+    """Why a scored group cannot be trained on. Log events use these names."""
 
     NO_LOGPROBS = "no_inference_logprobs"
     POSITIVE_LOGPROBS = "positive_inference_logprobs"

@@ -1,2 +1,1 @@
-"""Clients of the services: run-api and inference server over HTTP, with one retry rule, and the
-server's supervisor over Redis. No service's own logic."""
+"""Clients of run-api and the inference server (HTTP), and of the supervisor (Redis)."""

@@ -1,6 +1,7 @@
-"""`python -m grpo_core.clients.health_probe URL`: status 0 where it answers 2xx. For containers.
+"""A health check for containers: exits with 0 if a URL answers 2xx.
 
-Imports the standard library alone: it runs every few seconds beside the service that it asks.
+Usage: `python -m grpo_core.clients.health_probe URL`. It runs every few seconds, so it imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ SUCCESS = range(200, 300)
 
 
 def problem(url: str) -> str | None:
-    """Why the URL does not count as healthy; None where it does."""
+    """Why the URL is unhealthy; None if it is healthy."""
     parts = urlsplit(url)
-    # Not urllib: a proxy that is set for the service's own requests must not see these.
+    # Not urllib, which would use the proxy configured for the service's own requests.
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
     try:
         connection.request("GET", parts.path or "/")

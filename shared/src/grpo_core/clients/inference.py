@@ -1,4 +1,4 @@
-"""Clients of the inference server: generation for environments (async), control for trainers."""
+"""Clients of the inference server: generation for environments, control for trainers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation
+from grpo_core.validation import problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 SERVICE = "vllm-server"
 _PROBE_TIMEOUT_S = 300.0
-"""Of a few tokens, behind whatever the server has to do before."""
+"""Limit on a request for a few tokens, which may wait behind the server's other work."""
 _CONTROL_TIMEOUT_S = 60.0
 _PROBE_DEADLINE_S = 5.0
-"""The trainer that asks is also the one who would bring a restarted server to answer."""
+"""Short, because a restarted server answers only after this same trainer wrote its weights."""
 
 AWAITING_STATES = frozenset({"awaiting_weights", "failed"})
-"""`state` of a server that waits for a trainer to write the weights back; failed: for too long."""
+"""States of a server that needs a trainer to write back the weights; `failed`: for too long."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """One sampled completion.
 
-    `token_ids` and `logprobs` have one length [T]; `first_version` and `last_version` name the
-    weights that sampled its first and its last token.
+    `token_ids` and `logprobs` have the same length [T]. `first_version` and `last_version` name the
+    weights that sampled its first and last token.
     """
 
     text: str
@@ -41,7 +42,7 @@ class Completion:
 
 
 class GenerateAnswer(BaseModel):
-    """`POST /generate`, as it stands on the wire."""
+    """The JSON answer of `POST /generate`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -55,7 +56,7 @@ class GenerateAnswer(BaseModel):
     prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def completions(self) -> list[Completion]:
-        """Raises `ProtocolViolation` where the parallel lists do not line up."""
+        """Raises `ProtocolViolation` if the lists differ in length or lack an entry."""
         try:
             return [
                 Completion(
@@ -76,7 +77,9 @@ class GenerateAnswer(BaseModel):
                 )
             ]
         except (ValueError, KeyError, IndexError) as error:
-            raise ProtocolViolation(f"{SERVICE}: /generate lists disagree: {error!r}") from error
+            raise ProtocolViolation(
+                f"{SERVICE}: the lists in the answer of /generate do not match: {error!r}"
+            ) from error
 
 
 def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]]]) -> list[float]:
@@ -84,13 +87,13 @@ def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]
 
 
 class GenerationClient(AsyncServiceClient):
-    """What an environment asks of the inference server.
+    """An environment's client of the inference server.
 
     Args:
         base_url: with or without a trailing /v1, for example http://127.0.0.1:9001/v1
-        deadline_s: how long one call may keep trying
+        deadline_s: how long one call may retry
         answer_s: how long the completions of one call may take
-        api_key: where the server asks for one (VLLM_API_KEY)
+        api_key: if the server needs one (VLLM_API_KEY)
     """
 
     def __init__(
@@ -111,13 +114,13 @@ class GenerationClient(AsyncServiceClient):
 
         Args:
             prompt_token_ids: [T]
-            within_s: what is left of a deadline that other servers have used up in part
+            within_s: replaces `answer_s` for this call
             sampling: any vLLM sampling parameter, e.g. n, max_tokens, temperature.
 
         Raises:
             RequestRefused: a parameter is wrong.
             ServiceUnavailable: the server did not answer within the deadline.
-            ProtocolViolation: the answer breaks the contract.
+            ProtocolViolation: the answer breaks the protocol.
         """
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
         answer_s = self._answer_s if within_s is None else within_s
@@ -126,7 +129,7 @@ class GenerationClient(AsyncServiceClient):
 
 
 class BridgeInfo(BaseModel):
-    """`GET /bridge/info`, as far as a trainer reads it."""
+    """The fields of `GET /bridge/info` that a trainer reads."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -138,26 +141,29 @@ class BridgeInfo(BaseModel):
     state: str = "serving"
     model_name: str | None = None
     dtype: str | None = None
-    """Of the weights: "float32", "bfloat16"."""
+    """Data type of the weights: "float32", "bfloat16"."""
     max_model_len: int | None = None
-    """Tokens of the longest sequence."""
+    """Limit on the tokens of one sequence."""
     kv_block_size: int | None = None
-    """Tokens that are cached, or not, together."""
+    """Number of tokens in one block of the KV cache."""
     lora_enabled: bool = False
 
     @property
     def awaiting_weights(self) -> bool:
-        """The server started again in the middle of a run: what it loaded from disk is whole, but
-        not what it served before, and nobody is answered until a trainer has written."""
+        """Whether the server restarted during a run and needs a trainer to write back the weights.
+
+        The weights that it loaded from disk are not those that it served before the restart, so it
+        answers no request until then.
+        """
         return self.state in AWAITING_STATES
 
 
 class BridgeClient(ServiceClient):
-    """What a trainer asks of the inference server.
+    """A trainer's client of the inference server.
 
     Args:
-        control_url: where the routes that change state are; None for `base_url`.
-        api_key: where the server asks for one (VLLM_API_KEY)
+        control_url: base URL of the routes that change state; None for `base_url`.
+        api_key: if the server needs one (VLLM_API_KEY)
     """
 
     def __init__(
@@ -173,8 +179,10 @@ class BridgeClient(ServiceClient):
         )
 
     def give_up_if(self, has_ended: Callable[[], bool]) -> None:
-        """Repeat no request once `has_ended`: the memory of a server that ended is to be released,
-        and only then may there be room for the next one."""
+        """Stop retrying once `has_ended` is true.
+
+        The trainer can then release the shared memory, which a new server may need.
+        """
         self.has_ended = self._control.has_ended = has_ended
 
     def close(self) -> None:
@@ -186,33 +194,33 @@ class BridgeClient(ServiceClient):
         return BridgeInfo.model_validate_json(answer.content)
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
-        """Stop scheduling, keep requests in flight, drop the KV cache.
+        """Pause sampling, keep requests in flight, drop the KV cache.
 
-        `version` names the weights that are about to be written. The server resumes by itself
-        after `lease_s` seconds, or as soon as the session's connection closes.
+        `version` names the weights that the trainer will write. The server resumes by itself after
+        `lease_s` seconds, or when the session's connection closes.
 
         Raises:
-            RequestRefused: the session is not the server's (it restarted, or a lease ran out), or
+            RequestRefused: the session is not valid (the server restarted, or a lease expired), or
                 the version is not a new one.
         """
         body = {"session": session, "lease_s": lease_s, "policy_version": list(version)}
         self._change("/bridge/pause", body)
 
     def resume(self, session: str, written: bool) -> None:
-        """Serve again, under the new version where everything was `written`.
+        """Resume sampling; with the new version if all weights were `written`.
 
         Raises:
-            RequestRefused: the pause is not held by this session any more: the lease ran out.
+            RequestRefused: this session no longer holds the pause, because its lease expired.
         """
         self._change("/bridge/resume", {"session": session, "written": written})
 
     def _change(self, path: str, body: dict[str, Any]) -> None:
-        # A pause or resume that was carried out must not be sent again: the second would be
-        # judged against what the first has changed.
+        # A pause or resume must not be repeated after it was carried out: the server would check
+        # the repeat against the state that the first one changed.
         self._control.send("POST", path, repeat_lost_answers=False, json=body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Served log-probabilities (temperature 1) of token_ids[1:], each given those before it.
+        """The server's logprobs of token_ids[1:] at temperature 1, each given the previous tokens.
 
         Args:
             token_ids: [T]
@@ -223,14 +231,14 @@ class BridgeClient(ServiceClient):
         entries = answer.prompt_logprobs or []
         if len(entries) != len(token_ids):
             raise ProtocolViolation(
-                f"{SERVICE}: {len(entries)} prompt_logprobs for {len(token_ids)} tokens"
+                f"{SERVICE}: received {len(entries)} prompt_logprobs for {len(token_ids)} tokens"
             )
         return [
             (entry or {})[token] for token, entry in zip(token_ids[1:], entries[1:], strict=True)
         ]
 
     def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
-        """One completion of one prompt."""
+        """Sample one completion of one prompt."""
         return self._generate(prompt_token_ids, **sampling).completions()[0]
 
     def _generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
@@ -243,4 +251,6 @@ def _parse_generate(response: httpx.Response) -> GenerateAnswer:
     try:
         return GenerateAnswer.model_validate_json(response.content)
     except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: /generate breaks the contract: {error}") from error
+        raise ProtocolViolation(
+            f"{SERVICE}: the answer of /generate is invalid: {problems_of(error)}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The one place that decides which failed requests are sent again, and for how long."""
+"""Decides which failed HTTP requests are retried, and for how long."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from grpo_core.errors import RequestRefused, ServiceUnavailable
 
 RETRIED_STATUS = frozenset({408, 502, 503, 504})
 _NOT_CARRIED_OUT = frozenset({408, 503})
-"""The others come from a gateway that lost the answer of a service which may have worked."""
+"""502 and 504 come from a gateway; the service may have carried out the request."""
 _MAX_RETRY_AFTER_S = 30.0
+_MAX_REASON_CHARS = 2000
 
 
 class TransientAnswer(Exception):
-    """408, 502, 503, 504: there but not ready. Never leaves the callers of this module."""
+    """A status that is worth a retry: 408, 502, 503 or 504. Clients convert it."""
 
     def __init__(self, message: str, status: int, retry_after_s: float) -> None:
         super().__init__(message)
@@ -33,17 +34,17 @@ class TransientAnswer(Exception):
 
 
 def check_answer(response: httpx.Response, service: str) -> None:
-    """Raise for every answer that is not a success.
+    """Raise for every status other than 2xx.
 
     Raises:
         TransientAnswer: 408, 502, 503, 504.
-        RequestRefused: any other 4xx, with the server's explanation.
+        RequestRefused: any other 4xx; the message contains the server's reason.
         ServiceUnavailable: any other status.
     """
     if response.is_success:
         return
     where = f"{service}: {response.request.method} {response.request.url}"
-    detail = f"{where} answered {response.status_code}: {response.text[:2000]}"
+    detail = f"{where} answered {response.status_code}: {_reason(response)}"
     if response.status_code in RETRIED_STATUS:
         raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
     if response.is_client_error:
@@ -52,14 +53,14 @@ def check_answer(response: httpx.Response, service: str) -> None:
 
 
 def is_safe_to_repeat(error: BaseException) -> bool:
-    """True where the request did not reach the service, or the service asked for a repeat."""
+    """Whether the request did not reach the service, or the service asked for a repeat."""
     if isinstance(error, TransientAnswer):
         return error.status in _NOT_CARRIED_OUT
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def is_transient(error: BaseException) -> bool:
-    """True for any broken connection: right for requests that may be repeated without harm."""
+    """Whether the error may be temporary. Only for requests that can be repeated safely."""
     return isinstance(error, httpx.TransportError | TransientAnswer)
 
 
@@ -74,7 +75,7 @@ def _ignore(_error: BaseException) -> None:
 def retrying(
     deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note = _ignore
 ) -> Retrying:
-    """A synchronous retry loop that gives up after `deadline_s` seconds, re-raising the last."""
+    """A blocking retry loop that re-raises the last error after `deadline_s` seconds."""
     return Retrying(**_policy(deadline_s, retry_on, note))
 
 
@@ -103,12 +104,12 @@ def _policy(
 
 
 def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
-    """The named error for a deadline that passed."""
+    """The error to raise after the deadline has passed."""
     if isinstance(error, httpx.ReadTimeout):
         seconds = error.request.extensions["timeout"]["read"]
         return ServiceUnavailable(
-            f"{service} at {url} took a request and did not answer within {seconds:g} s; it has "
-            "too much to do, or the deadline is too short for what was asked"
+            f"{service} at {url} accepted a request but did not answer within {seconds:g} s; it is "
+            "overloaded, or the deadline is too short for this request"
         )
     reason = str(error) or type(error).__name__
     return ServiceUnavailable(
@@ -126,8 +127,23 @@ def _wait(state: RetryCallState) -> float:
     return max(asked, _backoff(state))
 
 
+def _reason(response: httpx.Response) -> str:
+    """The reason in `{"detail": text}` or `{"detail": [{"loc", "msg"}]}`, else the whole answer."""
+    try:
+        detail = response.json()["detail"]
+        if isinstance(detail, list):
+            detail = "; ".join(f"{_place(problem)}: {problem['msg']}" for problem in detail)
+    except (ValueError, KeyError, TypeError):
+        detail = response.text
+    return str(detail)[:_MAX_REASON_CHARS]
+
+
+def _place(problem: dict[str, Any]) -> str:
+    return ".".join(map(str, problem["loc"]))
+
+
 def _problem_kinds(response: httpx.Response) -> frozenset[str]:
-    """The types in `{"detail": [{"loc": ..., "msg": ..., "type": ...}]}`; none in other bodies."""
+    """The types in `{"detail": [{"loc": ..., "msg": ..., "type": ...}]}`; else an empty set."""
     try:
         detail = response.json()["detail"]
         return frozenset(str(problem["type"]) for problem in detail)

@@ -1,4 +1,4 @@
-"""Clients of run-api: one for trainers (blocking), one for environments (async)."""
+"""Clients of run-api: a blocking one for trainers, an async one for environments."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ __all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
 HINT = "start run-api, or check --run-api-url"
 GZIP_FROM_BYTES = 1024
 BATCH_WAIT_S = 1.0
-"""One request for a batch waits so long at run-api. What the trainer does between two of them, such
-as noticing that the inference server is gone, can wait as long."""
+"""How long run-api may hold one request for a batch. Between two of them the trainer does other
+checks, such as whether the inference server still runs."""
 SUBMISSION_DEADLINE_S = 480.0
-"""run-api knows a submission again for 600 s: within that a repeat is not another group. What is
-left of them covers the pause before the last repeat and its way."""
+"""run-api recognises a repeated submission for 600 s. This is shorter, because the last repeat may
+start late and take long."""
 _REQUEST_TIMEOUT_S = 60.0
-"""Longer than run-api holds a request for a batch, or a group while its queue is full (20 s)."""
+"""Longer than run-api delays an answer, which is up to 20 s while its queue is full."""
 _POLL_S = 0.05
 
 
 class TrainerClient(ServiceClient):
-    """What a trainer asks of run-api. Every call may be repeated without harm, and is.
+    """A trainer's client of run-api. It retries every call, because repeats are harmless.
 
     Args:
         base_url: for example http://127.0.0.1:8000
-        deadline_s: how long one call may keep trying before `ServiceUnavailable`.
-        token: where run-api asks for one (RUN_API_TOKEN).
+        deadline_s: how long one call may retry before `ServiceUnavailable`.
+        token: if run-api needs one (RUN_API_TOKEN).
     """
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
@@ -61,13 +61,14 @@ class TrainerClient(ServiceClient):
 
     @property
     def run_uuid(self) -> str:
-        """Of the run that this trainer registered with."""
+        """The run with which this trainer registered."""
         assert self._enrolled is not None, "register() comes first"
         return self._enrolled.run_uuid
 
     def register(self, registration: Registration) -> int:
-        """Announce the run; returns the trainer's id. Batches that no trainer has acknowledged are
-        handed out from now on, in order, as long as `resume_after` says nothing else.
+        """Register the trainer; returns its id.
+
+        Batches that no trainer has acknowledged follow in order, unless `resume_after` skips them.
 
         Raises:
             ServiceUnavailable: run-api did not answer in time.
@@ -81,7 +82,7 @@ class TrainerClient(ServiceClient):
         return parse(RunStatus, self._request("GET", "/status"))
 
     def resume_after(self, batch_id: int) -> None:
-        """After `register`: everything up to this batch is in the trainer's state."""
+        """After `register`: skip batches up to this one, which the checkpoint includes."""
         self._last_batch = batch_id
 
     def next_batch(
@@ -94,17 +95,17 @@ class TrainerClient(ServiceClient):
         """Wait for the batch after the last one.
 
         Args:
-            meanwhile: called every second while there is none; the time that it takes does not
-                count
-            batches_left: how many the run needs, with this one; environments leave after the last
-            look: told how many environments there are, every second while there is none
+            meanwhile: called every second without a batch; its time does not count
+            batches_left: number of batches that the run still needs, with this one; environments
+                exit after the last
+            look: called every second without a batch, with the number of environments
 
         Raises:
             ServiceUnavailable: no batch was complete within `deadline_s` seconds.
             TrainerSuperseded: another trainer has registered.
-            LeasesFull: acknowledge first; the next call goes on.
-            UnknownBatch: the batch given to `resume_after` is not one of this run.
-            ProtocolViolation: run-api answered that no trainer is registered, or a broken batch.
+            LeasesFull: acknowledge batches, then call again.
+            UnknownBatch: the run never handed out the batch given to `resume_after`.
+            ProtocolViolation: run-api has no registered trainer, or sent an invalid batch.
         """
         deadline = Deadline(deadline_s)
         while True:
@@ -115,21 +116,21 @@ class TrainerClient(ServiceClient):
             look(found)
             if deadline.has_passed:
                 raise ServiceUnavailable(
-                    f"{SERVICE}: no batch within {deadline_s:g} s; are environments running and "
-                    f"sending groups? Look at {self.base_url}/status and at their logs"
+                    f"{SERVICE}: no batch within {deadline_s:g} s; check that environments run and "
+                    f"send groups: see {self.base_url}/status and their logs"
                 )
-            # What it waits for, such as a server that restarts, keeps environments waiting too.
+            # `meanwhile` may wait for a restarting server, for which environments wait too.
             with deadline.suspended():
                 meanwhile()
             time.sleep(_POLL_S)  # run-api answers early while it shuts down
 
     def acknowledge(self, batch_id: int) -> None:
-        """Every batch up to this one is in a durable state: it is never handed out again.
+        """Acknowledge every batch up to this one, which the checkpoint includes.
 
         Raises:
-            ServiceUnavailable: run-api did not answer in time. Saying it again later is harmless.
+            ServiceUnavailable: run-api did not answer in time. A later repeat is harmless.
             TrainerSuperseded: another trainer has registered.
-            UnknownBatch: no such batch was handed out in this run.
+            UnknownBatch: the run never handed out this batch.
         """
         self._asked_by_trainer("POST", f"/batch/{batch_id}/ack")
 
@@ -152,7 +153,7 @@ class TrainerClient(ServiceClient):
 
 
 class EnvironmentClient(AsyncServiceClient):
-    """What an environment asks of run-api."""
+    """An environment's client of run-api."""
 
     def __init__(self, base_url: str, deadline_s: float = 60.0, token: str | None = None) -> None:
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token=token, hint=HINT)
@@ -161,9 +162,11 @@ class EnvironmentClient(AsyncServiceClient):
         return parse(TrainerInfo, await self._request("GET", "/info"))
 
     async def register(self, registration: EnvironmentRegistration) -> dict[str, Any] | None:
-        """Announce the environment; None while run-api waits for a trainer to start. Under a key of
-        its own: an answer that is lost must not leave a second one behind, whose minimum allocation
-        nobody fills."""
+        """Register the environment; None while no trainer has started.
+
+        The idempotency key prevents a second registration if an answer is lost. No process would
+        ever fill the minimum allocation of that one.
+        """
         answer = await self._request(
             "POST",
             "/register-env",
@@ -177,12 +180,14 @@ class EnvironmentClient(AsyncServiceClient):
         return parse(EnvironmentStatus, answer)
 
     async def submit(self, group: ScoredGroup) -> dict[str, Any]:
-        """Send one scored group, gzip-encoded when it is large. Under a key of its own, so that it
-        is queued once however often it is sent: where the queue is full, or an answer was lost.
+        """Submit one scored group, gzip-encoded if it is large.
+
+        The request is retried if the queue is full or an answer is lost. With its idempotency key,
+        run-api queues the group once.
 
         Raises:
-            RequestRefused: the group breaks the contract; sending it again is useless.
-            ServiceUnavailable: not known to have arrived within the deadline.
+            RequestRefused: the group is invalid; a retry is useless.
+            ServiceUnavailable: run-api did not confirm the group within the deadline.
         """
         body = group.model_dump_json().encode()
         headers = {"content-type": "application/json", "idempotency-key": str(uuid.uuid4())}

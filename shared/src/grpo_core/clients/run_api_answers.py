@@ -1,4 +1,4 @@
-"""What run-api answers, read as records and as named errors."""
+"""Parses the answers of run-api into records and errors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from grpo_core.errors import (
     TrainerSuperseded,
     UnknownBatch,
 )
+from grpo_core.validation import problems_of
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
 
 SERVICE = "Atropos API"
-"""Name in messages: users search for "Atropos API not reachable"."""
+"""The name in messages, because users search for "Atropos API not reachable"."""
 
 M = TypeVar("M", bound=WireModel)
 
 _VERSIONS: TypeAdapter[list[PolicyVersion | None]] = TypeAdapter(list[PolicyVersion | None])
 _LEASES_FULL, _SUPERSEDED, _UNKNOWN_BATCH = "leases_full", "trainer_superseded", "batch_unknown"
-"""Types of the problems in an answer: the status alone does not tell them apart."""
+"""Problem types in an answer, because several of them share a status."""
 
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """A batch that stays this trainer's until it is acknowledged. Ids of a run count from 1.
+    """A batch that is leased to this trainer. Ids of a run count from 1.
 
-    `received_under`: for each group the version that was served when run-api received it. No newer
-    weights sampled it, older ones may have. None where no server had said what it serves.
+    `received_under`: for each group, the policy version that was served when run-api received it.
+    These weights or older ones sampled the group. None if the version was unknown.
     """
 
     id: int
@@ -44,28 +45,30 @@ class LeasedBatch:
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:
-    """Raises `ProtocolViolation` for anything else."""
+    """The answer as a JSON object. Raises `ProtocolViolation` if it is not one."""
     try:
         answer = response.json()
     except ValueError as error:
         raise ProtocolViolation(
-            f"{SERVICE}: {response.request.url} answered no JSON; is the URL that of run-api?"
+            f"{SERVICE}: the answer of {response.request.url} is not JSON; check the URL of run-api"
         ) from error
     if not isinstance(answer, dict):
-        raise ProtocolViolation(f"{SERVICE}: {response.request.url} answered no JSON object")
+        raise ProtocolViolation(
+            f"{SERVICE}: the answer of {response.request.url} is not a JSON object"
+        )
     return answer
 
 
 def parse(model: type[M], answer: dict[str, Any] | None) -> M:
-    """Raises `ProtocolViolation` where the answer is not such a record."""
+    """Raises `ProtocolViolation` if the answer is not a valid record."""
     try:
         return model.model_validate(answer)
     except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: an answer breaks the contract: {error}") from error
+        raise ProtocolViolation(f"{SERVICE}: invalid answer: {problems_of(error)}") from error
 
 
 def named_refusal(error: RequestRefused) -> RequestRefused:
-    """The same refusal under its own name, where a trainer has something to do about it."""
+    """The refusal as a subclass, if a trainer reacts to it; else unchanged."""
     said = str(error)
     if _LEASES_FULL in error.kinds:
         return LeasesFull(said, error.status, error.kinds)
@@ -73,8 +76,7 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
         return UnknownBatch(said, error.status, error.kinds)
     if _SUPERSEDED in error.kinds:
         return TrainerSuperseded(
-            f"{said}. What this trainer has not saved is trained on again by the other one. End "
-            "one of the two, or give each a run of its own (--run-id of run-api)",
+            f"{said}. The other trainer gets the batches that this one's checkpoint lacks",
             error.status,
             error.kinds,
         )
@@ -82,28 +84,30 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
 
 
 def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:
-    """What `GET /batch?after=` answered; where no batch is complete, who could send one.
+    """Parse the answer of `GET /batch?after=`; the number of environments if there is no batch.
 
     Raises:
-        ProtocolViolation: nobody is registered, or the batch is broken or not a later one.
+        ProtocolViolation: no trainer is registered, or the batch is invalid or not a later one.
     """
     if answer.get("status") == "error":
         raise ProtocolViolation(
-            f"{SERVICE}: {answer.get('message')} It knew this trainer before: somebody called "
-            "/reset_data, or its Redis lost its data (does it run with --appendonly yes?)"
+            f"{SERVICE}: {answer.get('message')} This trainer was registered before: someone "
+            "called /reset_data, or Redis lost its data and needs --appendonly yes"
         )
     if answer["batch"] is None:
         return parse(EnvironmentCount, answer.get("environments"))
     batch_id = answer.get("batch_id")
     if not isinstance(batch_id, int) or batch_id <= after:
         raise ProtocolViolation(
-            f"{SERVICE}: asked for the batch after {after}, it answered batch {batch_id}; is "
-            "another server than run-api behind this URL?"
+            f"{SERVICE}: expected a batch after {after}, received batch {batch_id}; check that the "
+            "URL is that of run-api"
         )
     try:
         groups = [ScoredGroup.model_validate(group) for group in answer["batch"]]
     except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: broken group in batch {batch_id}: {error}") from error
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {batch_id} has an invalid group: {problems_of(error)}"
+        ) from error
     return LeasedBatch(batch_id, groups, _received_under(answer, batch_id, len(groups)))
 
 
@@ -114,12 +118,12 @@ def _received_under(
         versions = _VERSIONS.validate_python(answer.get("received_under"))
     except ValidationError as error:
         raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} does not say which versions its groups were received "
-            f"under; is run-api of the trainer's version? {error}"
+            f"{SERVICE}: batch {batch_id} has an invalid received_under ({problems_of(error)}); "
+            "check that run-api and the trainer have the same version"
         ) from error
     if len(versions) != groups:
         raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has {groups} groups, received under {len(versions)} "
-            "versions"
+            f"{SERVICE}: batch {batch_id} has {groups} groups, but {len(versions)} entries in "
+            "received_under"
         )
     return versions

@@ -1,4 +1,4 @@
-"""HTTP to one of our services: a deadline, a retry rule, and errors that name the service."""
+"""Base HTTP clients with a deadline, retries, and errors that name the service."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.security.bearer_token import authorization
 
 Rule = Callable[[BaseException], bool]
-"""Which errors are tried again."""
+"""Whether a request is retried after an error."""
 log = structlog.get_logger()
 
 CONNECT_S = 10.0
-"""However long an answer may take."""
+"""Limit on opening a connection, independent of the limit on the answer."""
 _LEAST_S = 1.0
 
 
@@ -61,15 +61,17 @@ class Reachability:
 
 
 class ServiceClient(ClosesOnExit):
-    """Args:
-    service: its name in messages
-    base_url: a trailing /v1 is dropped
-    deadline_s: how long one call may keep trying
-    timeout_s: how long one attempt may take
-    token: sent with every request; None where the service asks for none
-    hint: for the log line if nothing listens at the URL; None to log nothing
+    """A blocking HTTP client of one service.
 
-    `has_ended`: True once the service is known to have ended, so that no repeat can help.
+    Args:
+        service: its name in messages
+        base_url: a trailing /v1 is dropped
+        deadline_s: how long one call may retry
+        timeout_s: limit on one attempt
+        token: sent with every request; None if the service needs none
+        hint: the fix to log if nothing listens at the URL; None to log nothing
+
+    `has_ended`: returns true once the service has ended, so that a retry is useless.
     """
 
     def __init__(
@@ -101,14 +103,14 @@ class ServiceClient(ClosesOnExit):
         deadline_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """Send until an answer comes, for `deadline_s` seconds or the client's own deadline. A
-        request whose answer may have been lost is repeated only where `repeat_lost_answers` says
-        that this does no harm.
+        """Send a request, and retry it for `deadline_s` seconds or the client's own deadline.
 
+        Args:
+            repeat_lost_answers: retry even if the service may have carried out the request.
         Raises:
             RequestRefused: the service answered 4xx.
-            AnswerLost: the connection broke behind a request that is not repeated.
-            ServiceUnavailable: no good answer within the deadline, or another error status.
+            AnswerLost: the connection broke after a request that must not be repeated.
+            ServiceUnavailable: no 2xx answer within the deadline.
         """
         deadline_s, rule = deadline_s or self._deadline_s, _rule(repeat_lost_answers)
         try:
@@ -121,7 +123,7 @@ class ServiceClient(ClosesOnExit):
         except (httpx.TransportError, TransientAnswer) as error:
             if self.has_ended():
                 raise ServiceUnavailable(
-                    f"{self._service} at {self.base_url} has ended ({error})"
+                    f"{self._service} at {self.base_url} has ended ({error}); see its log"
                 ) from error
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
@@ -131,7 +133,7 @@ class ServiceClient(ClosesOnExit):
 
 
 class AsyncServiceClient(ClosesOnAsyncExit):
-    """The same for coroutines; `max_connections` bounds the requests under way."""
+    """The same for coroutines. `max_connections`: limit on concurrent requests."""
 
     def __init__(
         self,
@@ -166,8 +168,10 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         answer_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """As `ServiceClient.send`. `answer_s`: what all attempts may take together, where that is
-        not the client's time for each."""
+        """As `ServiceClient.send`. `answer_s`: limit on all attempts together.
+
+        Without it, the client's limit applies to each attempt.
+        """
         deadline_s = deadline_s or self._deadline_s
         started = time.monotonic()
         try:
@@ -203,7 +207,7 @@ def _rule(repeat_lost_answers: bool) -> Rule:
 
 
 def _timeout(seconds: float) -> httpx.Timeout:
-    """Nothing bounds the wait for one of the client's own connections."""
+    """No limit on waiting for a free connection of the client."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S), pool=None)
 
 

@@ -1,5 +1,6 @@
-"""Client of the inference server's supervisor: commands to it, and what it reports, in Redis. The
-protocol: `grpo_core.weights.supervisor_protocol`.
+"""Client of the supervisor: sends commands and reads outcomes and status in Redis.
+
+`grpo_core.weights.supervisor_protocol` defines the records.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ ATTEMPT_S = 5.0
 
 
 class SupervisorClient(RedisConnection):
-    """Every call is repeated while Redis is away, until `deadline_s` has passed.
+    """Retries every call while Redis is unreachable, until `deadline_s` has passed.
 
     Args:
         url: of Redis
-        run_id: whose server
+        run_id: the run of the server
 
     Raises (every method):
         ServiceUnavailable: Redis did not answer in time.
-        ProtocolViolation: what is there breaks the protocol.
+        ProtocolViolation: a record in Redis is invalid.
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
@@ -37,21 +38,21 @@ class SupervisorClient(RedisConnection):
         self.run_id = run_id
 
     def status(self) -> SupervisorStatus | None:
-        """What the supervisor said last; None where it never did."""
+        """The supervisor's last status; None if it never wrote one."""
         fields = self.call("HGETALL", status_key(self.run_id))
         return SupervisorStatus.from_wire(fields) if fields else None
 
     def status_for_report(self) -> SupervisorStatus | None:
-        """The same; None also where it cannot be read: a run that went well must not end badly."""
+        """The same, but None if it is unreadable, so that a successful run does not fail."""
         try:
             return self.status()
         except GrpoError:
             return None
 
     def send(self, command: Command) -> None:
-        """Ask for it once: where an answer of Redis is lost, the stream says whether it is there.
+        """Add the command to the stream once; after a lost answer, check if it is there already.
 
-        A repeat under the same id would be answered too, and take the place of the first answer.
+        The supervisor would carry out a repeat too, and overwrite the first outcome.
         """
         key, fields = commands_key(self.run_id), words(command.on_the_wire())
         deadline = Deadline(self.deadline_s)
@@ -65,17 +66,19 @@ class SupervisorClient(RedisConnection):
                     return
 
     def has(self, command: Command) -> bool:
-        """Is it in the stream? One that Redis lost with its last second will not be answered."""
+        """Whether the stream has the command. A crash of Redis may lose the last second."""
         return any(found.get("id") == command.id for found in self._commands())
 
     def outcome(self, command: Command) -> Outcome | None:
-        """None until the supervisor has seen it."""
+        """The answer to the command; None until the supervisor has read it."""
         fields = self.call("HGETALL", outcome_key(self.run_id, command.id))
         return Outcome.from_wire(fields) if fields else None
 
     def newest_epoch(self) -> int:
-        """Of all commands that are remembered; 0 where there is none. A trainer that was killed may
-        have asked for versions that nobody serves yet."""
+        """The highest epoch of all commands in the stream; 0 if it is empty.
+
+        A trainer that was killed may have sent a command for a version that is not served yet.
+        """
         epochs = [found.get("epoch", "") for found in self._commands()]
         return max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)
 

@@ -1,1 +1,1 @@
-"""Child processes, and objects that are closed when a block is left. No command of a service."""
+"""Child processes, and base classes of objects that close when a `with` block ends."""

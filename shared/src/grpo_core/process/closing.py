@@ -1,8 +1,4 @@
-"""`with` and `async with` for objects that have a `close`.
-
-`contextlib.closing` does this for one object at every place where it is opened; here the class says
-it once, and `with` gives the object itself.
-"""
+"""Base classes that make objects with a `close` method usable in `with` and `async with`."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Self
 
 
 class ClosesOnExit(ABC):
-    """Calls `close()` when a `with` block is left."""
+    """Calls `close()` at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -24,7 +20,7 @@ class ClosesOnExit(ABC):
 
 
 class ClosesOnAsyncExit(ABC):
-    """Awaits `close()` when an `async with` block is left."""
+    """Awaits `close()` at the end of an `async with` block."""
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Child processes with a log file each, ended by the handle that started them and no other way."""
+"""Starts and ends child processes, each with its own log file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from grpo_core.process.orphans import end_with_parent
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
+_SHOWN_CHARACTERS = 240
+"""Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
 
 
 class ProcessFailed(GrpoError):
-    """A child ended, or did not become healthy in time. Names the log to read."""
+    """A child process ended, or did not become healthy in time. The message names its log."""
 
 
 class ManagedProcess:
-    """One child in a session of its own, so that it and all its children end together.
+    """A child process in its own session, so that it and all its children end together.
 
-    A terminal's Ctrl-C does not reach it: whoever started it decides. Should the starter itself
-    be killed, the kernel sends the child SIGTERM.
+    A terminal's Ctrl-C does not reach it. If this process is killed, the kernel sends the child
+    SIGTERM.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ManagedProcess:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
+            self._log_start = log.tell()  # a resumed run appends to the logs of earlier processes
             self._child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -59,19 +62,22 @@ class ManagedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative is the signal that ended it."""
+        """None while it runs; a negative number is the signal that ended it."""
         if self._child.returncode is not None:
             return self._child.returncode
-        # WNOWAIT leaves the zombie in place: as long as it is there its process group id cannot
-        # be given to anyone else, so `kill` can only ever reach our own.
+        # WNOWAIT keeps the zombie: while it exists, no other process can get its process group id,
+        # so `kill` reaches only this child's group.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def wait(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> int:
-        """Wait for the end. Raises `ProcessFailed` if it still runs after `timeout_s`, or once
-        `hurry` is true."""
+        """Wait until the process ends, and return its exit code.
+
+        Raises:
+            ProcessFailed: it still runs after `timeout_s`, or when `hurry` returns true.
+        """
         deadline = Deadline(timeout_s)
         while (code := self.exit_code) is None:
             if hurry() or deadline.has_passed:
@@ -89,7 +95,9 @@ class ManagedProcess:
         """
         started = time.monotonic()
         while True:
-            has_ended = self.exit_code is not None  # before `healthy`, which may think it well
+            has_ended = (
+                self.exit_code is not None
+            )  # read before `healthy`, which may be true even after the end
             if healthy():
                 return time.monotonic() - started
             if has_ended:
@@ -105,31 +113,31 @@ class ManagedProcess:
             time.sleep(_HEALTH_POLL_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone, where it still runs."""
+        """Send a signal to this process alone, if it still runs."""
         if self.exit_code is None:
             os.kill(self.pid, number)
 
     def stop(self, grace_s: float = 15.0, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask it to end, wait `grace_s` seconds, or until `hurry` is true, then end its whole
-        session."""
+        """Send SIGTERM, wait up to `grace_s` seconds or until `hurry`, then kill its session."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(ProcessFailed):
             self.wait(grace_s, hurry)
         self.kill()
 
     def kill(self) -> None:
-        """End it and every child of it at once (SIGKILL)."""
+        """Kill it and all its children (SIGKILL)."""
         if self._child.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._child.wait()
 
     def log_tail(self, lines: int = 15) -> str:
-        """Why it ended, as far as the log says: its last lines that are marked as errors, or
-        where none are, its last lines."""
-        written = self.log_path.read_text(errors="replace").splitlines()
-        # What an interpreter prints on its way out can be longer than the reason.
+        """The last log lines that are marked as errors; without any, the last lines, cut short."""
+        own = self.log_path.read_bytes()[self._log_start :]
+        written = own.decode(errors="replace").splitlines()
+        # An interpreter may print more lines at exit than the error itself has.
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
-        return "\n".join((errors or written)[-lines:])
+        shown = errors or [line[:_SHOWN_CHARACTERS] for line in written]
+        return "\n".join(shown[-lines:])
 
 
 def describe_exit(code: int | None) -> str:

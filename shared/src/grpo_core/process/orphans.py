@@ -1,8 +1,8 @@
-"""Child processes: ended with their parent, and adopted when their own parent is gone.
+"""Ends child processes with their parent, and adopts orphaned grandchildren to end them too.
 
-A grandchild in a session of its own is out of reach of its grandparent's `killpg`. While this
-process is a child subreaper (`prctl(2)`), the kernel hands such orphans to it instead of to init,
-and a child's process id cannot pass to a stranger before its parent has reaped it.
+`killpg` does not reach a grandchild in its own session. While this process is a child subreaper
+(`prctl(2)`), it becomes the parent of such orphans instead of init. A child's process id cannot be
+reused before its parent has reaped it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
-"""Loaded before any fork: a child of a process with threads must not load anything."""
+"""Loaded before any fork, because a forked child of a threaded process must not load code."""
 
 
 def end_with_parent() -> None:
-    """In a child, as `preexec_fn`: the kernel sends SIGTERM when the parent ends."""
+    """A `preexec_fn`: the kernel sends the child SIGTERM when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def killed_with_parent() -> None:
-    """The same with SIGKILL."""
+    """A `preexec_fn`: the kernel sends the child SIGKILL when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> frozenset[int]:
     """Become the parent of every orphaned descendant from now on.
 
-    Returns the children that this process has already, which are not ours to end.
+    Returns the present children of this process, which `end_orphans` must spare.
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return children()
 
 
 def stop_adopting() -> None:
-    """Leave the next orphans to init again."""
+    """Let init adopt later orphans again."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def end_orphans(spare: frozenset[int]) -> None:
-    """Kill and reap every child but `spare`, and whatever their death hands over."""
+    """Kill and reap every child except `spare`, and the orphans that their end creates."""
     while orphans := children() - spare:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)

@@ -1,2 +1,1 @@
-"""Redis for every service: connections, the URL, names of keys. What a service says there is in
-that service, or in `grpo_core.weights.supervisor_protocol`."""
+"""Redis connections, URLs and key names, shared by all services."""

@@ -1,7 +1,7 @@
-"""Connections to Redis for all but run-api's store: each attempt is bounded, failures are repeated.
+"""Connections to Redis that retry until a deadline. run-api's store has its own.
 
-redis-py's own retries are switched off: they know no deadline, and a command whose answer was lost
-may have been carried out, so that its sender decides whether it is sent again. Answers are text.
+redis-py's own retries are off, because they have no deadline. Redis may have executed a command
+whose answer was lost, so the sender decides whether to repeat it. Answers are text.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ RETRY_S, ASYNC_RETRY_S = 0.2, 0.5
 
 
 def words(fields: dict[str, Any]) -> list[Any]:
-    """`{name: value}` → `[name, value]`, as HSET and XADD take them."""
+    """`{name: value}` → `[name, value]`, the arguments of HSET and XADD."""
     return [word for field in fields.items() for word in field]
 
 
 class RedisConnection(ClosesOnExit):
-    """Blocking.
+    """A blocking connection.
 
     Args:
-        attempt_s: how long one attempt may take
-        deadline_s: how long a command is repeated while Redis is away
+        attempt_s: limit on one attempt
+        deadline_s: how long a command is retried while Redis is unreachable
     """
 
     def __init__(self, url: str, attempt_s: float, deadline_s: float) -> None:
@@ -60,23 +60,23 @@ class RedisConnection(ClosesOnExit):
                 self.pause(deadline, error)
 
     def attempt(self, *command: Any) -> Any:
-        """Once. Raises one of `FAILURES`."""
+        """Try once. Raises one of `FAILURES`."""
         # redis-py leaves this method without types
         return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
     def pause(self, deadline: Deadline, error: Exception) -> None:
-        """Between two attempts. Raises `ServiceUnavailable` once the deadline has passed."""
+        """Sleep between two attempts. Raises `ServiceUnavailable` once the deadline has passed."""
         if deadline.has_passed:
             raise ServiceUnavailable(
-                f"Redis not usable at {self._where} for {deadline.seconds:g} s "
-                f"({str(error) or type(error).__name__}); check that it runs and that --redis-url "
-                "is that of the inference server"
+                f"Redis at {self._where} not usable for {deadline.seconds:g} s "
+                f"({str(error) or type(error).__name__}); check that it runs, and that --redis-url "
+                "is the same as for the inference server"
             ) from error
         time.sleep(RETRY_S)
 
 
 class AsyncRedisConnection(ClosesOnAsyncExit):
-    """The same for coroutines. Args: attempt_s: the longest that any attempt may take."""
+    """The same for coroutines. `attempt_s`: limit on one attempt."""
 
     def __init__(self, url: str, attempt_s: float) -> None:
         self._where = without_password(url)
@@ -90,7 +90,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
         await self._redis.aclose()
 
     async def call(self, *command: Any) -> Any:
-        """Repeated until Redis answers, however long that takes."""
+        """Retry until Redis answers, without a deadline."""
         while True:
             try:
                 answer = await self.attempt(*command)
@@ -100,17 +100,17 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
             else:
                 if self._is_away:
                     self._is_away = False
-                    log.info("redis.reachable", redis=self._where)
+                    log.info("redis.reconnected", redis=self._where)
                 return answer
 
     async def attempt(self, *command: Any, within_s: float | None = None) -> Any:
-        """Once. Raises one of `FAILURES`."""
+        """Try once. Raises one of `FAILURES`."""
         async with asyncio.timeout(within_s or self._attempt_s):
             # redis-py leaves this method without types
             return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
     def note_absence(self, error: BaseException) -> None:
-        """Logged once, until Redis answers again."""
+        """Log the first failure since Redis last answered."""
         if not self._is_away:
             self._is_away = True
             reason = str(error) or type(error).__name__
@@ -128,5 +128,5 @@ def _options(attempt_s: float) -> dict[str, Any]:
         "socket_timeout": attempt_s,
         "protocol": 2,
         "decode_responses": True,
-        "encoding_errors": "replace",  # what is no text is refused as what it then says
+        "encoding_errors": "replace",  # bytes that are not UTF-8 must not raise here
     }

@@ -1,4 +1,4 @@
-"""Every Redis key carries its run's prefix, so that runs share one Redis without meeting."""
+"""Names Redis keys, with a prefix per run so that several runs can share one Redis."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ DEFAULT_RUN_ID = "default"
 
 
 def run_prefix(run_id: str) -> str:
-    """Braces make the whole run one hash slot, which multi-key scripts need on a cluster."""
+    """The braces put all keys of a run into one hash slot, as scripts on a cluster require."""
     return f"grpo:{{{run_id}}}:"
 
 
 def served_weights_key(run_id: str) -> str:
-    """A hash in which vllm-server writes, before anybody is answered under it, which weights it
-    serves: `epoch` and `step` are their version. run-api reads these two with every group."""
+    """A hash with the policy version of the served weights: `epoch` and `step`.
+
+    The inference server writes it before it answers any request with new weights. run-api reads it
+    with every group.
+    """
     return run_prefix(run_id) + "served-weights"

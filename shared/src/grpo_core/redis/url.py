@@ -1,4 +1,4 @@
-"""The URL of a Redis, which may hold a password: no log, error or `repr` shows it."""
+"""Validates Redis URLs, and hides their password in logs, errors and `repr`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SCHEMES = ("redis", "rediss", "unix")
 def _names_a_redis(value: SecretStr | None) -> SecretStr | None:
     if value is not None and not _is_usable(value.get_secret_value()):
         raise ValueError(
-            "expected redis://host:port/db, rediss://... or unix://..., with what is special in a "
-            "URL, such as / # ? and @, percent-encoded in the password"
+            "expected redis://host:port/db, rediss://... or unix://...; percent-encode special "
+            "characters such as / # ? @ in the password"
         )
     return value
 
 
 def _is_usable(url: str) -> bool:
-    # urllib's errors repeat parts of the URL
+    # urllib's errors contain parts of the URL, so they are not raised further
     try:
         parts = urlsplit(url)
         return parts.scheme in _SCHEMES and parts.port != 0
@@ -29,7 +29,7 @@ def _is_usable(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """For messages. The port that Redis has by default is named."""
+    """The URL for messages, always with a port."""
     parts = urlsplit(url)
     host = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else ""
     return f"{parts.scheme}://{host}{parts.path}"

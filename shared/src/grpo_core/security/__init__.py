@@ -1,1 +1,1 @@
-"""Which requests a server answers: tokens, and requests of the same site. Plain ASGI alone."""
+"""ASGI middleware that rejects requests without a token or from other web sites."""

@@ -1,4 +1,4 @@
-"""Tokens of run-api and keys of the inference server: `Authorization: Bearer` (RFC 6750)."""
+"""Checks `Authorization: Bearer` (RFC 6750): run-api's token, the inference server's key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _VISIBLE_ASCII = re.compile(r"[!-~]+")
 
 
 class BearerTokenGuard:
-    """401 without `Authorization: Bearer <token>`, before any of the body is read.
+    """Answers 401 to requests without `Authorization: Bearer <token>`, without reading the body.
 
-    Websockets pass: run-api has none, and vLLM checks its own.
+    Websockets are not checked: run-api has none, and vLLM checks its own.
 
     Args:
-        token: None lets every request through.
-        open_paths: answered without the token, for probes and monitors.
-        open_methods: likewise.
-        credential: its name in the answer.
+        token: None accepts every request.
+        open_paths: paths that need no token, for probes and monitoring.
+        open_methods: methods that need no token.
+        credential: name of the token in the answer.
     """
 
     def __init__(
@@ -50,18 +50,20 @@ class BearerTokenGuard:
             await self._app(scope, receive, send)
             return
         detail = (
-            f"this server takes requests with Authorization: Bearer <its {self._credential}> only"
+            f"missing or wrong {self._credential}; send Authorization: Bearer <{self._credential}>"
         )
         await refuse(send, 401, detail, {b"www-authenticate": b"Bearer"})
 
 
 def usable_token(value: SecretStr | None) -> SecretStr | None:
-    """For a settings' validator: raises ValueError for what no header can carry, such as the line
-    end of a file that a token was read from."""
+    """Validator of a setting. Raises ValueError for characters that no header can carry.
+
+    An example is the line end of a file that contains the token.
+    """
     if value is not None and not _VISIBLE_ASCII.fullmatch(value.get_secret_value()):
         raise ValueError(
-            "a token is visible ASCII characters, without spaces or line ends, and not empty; "
-            "leave it unset to do without one"
+            "a token must be one or more visible ASCII characters, without spaces or line ends; "
+            "leave it unset to use none"
         )
     return value
 
@@ -71,7 +73,7 @@ def plain(token: SecretStr | None) -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header of a request."""
+    """The request header for a token; empty without one."""
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 

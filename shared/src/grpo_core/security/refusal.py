@@ -1,4 +1,4 @@
-"""Names of plain ASGI's parts, and one way to answer before the application sees a request."""
+"""ASGI types, and the answer that middleware sends to a rejected request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def refuse(
     detail: str,
     headers: Mapping[bytes, bytes] = MappingProxyType({}),
 ) -> None:
-    """Answer `{"detail": ...}`, before any of the body is read."""
+    """Answer with `{"detail": ...}`, without reading the request body."""
     body = json.dumps({"detail": detail}).encode()
     fields = {b"content-type": b"application/json", b"content-length": b"%d" % len(body), **headers}
     await send({"type": "http.response.start", "status": status, "headers": list(fields.items())})

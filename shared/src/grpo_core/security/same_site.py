@@ -1,14 +1,14 @@
-"""Refuses what a browser sends on behalf of a web page elsewhere. Plain ASGI, for every server.
+"""ASGI middleware that rejects requests which a browser sends for a page of another site.
 
-A browser that can reach a server lets any page that it shows send requests there, and some of ours
-change the run by a bare GET. What answers them says nothing to that page, but it need not read the
-answer. A page whose host name was pointed at the server (DNS rebinding) reads it as well, and its
-requests look like those of the server's own pages but for the name in `Host`.
+Any page in a browser can send requests to every server that the browser reaches, and some GET
+requests change a run. The page cannot read the answer, but it does not need to. With DNS rebinding,
+a page's host name points to this server. It can then read answers too, and its requests differ from
+same-site requests only in the name in `Host`.
 
-Browsers mark requests to loopback addresses and over TLS with `Sec-Fetch-Site` (W3C Fetch
-Metadata), which no page can set or leave out; elsewhere `Origin` or `Referer` may name the page. A
-bare GET over plain HTTP to another address, from a page that has its `Referer` left out, looks like
-a program's: only a token tells them apart.
+Browsers add `Sec-Fetch-Site` (W3C Fetch Metadata) to requests to loopback addresses and over TLS,
+and no page can change that. For other requests, `Origin` or `Referer` may name the page. A GET over
+plain HTTP from a page without `Referer` looks like the request of a program. Only a token protects
+from those.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from urllib.parse import urlsplit
 from grpo_core.security.refusal import App, Receive, Scope, Send, refuse
 
 PROBE_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/ping"})
-"""Open under every name of the server."""
+"""Paths that are answered for any name in `Host`."""
 _OWN = ("same-origin", "none")
 _PRIVATE_SUFFIXES = (".localhost", ".svc", ".local", ".internal")
-"""Of names that nobody can register, `.cluster.local` among them."""
+"""Suffixes of names that cannot be registered in public DNS, such as `.cluster.local`."""
 _ELSEWHERE = (
-    "this is a request of a web page elsewhere, which this server refuses: Sec-Fetch-Site, Origin "
-    "or Referer say so. In a browser, open the server itself; programs send none of them"
+    "rejected, because Sec-Fetch-Site, Origin or Referer show that a web page of another site sent "
+    "this request; open the server's own address in the browser, or remove these headers"
 )
 
 
 class SameSiteOnly:
-    """403 for requests of other sites' pages, before any of the body is read.
+    """Answers 403 to requests from pages of other sites, without reading the body.
 
     Args:
-        allowed: origins, as browsers write them, whose pages may ask.
-        hosts: names of this server that others could have pointed at it.
+        allowed: other origins whose pages may send requests, in the form of the `Origin` header.
+        hosts: public DNS names of this server.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class SameSiteOnly:
 
     def _why_not(self, scope: Scope) -> str | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")  # HTTP/1.0 has none, and browsers do not speak it
+        host = headers.get(b"host", "")  # absent in HTTP/1.0, which browsers do not use
         name = _name(host)
         if host and scope["path"] not in PROBE_PATHS and not self._is_ours(name):
             return (
-                f"the request names the host {name!r}, which others could have pointed at this "
-                "server; start it with --allowed-hosts naming it, or ask by address"
+                f"rejected, because the host name {name!r} may belong to another site; add it to "
+                "--allowed-hosts of this server, or use the server's IP address"
             )
         return None if self._is_own_page(headers, host) else _ELSEWHERE
 
@@ -94,7 +94,7 @@ def _name(host: str) -> str:
 
 
 def _place(url: str) -> str:
-    """Host and port as the `Host` header has them; nothing where it is no URL."""
+    """Host and port in the form of the `Host` header; empty if `url` is not a URL."""
     try:
         return urlsplit(url).netloc.lower()
     except ValueError:

@@ -1,1 +1,1 @@
-"""What trainer and inference server say to each other about weights: files, memory, commands."""
+"""How trainer and inference server exchange weights: files, shared memory and commands."""

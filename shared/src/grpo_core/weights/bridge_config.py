@@ -1,7 +1,7 @@
-"""`vllm_bridge_config.json`: what a trainer on the same host needs to know of the served weights.
+"""Reads and writes `vllm_bridge_config.json`, through which a trainer finds the shared memory.
 
-The server writes it when it starts to share its weights and removes it when it ends. The weights
-themselves come over the unix socket that the file names.
+The server writes the file when it starts to share its weights, and removes it when it ends. The
+trainer then receives the memory through the unix socket that the file names.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import GrpoError
+from grpo_core.validation import problems_of
 from grpo_core.weights.manifest import ParameterMapping
 
 FILE_NAME = "vllm_bridge_config.json"
 COMMON_DIRECTORY = Path("/tmp/atropos_bridge")
-"""Where trainers have always looked as well. Any user of the host may have made it."""
+"""A fallback place, shared by all users of the host. Any of them may have created it."""
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 class BridgeConfig(BaseModel):
-    """`param_mappings`: the checkpoint's name of each tensor → where it lies in the weight memory
-    of `total_bytes`. `generation` changes whenever the engine starts."""
+    """The content of the file.
+
+    `param_mappings`: name of each tensor in the checkpoint → its region in the shared memory of
+    `total_bytes`. `generation` changes at every engine start.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -41,24 +45,22 @@ class BridgeConfig(BaseModel):
 
 
 class BridgeConfigNotFound(GrpoError):
-    """No file describes the server that was asked for. Lists each path and what was wrong there."""
+    """No usable file was found. The message lists each path with its problem."""
 
 
 class BridgeConfigUnreadable(GrpoError):
-    """There is no usable file at one path; the message says why, without the path."""
+    """The file at one path is not usable. The message is the reason, without the path."""
 
 
 class BridgeConfigUnwritable(GrpoError):
-    """The file cannot be written where it was asked for."""
+    """The file cannot be written to the requested path."""
 
 
 def write_bridge_config(config: BridgeConfig, path: Path) -> None:
-    """Publish atomically, mode 0600: readers see the old file or the whole new one.
-
-    What lies at `path` is replaced, never followed.
+    """Write the file atomically, with mode 0600. A symbolic link at `path` is replaced.
 
     Raises:
-        BridgeConfigUnwritable: the directory cannot be written, or others could swap the file.
+        BridgeConfigUnwritable: the directory is not writable, or others could replace the file.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def write_bridge_config(config: BridgeConfig, path: Path) -> None:
         _replace(path, config.model_dump_json(indent=2).encode())
     except OSError as error:
         raise BridgeConfigUnwritable(
-            f"cannot write {path}: {error.strerror or error}; choose another place with "
+            f"cannot write {path}: {error.strerror or error}; choose another path with "
             "--bridge-config-path, VLLM_BRIDGE_CONFIG_PATH or LOGDIR"
         ) from error
 
@@ -74,13 +76,13 @@ def write_bridge_config(config: BridgeConfig, path: Path) -> None:
 def find_bridge_config(
     explicit: Path | None, environment: Mapping[str, str], generation: str | None
 ) -> BridgeConfig:
-    """The first usable file of: `explicit`, $LOGDIR, the working directory, `COMMON_DIRECTORY`.
+    """Read the first usable file: `explicit`, $LOGDIR, working directory, `COMMON_DIRECTORY`.
 
     Args:
-        generation: of the engine that is served by; None takes any.
+        generation: of the running engine; None accepts any.
 
     Raises:
-        BridgeConfigNotFound: none is usable.
+        BridgeConfigNotFound: no file is usable.
     """
     problems = []
     for path in _candidates(explicit, environment):
@@ -91,17 +93,17 @@ def find_bridge_config(
             continue
         if generation is None or config.generation == generation:
             return config
-        problems.append(f"{path}: of generation {config.generation}, another or earlier server")
+        problems.append(f"{path}: generation {config.generation}, of another or an earlier server")
     wanted = f" of generation {generation}" if generation else ""
     raise BridgeConfigNotFound(
         f"Could not find {FILE_NAME}{wanted}. Checked:\n  " + "\n  ".join(problems) + "\n"
         "Start vllm-api-server with --share-weights (VLLM_ENABLE_SHARED_WEIGHTS=1) on this host, "
-        "with the same LOGDIR as the trainer, or name the file with --vllm-config-path"
+        "with the trainer's LOGDIR, or pass the path of the file as --vllm-config-path"
     )
 
 
 def read_bridge_config(path: Path) -> BridgeConfig:
-    """Raises `BridgeConfigUnreadable`: no file, not readable, not ours, or not of this format."""
+    """Raises `BridgeConfigUnreadable`: missing, unreadable, another user's, or invalid."""
     try:
         _refuse_foreign_file(path)
         with path.open("rb") as file:
@@ -112,7 +114,7 @@ def read_bridge_config(path: Path) -> BridgeConfig:
     except OSError as error:
         raise BridgeConfigUnreadable(f"not readable: {error.strerror or error}") from error
     except ValidationError as error:
-        raise BridgeConfigUnreadable(f"not of this format: {_problems_of(error)}") from error
+        raise BridgeConfigUnreadable(f"not of this format: {problems_of(error)}") from error
     except (ValueError, RecursionError) as error:
         raise BridgeConfigUnreadable(f"not JSON: {error}") from error
 
@@ -151,28 +153,23 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _refuse_foreign_directory(directory: Path) -> None:
-    """Raises `PermissionError` where another user could lead the file astray or swap it."""
+    """Raises `PermissionError` if another user could redirect or replace the file."""
     link = directory.lstat()
     if stat.S_ISLNK(link.st_mode) and not _is_trusted(link.st_uid):
-        raise PermissionError(1, f"{directory} is a symbolic link that another user made")
+        raise PermissionError(1, f"{directory} is a symbolic link of another user")
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise PermissionError(1, f"every user may replace files in {directory}")
+        raise PermissionError(1, f"every user can replace files in {directory}")
 
 
 def _refuse_foreign_file(path: Path) -> None:
-    """Raises `PermissionError` for another user's file in the directory that all users share: the
-    socket that it names would be theirs as well."""
+    """Raises `PermissionError` for another user's file in the directory that all users share.
+
+    The socket that such a file names would belong to that user, too.
+    """
     if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
         raise PermissionError(1, f"belongs to another user (uid {path.lstat().st_uid})")
 
 
 def _is_trusted(uid: int) -> bool:
     return uid in (os.geteuid(), 0)
-
-
-def _problems_of(error: ValidationError) -> str:
-    first, *rest = error.errors()
-    where = ".".join(str(part) for part in first["loc"]) or "file"
-    more = f" (and {len(rest)} more)" if rest else ""
-    return f"{where}: {first['msg']}{more}"

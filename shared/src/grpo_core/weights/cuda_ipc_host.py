@@ -1,8 +1,8 @@
-"""Where on its host this process is, as far as two processes that share GPU memory must agree.
+"""Identifies what two processes must have in common to share GPU memory.
 
-CUDA finds the exporting process by its number, so both need one PID namespace; torch counts users
-of exported memory in files of /dev/shm, so both need one file system there. Containers have their
-own of each unless told otherwise.
+CUDA finds the exporting process by its process id, so both need the same PID namespace. torch
+counts the users of exported memory in files in /dev/shm, so both need the same file system there.
+By default every container has its own PID namespace and its own /dev/shm.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _SHM = Path("/dev/shm")
 
 
 def pid_namespace() -> int:
-    """Number of this process's PID namespace (namespaces(7)); no other one has it meanwhile."""
+    """Number of this process's PID namespace (namespaces(7)), unique while that exists."""
     return _PID_NAMESPACE.stat().st_ino
 
 
 def torch_build(version: str, cuda: str | None) -> str:
-    """torch's version and CUDA version as one text: both sides must write it alike."""
+    """torch's version and CUDA version as one text, which both processes compare."""
     return f"{version} with CUDA {cuda}"
 
 
 def shm_filesystem() -> int:
-    """Number of the file system at /dev/shm; 0 where there is none."""
+    """Number of the file system at /dev/shm; 0 if there is none."""
     try:
         return os.stat(_SHM).st_dev
     except OSError:

@@ -1,7 +1,6 @@
-"""Directories of weights that a trainer hands to the inference server: what must be in them, and
-one number that stands for every byte.
+"""Checks the weight directories that a trainer publishes: location, files and checksum.
 
-A directory is handed off under a name of its own per version and never changed afterwards.
+Every version has its own directory, which never changes after its publication.
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank."""
+"""The values that vLLM accepts as --max-lora-rank."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 
 class UnusableWeights(GrpoError):
-    """A directory cannot be served from. Says which, why, and what to do."""
+    """A directory of weights cannot be served. The message names it, the reason and the fix."""
 
 
 def directory_digest(directory: Path) -> str:
     """SHA-256 (hexadecimal) over the relative names, sizes and bytes of all files below it.
 
-    Raises `OSError` where it, or a file in it, cannot be read.
+    Raises `OSError` if the directory, or a file in it, cannot be read.
     """
     total = hashlib.sha256()
-    directory.stat()  # rglob finds nothing where there is none
+    directory.stat()  # raises if it is missing; rglob would just find no files
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(directory).as_posix()
         line = f"{digest} {path.stat().st_size} {name}\n"
-        total.update(line.encode(errors="surrogateescape"))  # names are bytes
+        total.update(line.encode(errors="surrogateescape"))  # file names may be any bytes
     return total.hexdigest()
 
 
 def check_weights(weights: WeightRef, below: Path) -> Path:
-    """The directory, once everything that can be known without loading it is right.
+    """Check everything about a published directory that does not need loading it; return its path.
 
     Args:
-        weights: as they came over the wire
-        below: the only directory that weights are taken from
+        weights: the published weights
+        below: the only directory from which weights are accepted
 
     Raises:
-        UnusableWeights: outside `below`, missing, half-written, or other bytes than were written.
+        UnusableWeights: outside `below`, missing, incomplete, or with another checksum.
     """
     directory = inside(str(weights.path), below)
     require_complete(weights.kind, directory)
@@ -58,26 +57,26 @@ def check_weights(weights: WeightRef, below: Path) -> Path:
         found = directory_digest(directory)
     if found != weights.digest:
         raise UnusableWeights(
-            f"{directory}: checksum {found[:12]}…, announced {weights.digest[:12]}…; it was "
-            "changed or cut off after it was written, or the server sees another directory under "
-            "this path"
+            f"{directory}: its checksum is {found[:12]}…, but the trainer sent "
+            f"{weights.digest[:12]}…; the files changed after they were written, or this path is "
+            "another directory on the server's host"
         )
     return directory
 
 
 def inside(path: str, below: Path) -> Path:
-    """`path` with every link resolved. Raises `UnusableWeights` where that is not under `below`."""
+    """Resolve all links of `path`. Raises `UnusableWeights` if the result is not in `below`."""
     with _readable(path):
         directory, root = Path(path).resolve(), below.resolve()
         is_there = directory.is_dir()
     if directory == root or not directory.is_relative_to(root):
         raise UnusableWeights(
-            f"{path} is not below {root}, the only directory that weights are taken from; let the "
+            f"{path} is not in {root}, the only directory from which weights are accepted; let the "
             "trainer save there, or start the server with another --weights-dir"
         )
     if not is_there:
         raise UnusableWeights(
-            f"{path}: no such directory here; trainer and server must see it under one path"
+            f"{path}: no such directory here; trainer and server must see it under the same path"
         )
     return directory
 
@@ -87,7 +86,9 @@ def require_complete(kind: WeightKind, directory: Path) -> None:
     with _readable(directory):
         missing = _missing(kind, directory)
     if missing:
-        raise UnusableWeights(f"{directory}: no {', no '.join(missing)}: not a whole {kind.value}")
+        raise UnusableWeights(
+            f"{directory}: {', '.join(missing)} missing, so it is not a complete {kind.value}"
+        )
 
 
 def _missing(kind: WeightKind, directory: Path) -> list[str]:
@@ -99,18 +100,18 @@ def _missing(kind: WeightKind, directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _readable(path: Path | str) -> Iterator[None]:
-    """Raises `UnusableWeights` where what is done inside finds a file gone or barred."""
+    """Raises `UnusableWeights` if the block cannot read a file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # the latter: links that lead in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
         raise UnusableWeights(f"{path}: {error}") from error
 
 
 def adapter_rank(directory: Path) -> int:
-    """`r` of the adapter: the largest of its modules.
+    """The adapter's rank: the largest `r` of its modules.
 
     Raises:
-        UnusableWeights: its configuration cannot be understood.
+        UnusableWeights: its configuration is invalid.
     """
     try:
         config: Any = json.loads((directory / ADAPTER_CONFIG).read_text())
@@ -122,7 +123,7 @@ def adapter_rank(directory: Path) -> int:
 
 
 def require_rank(directory: Path, max_rank: int) -> None:
-    """Raises `UnusableWeights` where the adapter is larger than the engine has room for."""
+    """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts."""
     rank = adapter_rank(directory)
     if rank > max_rank:
         raise UnusableWeights(

@@ -1,8 +1,8 @@
-"""Where each parameter lies inside the inference server's weight memory.
+"""Describes the position of each parameter in the shared memory.
 
-Written by the server while it loads the checkpoint, read by the trainer, which builds its model
-from views into the same memory. Names are the checkpoint's own (Hugging Face) names. How the memory
-itself gets from one process to the other is `grpo_core.weights.memory_grant`'s matter.
+The server writes this record while it loads the checkpoint. The trainer reads it to build its model
+from views into the same memory. Names are those of the checkpoint (Hugging Face).
+`grpo_core.weights.memory_grant` describes how the trainer gets the memory itself.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class TensorRegion(BaseModel):
-    """One contiguous tensor: `offset` and `nbytes` in bytes from the start of the weight memory.
+    """One contiguous tensor, `offset` bytes after the start of the shared memory.
 
-    Where that consists of several allocations (on a GPU), offsets are counted as if they lay one
-    behind the other; a region never reaches from one into the next.
+    On a GPU that memory has several allocations. Offsets then count as if the allocations were one
+    block, and a region never crosses from one allocation into the next.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,11 +31,10 @@ class TensorRegion(BaseModel):
 
 
 class ParameterMapping(TensorRegion):
-    """The same, and which of the server's own parameters holds it.
+    """A tensor of the checkpoint, and the parameter of vLLM that holds it.
 
-    vLLM fuses q, k and v, or gate and up, into one parameter, and pads vocabularies: the
-    checkpoint's tensor is then rows `slice` = (start, stop) of it along dimension 0. None: the
-    whole parameter.
+    vLLM fuses q, k and v, or gate and up, into one parameter, and pads vocabularies. The tensor is
+    then the rows `slice` = (start, stop) of that parameter. None stands for the whole parameter.
     """
 
     vllm_name: str
@@ -43,7 +42,7 @@ class ParameterMapping(TensorRegion):
 
 
 class WeightManifest(BaseModel):
-    """`generation` is new at every engine start: the weights under another one are not ours."""
+    """All parameters in the shared memory. `generation` changes at every engine start."""
 
     model_config = ConfigDict(frozen=True)
 

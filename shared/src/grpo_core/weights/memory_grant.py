@@ -1,9 +1,8 @@
-"""How the weight memory gets from the inference server to a trainer: the records on the wire.
+"""Records that give a trainer access to the inference server's shared memory.
 
-On the host the memory is one memfd, whose descriptor travels beside the record. On a GPU it is the
-server's own allocations, each named by a handle of CUDA's interprocess communication (CUDA C++
-Programming Guide, "Interprocess Communication"); handles travel as hexadecimal text, never as
-pickles.
+In host memory it is one memfd, whose descriptor is sent beside the record. On a GPU it is the
+server's own allocations, each named by a CUDA IPC handle (CUDA C++ Programming Guide,
+"Interprocess Communication"). Handles are sent as hexadecimal text, not as pickles.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class _Record(BaseModel):
 
 
 class MemfdMemory(_Record):
-    """The memory is the descriptor that comes with the grant."""
+    """Memory behind the file descriptor that is sent with the grant."""
 
     kind: Literal["memfd"] = "memfd"
 
@@ -28,10 +27,10 @@ class MemfdMemory(_Record):
 class CudaSegment(_Record):
     """One allocation of the server, as torch's IPC reductions name it.
 
-    `start`: of the segment in the weight memory, in bytes, see `TensorRegion`. `handle` names the
-    block that CUDA allocated, and the segment lies `handle_offset` bytes into it. `ref_counter` is
-    a file in /dev/shm in which torch counts who uses the block, and this consumer's place in it.
-    `event`: of CUDA; it has been recorded when the bytes are complete.
+    `start`: bytes from the start of the shared memory, see `TensorRegion`. `handle` names the block
+    that CUDA allocated; the segment starts `handle_offset` bytes into it. `ref_counter` is a file
+    in /dev/shm in which torch counts the users of the block; this user's entry is at
+    `ref_counter_offset`. `event`: a CUDA event, recorded when the bytes are complete.
     """
 
     start: int
@@ -45,11 +44,11 @@ class CudaSegment(_Record):
 
 
 class CudaPlace(_Record):
-    """Where the exporting process is: what the importing one must have in common with it.
+    """Properties of the exporting process that the importing process must share.
 
-    `device_uuid`: of the GPU. `torch`: version and CUDA version of torch's build, which decides on
-    the layout of handles. `pid_namespace`: number of the process's PID namespace
-    (namespaces(7)). `shm_filesystem`: number of the file system that it has at /dev/shm.
+    `device_uuid`: of the GPU. `torch`: versions of torch and its CUDA, which determine the layout
+    of handles. `pid_namespace`: number of the process's PID namespace (namespaces(7)).
+    `shm_filesystem`: number of the file system at its /dev/shm.
     """
 
     device_uuid: str
@@ -60,7 +59,7 @@ class CudaPlace(_Record):
 
 
 class CudaMemory(_Record):
-    """Allocations on a GPU, exported for one consumer: torch counts one user per export."""
+    """GPU allocations, exported for one trainer, because torch counts one user per export."""
 
     kind: Literal["cuda"] = "cuda"
     place: CudaPlace
@@ -71,10 +70,10 @@ WeightMemory = Annotated[MemfdMemory | CudaMemory, Field(discriminator="kind")]
 
 
 class WeightGrant(_Record):
-    """What a trainer gets when it connects: a session to act under, and the memory.
+    """The answer to a trainer that attaches: its session, and the shared memory.
 
-    The session lives as long as the connection. A trainer that dies closes it, and whatever it
-    had paused goes on.
+    The session ends with the connection. If the trainer dies, the connection closes and the server
+    resumes from its pause.
     """
 
     session: str
@@ -83,6 +82,6 @@ class WeightGrant(_Record):
 
 
 class WeightRefusal(_Record):
-    """What a trainer gets instead of a grant."""
+    """The answer to a trainer that may not attach, with the reason."""
 
     refused: str

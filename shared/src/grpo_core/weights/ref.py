@@ -1,4 +1,4 @@
-"""One record for a set of weights, wherever it is planned, commanded, served or stored."""
+"""Describes one set of weights: its policy version, its kind and its directory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ UNTRAINED = PolicyVersion(epoch=0, step=0)
 
 
 class WeightKind(StrEnum):
-    """Where weights are, and what a directory of them holds."""
+    """Where weights are stored, and in which form."""
 
     BASE = "base"
     """The model that the server was started with."""
     ADAPTER = "adapter"
-    """A directory: a LoRA adapter as PEFT saves it, to be put on that model."""
+    """A directory with a LoRA adapter for that model, in PEFT's format."""
     CHECKPOINT = "checkpoint"
-    """A directory: a whole model with its tokenizer, as transformers saves it."""
+    """A directory with a whole model and its tokenizer, in transformers' format."""
     MEMORY = "memory"
-    """A trainer wrote them in place: they are in the server's memory alone."""
+    """Only in shared memory: a trainer wrote them there."""
 
 
 class WeightRef(BaseModel):
-    """`path`: of a directory that is complete and will not change; None where there is none.
+    """One set of weights.
 
-    `digest`: `directory_digest` of it, "" where it is not known.
+    `path`: a complete directory that does not change any more; None if there is none. `digest`: its
+    `directory_digest`, "" if it is unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +42,7 @@ class WeightRef(BaseModel):
 
     @property
     def trained(self) -> bool:
-        """A trainer made them."""
+        """Whether a trainer made these weights."""
         return self.kind is not WeightKind.BASE
 
     @property

@@ -1,9 +1,9 @@
-"""Hands the weight memory from the inference server to the trainer: one JSON record.
+"""Sends the shared memory from the inference server to the trainer, over a unix socket.
 
-Frame: 4 bytes length (big endian), then that many bytes of JSON: a `WeightGrant`, or a
-`WeightRefusal` that says why there is none. Memory that is a file descriptor comes as ancillary
-data of the length (SCM_RIGHTS, unix(7)). Nothing else is ever sent; the open connection itself is
-the sign that the trainer lives.
+The server sends one frame: a length of 4 bytes (big endian), then that many bytes of JSON. The JSON
+is a `WeightGrant`, or a `WeightRefusal` with the reason. A file descriptor is sent as ancillary
+data of the length (SCM_RIGHTS, unix(7)). The connection then stays open as long as the trainer
+lives.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnExit
+from grpo_core.validation import problems_of
 from grpo_core.weights.memory_grant import MemfdMemory, WeightGrant, WeightRefusal
 
 _ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
@@ -29,30 +30,31 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def send_grant(connection: socket.socket, grant: WeightGrant, fd: int | None = None) -> None:
-    """Send the grant, with the descriptor of the weight memory where it has one, over a connected
-    unix socket."""
+    """Send the grant over a connected unix socket, with the memory's descriptor if it has one."""
     payload = grant.model_dump_json().encode()
     socket.send_fds(connection, [_LENGTH.pack(len(payload))], [] if fd is None else [fd])
     connection.sendall(payload)
 
 
 def send_refusal(connection: socket.socket, reason: str) -> None:
-    """Tell a trainer at the door why it gets nothing."""
+    """Send the reason why a trainer may not attach."""
     payload = WeightRefusal(refused=reason).model_dump_json().encode()
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
 @dataclass
 class WeightConnection(ClosesOnExit):
-    """The trainer's end: an open non-blocking connection, the grant, and the memory's descriptor
-    (-1 for memory that has none)."""
+    """The trainer's end: a non-blocking connection, the grant, and the memory's file descriptor.
+
+    The descriptor is -1 if the memory has none.
+    """
 
     connection: socket.socket
     fd: int
     grant: WeightGrant
 
     def server_has_closed(self) -> bool:
-        """True once the server end is gone: its weights are no longer the ones in our memory."""
+        """Whether the server closed the connection. It then no longer uses this memory."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -68,12 +70,12 @@ class WeightConnection(ClosesOnExit):
 
 
 def connect_weights(path: Path) -> WeightConnection:
-    """Connect to a server's weight socket and receive its memory.
+    """Connect to a server's weight socket and receive the shared memory.
 
     Raises:
-        ServiceUnavailable: nothing listens at `path`, the server ends at this moment, or it
-            refuses; the reason is in the message.
-        ProtocolViolation: what listens there is another user's, or speaks something else.
+        ServiceUnavailable: no process listens at `path`, the server is ending, or it refused; the
+            message contains the reason.
+        ProtocolViolation: the listener belongs to another user, or is not an inference server.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_TIMEOUT_S)
@@ -99,8 +101,8 @@ def _require_own(connection: socket.socket, path: Path) -> None:
     _pid, uid, _gid = _CREDENTIALS.unpack(peer)
     if uid != os.getuid():
         raise ProtocolViolation(
-            f"weight socket {path}: user {uid} listens there, and the trainer's is {os.getuid()}; "
-            "run both as one user, or look who put that socket there"
+            f"weight socket {path}: the server runs as user {uid}, the trainer as {os.getuid()}; "
+            "run both as the same user, or find out which process created that socket"
         )
 
 
@@ -112,8 +114,8 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
         for fd in fds:
             os.close(fd)
         raise ProtocolViolation(
-            f"weight socket: {len(header)} bytes instead of a frame of {_LENGTH.size} and more; is "
-            "it the socket of vllm-api-server?"
+            f"weight socket: received {len(header)} bytes, expected at least {_LENGTH.size}; check "
+            "that it is the socket of vllm-api-server"
         )
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
@@ -122,7 +124,7 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
         for fd in fds:
             os.close(fd)
         if isinstance(error, ValidationError):
-            raise ProtocolViolation(f"weight socket: {error}") from error
+            raise ProtocolViolation(f"weight socket: {problems_of(error)}") from error
         raise
 
 
@@ -131,14 +133,16 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
         raise ServiceUnavailable(f"weight socket: {answer.refused}")
     if isinstance(answer.memory, MemfdMemory) != bool(fds):
         raise ProtocolViolation(
-            f"weight socket: memory of kind {answer.memory.kind} with {len(fds)} descriptors"
+            f"weight socket: received {answer.memory.kind} memory with {len(fds)} file descriptors"
         )
     return (fds[0] if fds else -1), answer
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     if size > _MAX_GRANT_BYTES:
-        raise ProtocolViolation(f"weight socket: a grant of {size} bytes is not plausible")
+        raise ProtocolViolation(
+            f"weight socket: a grant of {size} bytes is above the limit of {_MAX_GRANT_BYTES}"
+        )
     received = bytearray()
     while len(received) < size:
         chunk = connection.recv(size - len(received))
@@ -150,5 +154,5 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 def _closed_early() -> ServiceUnavailable:
     return ServiceUnavailable(
-        "weight socket: closed before the grant was sent; the server is ending. Look at its log"
+        "weight socket: closed before the grant was sent, because the server is ending; see its log"
     )

@@ -1,13 +1,13 @@
-"""How a trainer tells the inference server's supervisor which weights to serve next.
+"""Records in Redis with which a trainer commands the supervisor to serve new weights.
 
-In Redis, under the run's prefix:
+The keys have the run's prefix:
 
-    server:commands         stream, bounded: one `Command` per entry, oldest first
-    server:outcome:<id>     hash with an expiry: what became of the command of that id
-    server:status           hash: what the supervisor does and serves, rewritten every second
+    server:commands         stream of limited length: one `Command` per entry, oldest first
+    server:outcome:<id>     hash that expires: the `Outcome` of the command with that id
+    server:status           hash: the `SupervisorStatus`, rewritten every second
 
-A command is answered exactly once: done, refused (nothing has changed), or failed (the server went
-back to the version before, or says that it could not).
+Every command gets exactly one answer: done, refused (nothing has changed), or failed (the server
+rolled back to the previous version, or serves nothing).
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.redis.keys import run_prefix
+from grpo_core.validation import problems_of
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.fields import Step
 from grpo_core.wire.policy_version import PolicyVersion
 
 COMMANDS_KEPT = 1000
-"""Entries of the stream; older ones are trimmed."""
+"""Length of the stream; older commands are deleted."""
 OUTCOME_KEPT_S = 3600
 STATUS_EVERY_S = 1.0
 STATUS_STALE_S = 10.0
-"""A status that was not rewritten for so long is of a supervisor that is gone."""
+"""After this long without an update the supervisor counts as gone."""
 
 
 def commands_key(run_id: str) -> str:
@@ -47,7 +48,7 @@ def status_key(run_id: str) -> str:
 
 class Action(StrEnum):
     LOAD_ADAPTER = "load_adapter"
-    """Beside the running engine: requests in flight finish on the adapter before."""
+    """Load into the running engine; requests in flight finish on the previous adapter."""
     RESTART_WITH_ADAPTER = "restart_with_adapter"
     RESTART_WITH_CHECKPOINT = "restart_with_checkpoint"
 
@@ -63,34 +64,34 @@ class Action(StrEnum):
 
 
 class SupervisorPhase(StrEnum):
-    """`state` of the status."""
+    """The supervisor's state, in its status."""
 
     STARTING = "starting"
-    """The first engine is not up yet."""
+    """The first engine has not started yet."""
     SERVING = "serving"
     DRAINING = "draining"
-    """Nothing new is taken in; requests in flight finish."""
+    """New requests wait; requests in flight finish."""
     RESTARTING = "restarting"
-    """No engine; callers wait in the listening socket's queue."""
+    """No engine is running; new connections wait in the listening socket's queue."""
     FAILED = "failed"
-    """No engine, and none is tried any more until a command asks for one: 503 for everybody."""
+    """No engine is running, and only a command starts one. Every request gets 503."""
 
 
 class OutcomeState(StrEnum):
     ACCEPTED = "accepted"
-    """Checked and under way."""
+    """The command was checked and is being carried out."""
     DONE = "done"
-    """Every request that arrives from now on is answered by the new version."""
+    """Every request from now on is answered by the new version."""
     REFUSED = "refused"
-    """Nothing was changed: the version before keeps serving."""
+    """Nothing was changed; the previous version is still served."""
     BUSY = "busy"
-    """Refused, because another command is under way or a newer one took its place."""
+    """Refused, because another command is being carried out or a newer one replaced it."""
     FAILED = "failed"
-    """It was tried and did not work; the version before is served again, or nothing is."""
+    """The command failed; the previous version is served again, or nothing is."""
 
 
 class _Fields(BaseModel):
-    """A flat record, as a Redis hash or stream entry: every value a string."""
+    """A flat record, stored as a Redis hash or stream entry with text values."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -100,18 +101,17 @@ class _Fields(BaseModel):
 
     @classmethod
     def from_wire(cls, fields: dict[str, str]) -> Self:
-        """Raises `ProtocolViolation` naming what does not fit."""
+        """Raises `ProtocolViolation` with the invalid fields."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()
-            )
-            raise ProtocolViolation(f"{cls.__name__} in Redis: {problems}") from None
+            raise ProtocolViolation(
+                f"{cls.__name__} in Redis is invalid: {problems_of(error)}"
+            ) from None
 
 
 class Command(_Fields):
-    """`id`: chosen by the sender, unique. `sha256`: `directory_digest` of `path`."""
+    """`id`: unique, chosen by the sender. `sha256`: `directory_digest` of `path`."""
 
     id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")]
     action: Action
@@ -120,11 +120,11 @@ class Command(_Fields):
     path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     sender: Annotated[str, Field(max_length=256)] = ""
-    """Who asks, for messages."""
+    """Name of the sending process, for messages."""
 
     @classmethod
     def to_serve(cls, weights: WeightRef, action: Action, sender: str) -> Self:
-        """A command with an id of its own. Args: weights: of a directory, with its digest."""
+        """A command with a new id. `weights`: a directory with its digest."""
         return cls(
             id=uuid.uuid4().hex,
             action=action,
@@ -147,8 +147,11 @@ class Command(_Fields):
 
 
 class Outcome(_Fields):
-    """`reason`: why not; `in_use`: for DONE of `load_adapter`, a JSON list of adapter directories
-    that requests in flight still read, whose files must stay."""
+    """The answer to a command.
+
+    `reason`: why it was not carried out. `in_use`: after a `load_adapter` that is DONE, a JSON list
+    of adapter directories that requests in flight still read. Their files must stay.
+    """
 
     state: OutcomeState
     reason: str = ""
@@ -156,9 +159,10 @@ class Outcome(_Fields):
 
 
 class SupervisorStatus(_Fields):
-    """What the supervisor last said of itself. `dropped_requests`: aborted at a drain's end.
+    """The supervisor's last report. `dropped_requests`: requests aborted at the end of a drain.
 
-    `epoch` and `step`: the version that is served, or that will be once the engine is up."""
+    `epoch` and `step`: the version that is served, or that a starting engine will serve.
+    """
 
     state: SupervisorPhase
     epoch: int
@@ -166,20 +170,20 @@ class SupervisorStatus(_Fields):
     kind: WeightKind = WeightKind.BASE
     path: str = ""
     reason: str = ""
-    """Why it is not serving."""
+    """Why no weights are served."""
     restarts: int = 0
-    """Engine starts after the first one, asked for or not."""
+    """Engine starts after the first one, commanded or after a crash."""
     crashes: int = 0
     dropped_requests: int = 0
     generation_tokens: int = 0
-    """Sampled by all engines of this supervisor, by vLLM's own count."""
+    """Tokens sampled by all engines of this supervisor, counted by vLLM."""
     engine_pid: int = 0
     time: float = 0.0
-    """Seconds since the epoch, by the supervisor's clock."""
+    """Unix time in seconds, by the supervisor's clock."""
 
     @property
     def weights(self) -> WeightRef:
-        """Without a digest."""
+        """The served weights, without a digest."""
         path = Path(self.path) if self.path else None
         return WeightRef(version=self.version, kind=self.kind, path=path)
 

@@ -1,4 +1,4 @@
-"""Sentinels, limits and types of the values inside records."""
+"""Special values, limits and field types of wire records."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 MASKED = -100
-"""Mask value of a position that is not trained on (torch's ignore index)."""
+"""Mask value of a token that is not trained on (torch's ignore index)."""
 
 PROMPT_LOGPROB = 1.0
-"""Log-probability written at prompt positions: impossible as a value, so it cannot be confused."""
+"""Logprob at prompt positions. No real logprob is positive, so it cannot be mistaken for one."""
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BATCH_SIZE = 2**16
-"""Sequences in one batch. Planning an exact batch takes as many bits."""
+"""Limit on the sequences of one batch, because planning uses one bit per sequence."""
 
 UNSET = -1
 
@@ -22,27 +22,27 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MaskValue = Annotated[int, Field(ge=MASKED, le=MAX_TOKEN_ID)]
 
 FLOAT32_MAX = 3.4028235e38
-"""As it is usually printed: a little more, which is rounded to it."""
+"""The usual printed value, which is slightly larger and rounds to float32's maximum."""
 MIN_TEMPERATURE = 1e-5
-"""From here on vLLM samples, below it takes the likeliest token. Gradients with respect to logits
-that are divided by far less leave float32."""
+"""Below this temperature vLLM takes the most likely token instead of sampling. Dividing logits by a
+much smaller number makes gradients overflow float32."""
 
 Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
-"""Trainers compute in float32, where a larger number is an infinity and ends as a NaN."""
+"""Trainers compute in float32, in which larger numbers become infinity and then NaN."""
 
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Step = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 OptionalCount = Annotated[int, Field(ge=UNSET, le=MAX_TOKEN_ID)]
-"""A count that may be left open: -1 and 0 both mean "none", to Atropos environments too."""
+"""A count that may be unset: -1 and 0 both mean "none", as in Atropos environments."""
 
 MAX_NAME_CHARS = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern=r"^[^\x00]*$")]
-"""Kept for as long as the run; a NUL in it would break the paths and tables it is put into."""
+"""Stored for the whole run. A NUL would break the paths and tables that contain it."""
 Directory = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 
 IGNORED_WEIGHT = -1.0
-"""Of an environment that takes no part in the sharing of slots, as Atropos documents it."""
+"""Weight of an environment that does not share request slots, as documented by Atropos."""
 
 
 def _or_ignored(value: Any, weight: ValidatorFunctionWrapHandler) -> Any:
@@ -63,10 +63,10 @@ Weight = Annotated[
 
 T = TypeVar("T")
 Rows = Annotated[list[T], Field(fail_fast=True)]
-"""A list that reports its first bad entry only: a body of a million NaN is one problem."""
+"""A list that reports only its first invalid entry, so a million NaN are one problem."""
 
 
 class WireModel(BaseModel):
-    """Unknown fields are dropped, as upstream does; numbers are coerced where nothing is lost."""
+    """Drops unknown fields, as Atropos does. Converts numbers if that is exact."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())

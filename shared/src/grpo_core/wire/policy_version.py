@@ -1,4 +1,4 @@
-"""The name of one set of weights, in each form that it has on a wire or in Redis."""
+"""The policy version, which names one set of weights, in JSON, text and Redis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_core.wire.fields import Step
 
 
 class PolicyVersion(NamedTuple):
-    """Names one set of weights: a trainer that starts again opens a new epoch.
+    """Names one set of weights. A restarted trainer starts a new epoch.
 
     In JSON it is the list `[3, 12]`, in text `3.12`, in Redis two fields of a hash.
     """
@@ -28,12 +28,12 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str]) -> Self:
-        """The inverse of `fields`, as Redis answers. Raises `KeyError`, `ValueError`."""
+        """The inverse of `fields`, from Redis' text. Raises `KeyError`, `ValueError`."""
         return cls(int(fields["epoch"]), int(fields["step"]))
 
     def fields(self) -> dict[str, int]:
         return self._asdict()
 
     def next_epoch(self) -> Self:
-        """The first name of the epoch after this one: no trainer has used it."""
+        """The first version of the next epoch, which no trainer has used."""
         return type(self)(self.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""The other bodies that run-api takes, and the records that it answers with."""
+"""Records that run-api receives and returns, other than scored groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from grpo_core.wire.fields import (
 
 
 class Registration(WireModel):
-    """`POST /register`: what a trainer announces. `batch_size` counts sequences.
+    """`POST /register`: the registration of a trainer. `batch_size` counts sequences.
 
-    A `max_token_len` below 1 tells environments not to drop long sequences, a
-    `save_checkpoint_interval` below 1 not to save, a `num_steps` of -1 to bring their own.
+    With `max_token_len` below 1 environments keep long sequences. With `save_checkpoint_interval`
+    below 1 they save nothing. With `num_steps` -1 they use their own number of steps.
     """
 
     wandb_group: Name
@@ -37,7 +37,7 @@ class Registration(WireModel):
 
 
 class EnvironmentRegistration(WireModel):
-    """`POST /register-env`: what an environment announces. `group_size` counts sequences."""
+    """`POST /register-env`: the registration of an environment. `group_size` counts sequences."""
 
     max_token_length: Count
     desired_name: Name
@@ -51,16 +51,21 @@ class EnvironmentId(WireModel):
 
 
 class TrainerEnrolled(WireModel):
-    """Answer of `POST /register`. `uuid` is the trainer's id (128 bits), for the lease routes;
-    `run_uuid` as in `RunStatus`."""
+    """Answer of `POST /register`. `uuid`: the trainer's id (128 bits), for the lease routes.
+
+    `run_uuid`: as in `RunStatus`.
+    """
 
     uuid: int
     run_uuid: str
 
 
 class RunStatus(WireModel):
-    """`GET /status`. `queue_size` counts groups that no batch holds yet; `run_uuid` is made with a
-    run's first trainer and ends with /reset_data, None: there is no run."""
+    """Answer of `GET /status`. `queue_size` counts groups that belong to no batch yet.
+
+    `run_uuid`: created when a run's first trainer registers, deleted by /reset_data; None if there
+    is no run.
+    """
 
     current_step: int
     queue_size: int
@@ -68,18 +73,21 @@ class RunStatus(WireModel):
 
 
 class EnvironmentCount(WireModel):
-    """Of a run: environments that ever registered, and those that have neither left nor fallen
-    silent."""
+    """Environments of a run: all that have registered, and those that are still connected.
+
+    A connected environment has not called /disconnect-env and has polled lately.
+    """
 
     registered: int
     connected: int
 
 
 class EnvironmentStatus(WireModel):
-    """`GET /status-env`: what one environment needs to pace itself; sizes in its own groups.
+    """Answer of `GET /status-env`, from which an environment decides how fast it sends groups.
 
-    `pressure` says how full the queue is, from 0.0 at half of its limit to 1.0 at the limit;
-    `num_steps` at which `current_step` the trainer has all its batches; None where it does not say.
+    Sizes are in its own groups. `pressure` is 0.0 while the queue is at most half full, and 1.0 at
+    its limit. `num_steps`: the value of `current_step` at which the trainer has all its batches;
+    None if it is unknown.
     """
 
     current_step: int
@@ -93,7 +101,7 @@ class EnvironmentStatus(WireModel):
 
 
 class TrainerInfo(WireModel):
-    """`GET /info`; both -1 until a trainer has registered."""
+    """Answer of `GET /info`. Both are -1 until a trainer has registered."""
 
     batch_size: int
     max_token_len: int

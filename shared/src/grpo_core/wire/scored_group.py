@@ -1,7 +1,7 @@
-"""The scored group: what an environment sends and a trainer trains on.
+"""The scored group, which environments submit and the trainer trains on.
 
-Legend: a *group* holds the completions sampled for one prompt. `tokens[i]`, `masks[i]` and
-`inference_logprobs[i]` have one length: prompt followed by completion.
+A *group* holds the completions of one prompt. `tokens[i]`, `masks[i]` and `inference_logprobs[i]`
+have the same length: prompt followed by completion.
 
     tokens              [ 5,    6,    7,    90,   91 ]      prompt 5 6 7, completion 90 91
     masks               [-100, -100, -100,  90,   91 ]
@@ -34,9 +34,9 @@ _MAX_PROBLEMS = 20
 
 
 class FreeFormFields(WireModel):
-    """What of a scored group has no shape of its own. Its numbers are finite: JSON has no NaN.
+    """Fields of a scored group without a fixed structure. All numbers must be finite.
 
-    A number under `temperature`, where trainers look for it, is 0 or one to divide logits by.
+    A number under `temperature` must be 0 or large enough to divide logits by.
     """
 
     messages: Rows[Rows[dict[str, Any]]] | None = None
@@ -87,11 +87,11 @@ class FreeFormFields(WireModel):
 class ScoredGroup(FreeFormFields):
     """`POST /scored_data`: the completions of one prompt with their scores.
 
-    Empty optional lists mean "absent": upstream environments send them. Numbers are within
-    float32's range; inside the free-form fields they are finite: JSON has no NaN.
+    An empty optional list means "absent", because Atropos environments send empty lists. Numbers
+    must be within float32's range, or finite in the free-form fields.
 
-    `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: a teacher's choices at
-    every position of `tokens`, prompt included. k may differ by position, down to none.
+    `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: a teacher model's k most
+    likely tokens at every position of `tokens`, prompt included. k may differ, and may be 0.
     """
 
     tokens: Rows[Rows[TokenId]]
@@ -158,11 +158,11 @@ class ScoredGroup(FreeFormFields):
                     yield f"{name}[{i}]: {len(row)} values for {len(tokens)} tokens"
 
     def _distillation(self) -> Iterator[str]:
-        """The two fields are one table: a token id for each log-probability."""
+        """Check that there is one token id for each logprob."""
         ids, logprobs = self.distill_token_ids or [], self.distill_logprobs or []
         if bool(ids) != bool(logprobs):
             missing = "distill_logprobs" if ids else "distill_token_ids"
-            yield f"{missing}: absent, while its counterpart is given"
+            yield f"{missing}: absent; distill_token_ids and distill_logprobs must come together"
         for i, rows in enumerate(zip(ids, logprobs, strict=False)):
             for j, (at_ids, at_logprobs) in enumerate(zip(*rows, strict=False)):
                 if len(at_ids) != len(at_logprobs):
@@ -173,7 +173,7 @@ class ScoredGroup(FreeFormFields):
 
 
 def _refuse(problems: Iterator[str]) -> None:
-    """Raise one `ValueError` that lists every problem; the list is cut when it is very long."""
+    """Raise one `ValueError` that lists all problems, up to `_MAX_PROBLEMS`."""
     listed = list(islice(problems, _MAX_PROBLEMS))
     if not listed:
         return
@@ -184,17 +184,19 @@ def _refuse(problems: Iterator[str]) -> None:
 
 def _bad_temperatures(where: str, holder: dict[str, Any] | None) -> Iterator[str]:
     value = (holder or {}).get("temperature")
-    if not isinstance(value, int | float) or not value:  # trainers refuse those that are none
+    if (
+        not isinstance(value, int | float) or not value
+    ):  # trainers reject values that are not numbers
         return
     if not MIN_TEMPERATURE <= abs(value) <= FLOAT32_MAX:
         yield (
-            f"{where}temperature is neither 0 nor between {MIN_TEMPERATURE:g} and "
-            f"{FLOAT32_MAX:.2g}: gradients through logits that are divided by it leave float32"
+            f"{where}temperature must be 0 or between {MIN_TEMPERATURE:g} and "
+            f"{FLOAT32_MAX:.2g}: other values make gradients overflow float32"
         )
 
 
 def _non_finite_paths(root: Any) -> Iterator[str]:
-    """Where a NaN, an infinity or an integer beyond floats hides in parsed JSON: `[0].reward`."""
+    """Paths of every NaN, infinity or too large integer in parsed JSON, e.g. `[0].reward`."""
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:
         path, value = pending.pop()
@@ -207,28 +209,31 @@ def _non_finite_paths(root: Any) -> Iterator[str]:
 
 
 class RewardSample(WireModel):
-    """Rewards of everything graded since the environment's previous group, this one and the
-    dropped ones included. Groups alone give a biased mean: those whose scores are all equal never
-    reach the trainer."""
+    """Sum and number of all rewards since the environment's previous group, with dropped groups.
+
+    The mean over submitted groups alone is biased, because environments drop groups whose scores
+    are all equal.
+    """
 
     sum: Float32
     count: Count
 
 
 class RolloutFacts(WireModel):
-    """What our environments say about a group's making, inside `group_overrides`: run-api drops
-    unknown top-level fields. The keys are free for others to use, so what does not fit counts as
-    not said.
+    """Facts about how a group was sampled, which our environments add to `group_overrides`.
+
+    run-api would drop unknown top-level fields. Other environments may use the same keys with
+    another meaning, so invalid values count as absent.
     """
 
     policy_version: list[tuple[PolicyVersion, PolicyVersion]] = Field(default_factory=list)
     """[(first, last), ...]: the versions that sampled each completion's first and last token."""
     generation_seconds: Float32 | None = None
-    """How long the group's one generation request took."""
+    """Duration of the generation request, which sampled the whole group."""
     reward_sample: RewardSample | None = None
 
     def on_the_wire(self) -> dict[str, Any]:
-        """The entries for `group_overrides`: what was said, and nothing else."""
+        """The entries for `group_overrides`: only fields that were set."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The layers around the application, one by one. Over HTTP: `test_run_api_operations`."""
+"""Each middleware on its own. `test_run_api_operations` tests them over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answering(status: int) -> ASGIApp:
 
 
 async def exchange(app: ASGIApp, *headers: tuple[bytes, bytes], path: str = "/status") -> Message:
-    """The start of the answer to a GET whose body never comes."""
+    """The start of the answer to a GET request whose body must not be read."""
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -64,7 +64,7 @@ async def test_any_other_token_is_refused_and_no_body_is_read(given: list[str]) 
     assert answer["status"] == 401
 
 
-BROWSER = (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)")  # PowerShell says the same
+BROWSER = (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)")  # PowerShell gives the same result
 
 
 def sent_to(host: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
@@ -72,7 +72,7 @@ def sent_to(host: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def fetched(site: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """As browsers ask where they trust the address: loopback, or over TLS."""
+    """Browsers send this header to loopback addresses and over TLS."""
     return [BROWSER, (b"sec-fetch-site", site.encode()), *more]
 
 

@@ -1,4 +1,4 @@
-"""The schema of a body accepts the values that pydantic accepts, and no others."""
+"""The schema of a body accepts exactly the values that pydantic accepts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLACES: list[tuple[type[BaseModel], Path]] = [
     (ScoredGroup, ["generation_params"]),
     *((ScoredGroup, path) for path in (["tokens", 0, 0], ["masks", 0, 0], ["scores", 0])),
 ]
-"""One place for each type of a field."""
+"""One example of a place for each type of field."""
 BOUNDS = (-101, -100, -2, -1, 0, 1, 2**16, 2**31, 10**9)
 VALUES = st.one_of(
     st.sampled_from(["null", "true", "2.0", "2e2", "0.5", "[]", "[1]", "{}"]),
@@ -68,7 +68,7 @@ def accepts(model: type[BaseModel], text: str) -> bool:
 
 
 def spelled(model: type[BaseModel], path: Path, literal: str) -> str:
-    """The model's body with one value replaced by what may be no JSON that Python could write."""
+    """The model's body with one value replaced, perhaps by text that is not valid JSON."""
     body: Any = json.loads(json.dumps(BODIES[model]))
     holder = body
     for step in path[:-1]:
@@ -78,7 +78,7 @@ def spelled(model: type[BaseModel], path: Path, literal: str) -> str:
 
 
 def verdicts(model: type[BaseModel], path: Path, literal: str) -> tuple[bool, bool]:
-    """What the schema says, and what the record does."""
+    """Whether the schema accepts the body, and whether the record does."""
     text = spelled(model, path, literal)
     return SCHEMAS[model].is_valid(json.loads(text)), accepts(model, text)
 
@@ -92,6 +92,6 @@ def test_the_schema_and_the_record_agree(
 ) -> None:
     declared, accepted = verdicts(model, path, value)
     assert declared == accepted
-    # some unusual spellings of numbers are accepted beyond what is declared: never the reverse
+    # the record also accepts some unusual spellings of numbers, but never less than the schema
     declared, accepted = verdicts(model, path, json.dumps(text))
     assert accepted or not declared

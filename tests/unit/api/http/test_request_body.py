@@ -1,4 +1,4 @@
-"""Decompression of bodies."""
+"""Request bodies are decompressed within limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_members_are_not_counted() -> None:
 @pytest.mark.parametrize("read", [inflate, inflate_member])
 def test_gzip_that_is_cut_or_damaged_is_refused(read: Callable[[bytes, int], bytes]) -> None:
     cut = [MEMBER[:end] for end in range(1, len(MEMBER))]
-    damaged = MEMBER[:-8] + bytes([MEMBER[-8] ^ 0x55]) + MEMBER[-7:]  # the checksum
+    damaged = MEMBER[:-8] + bytes([MEMBER[-8] ^ 0x55]) + MEMBER[-7:]  # damages the checksum
     for body in (*cut, damaged, b"{}", b"\0" + MEMBER):
         with pytest.raises(Refused, match="not valid gzip") as refused:
             read(body, 1000)

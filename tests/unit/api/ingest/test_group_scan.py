@@ -1,4 +1,4 @@
-"""The scan accepts nothing that the record refuses, and reads the same from what it accepts."""
+"""`scan_group` accepts no group that `ScoredGroup` rejects, and reads the same values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def usual(sequences: int = 2) -> Json:
-    """A group as environments send it."""
+    """A group in the usual form."""
     each = range(sequences)
     return {
         "tokens": [[5, 6, 90 + i, 91] for i in each],
@@ -51,7 +51,7 @@ def as_record(text: bytes) -> ScoredGroup | None:
 
 
 def reads_as_the_record(text: bytes) -> bool:
-    """Whether the scan recognises the text; asserts that the record reads the same from it."""
+    """Whether `scan_group` accepts the text; if so, `ScoredGroup` must read the same values."""
     facts = scan_group(text)
     if facts is None:
         return False
@@ -104,7 +104,7 @@ def test_text_that_is_no_plain_object_is_not_recognised(text: bytes) -> None:
 
 
 def paths(value: Any) -> Iterator[list[Any]]:
-    """Where the values of a group are, at any depth."""
+    """The paths of all values of a group, at any depth."""
     keys = value if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield [key]
@@ -158,7 +158,7 @@ def test_the_record_reads_the_same_from_whatever_is_recognised(
 ) -> None:
     group = usual()
     for path, action, value in damages:
-        with suppress(LookupError, TypeError):  # the damage before it took the place away
+        with suppress(LookupError, TypeError):  # earlier damage removed this place
             damage(group, path, action, copy.deepcopy(value))
     text = bytearray(encoded(group))
     if typo is not None and typo[0] < len(text):

@@ -1,4 +1,4 @@
-"""Planning: exact batches that hold the minimums, oldest first, never a stall where one exists."""
+"""`plan_batch` finds the oldest exact batch with all minimums, whenever one exists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_plan(sizes: list[int], batch_size: int, planned: list[int] | None) -> N
 
 
 def oldest_valid(queue: list[Bundle], batch_size: int, least: Least) -> list[int] | None:
-    """The same by trying every subset."""
+    """The same result, found by trying every subset."""
     valid = []
     for count in range(1, len(queue) + 1):
         for subset in combinations(queue, count):
@@ -60,7 +60,7 @@ def test_a_plan_is_the_oldest_of_all_valid_batches(
 def test_bundles_behind_a_batch_of_each_kind_do_not_matter(
     queue: list[Bundle], batch_size: int, least: Least
 ) -> None:
-    """The store relies on it: it reads no further."""
+    """The store depends on this, because it reads only those bundles."""
     seen: Counter[Kind] = Counter()
     head = []
     for candidate in queue:
@@ -71,7 +71,7 @@ def test_bundles_behind_a_batch_of_each_kind_do_not_matter(
 
 
 def test_a_deep_queue_with_many_minimums_is_planned() -> None:
-    """20 environments, each with as much as fills a batch, and one that has to have more."""
+    """20 environments with a batch's worth of groups each, and one with a minimum."""
     queue = [bundle(i, i % 20, 8) for i in range(20 * 128)]
     least = {Kind(env_id, 8): 6 for env_id in range(20)} | {Kind(3, 8): 14}
     planned = plan(queue, 1024, least)

@@ -1,4 +1,4 @@
-"""The formulas of `/status-env`, worked by hand, and where a run would stand still by them."""
+"""The formulas of `/status-env`, calculated by hand, and the cases that would stop a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counters(
     batch_size: int = 16,
     fill: Fill = EMPTY,
 ) -> RunCounters:
-    """`queued`: groups by sender and size."""
+    """`queued`: number of groups by sender and size."""
     kinds = {Kind(*kind): n for kind, n in queued.items()}
     return RunCounters(7, batch_size, kinds, max_group_size, fill, num_steps=50)
 
@@ -47,7 +47,7 @@ def test_one_environment() -> None:
 
 def test_groups_of_others_beyond_their_minimum_count_in_whole_packs() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2)]
-    # 1: ceil(12 / 4) * 4 - int(16 * 0.25) = 8; 2: ceil(5 / 4) * 4 = 8; nobody's: 4
+    # 1: ceil(12 / 4) * 4 - int(16 * 0.25) = 8; 2: ceil(5 / 4) * 4 = 8; unregistered: 4
     state = counters({(0, 4): 1, (1, 4): 3, (2, 4): 1, (2, 1): 1, (None, 4): 1})
     status = status_of(0, environments, state)
     assert status.queue_size == (4 + 8 + 8 + 4) // 4
@@ -77,7 +77,7 @@ def test_weight(environments: list[Environment], weight: float) -> None:
 
 
 def test_nobody_pauses_for_data_of_which_no_batch_can_be_formed() -> None:
-    """4 + 4 + 6 sequences and a batch of 12: by the formula each would see a batch and pause."""
+    """With 4 + 4 + 6 sequences for a batch of 12, each would see a full batch and pause."""
     environments = [environment(0, group_size=4), environment(1, group_size=6)]
     stuck = counters({(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
     assert queue_sizes(environments, stuck) == [8 // 4, 6 // 6]
@@ -88,7 +88,7 @@ def test_nobody_pauses_for_data_of_which_no_batch_can_be_formed() -> None:
 def test_only_those_whose_minimum_is_missing_go_on() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2, minimum=0.25)]
     held_back = counters({(0, 4): 9, (1, 4): 1})
-    # 0: own 36 + 1's groups beyond its minimum; 1: its own 4 + 36; 2: nothing of its own
+    # 0: its own 36 + 1's groups beyond its minimum; 1: its own 4 + 36; 2: no own groups
     assert queue_sizes(environments, held_back) == [9, 10, 0]
 
 

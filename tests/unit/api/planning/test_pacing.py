@@ -1,4 +1,4 @@
-"""Environments that pause by `/status-env`, a trainer that takes batches: nobody waits for ever."""
+"""Environments that pause by `/status-env` and a trainer never wait for each other forever."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOTHING = Fill(groups=0, stored_bytes=0)
 UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
-"""The tightest bound an environment may set: it pauses as soon as it sees one batch."""
+"""The smallest limit of an environment: it pauses when it sees one batch."""
 SPEEDS = (0.05, 0.3, 1.0)
 
 
 class SimulatedRun:
-    """The decisions of run-api, without Redis or HTTP."""
+    """run-api's planning, without Redis or HTTP."""
 
     def __init__(self, batch_size: int, environments: list[Environment]) -> None:
         self.batch_size = batch_size
@@ -38,7 +38,7 @@ class SimulatedRun:
         )
 
     def may_send(self, own: Environment) -> bool:
-        """As Atropos environments and ours pause."""
+        """The rule by which Atropos environments and ours pause."""
         queue_size = environment_status(own, self.view(), UNLIMITED).queue_size
         size = own.registration.group_size
         return queue_size * size < BATCHES_OFF_POLICY * self.batch_size
@@ -56,7 +56,7 @@ class SimulatedRun:
 
 @st.composite
 def runs(draw: st.DrawFn) -> SimulatedRun:
-    """Group sizes that can be served beside each other, minimums that may not fit together."""
+    """Group sizes that fit one batch together, with minimums that may not fit."""
     batch_size = draw(st.sampled_from([8, 12, 16, 24, 40]))
     divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     sizes = draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=4))

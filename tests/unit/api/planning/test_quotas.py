@@ -1,4 +1,4 @@
-"""Minimum allocations: what a batch has to hold, and how far that is scaled down."""
+"""Minimum allocations of a batch, and how far they are scaled down."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARES = st.lists(
 def groups_asked(
     batch_size: int, *shares: tuple[int, float], queued: dict[Kind, int] | None = None
 ) -> list[int]:
-    """Groups that each (group_size, minimum) is granted."""
+    """Minimum number of groups for each (group_size, minimum)."""
     asked = [Share(env_id, size, minimum) for env_id, (size, minimum) in enumerate(shares)]
     least = demand(batch_size, asked, queued or {}).least
     return [least.get(share.kind, 0) for share in asked]
@@ -50,7 +50,7 @@ def test_queued_data_of_others_may_be_what_makes_a_minimum_fit() -> None:
 
 
 def can_hold(sizes: list[int], least: list[int]) -> bool:
-    """Some numbers of groups, none below its least, fill the batch: by trying all."""
+    """Whether any numbers of groups, each at least its minimum, fill the batch; tries all."""
     ranges = [range(n, BATCH_SIZE // s + 1) for s, n in zip(sizes, least, strict=True)]
     return not sizes or any(
         sum(n * s for n, s in zip(numbers, sizes, strict=True)) == BATCH_SIZE

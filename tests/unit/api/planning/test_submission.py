@@ -1,4 +1,4 @@
-"""Where groups go: queue or buffer, which are refused, and which sizes a run can serve."""
+"""Groups go to the queue or a buffer, or are rejected; some batch sizes fit no run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def arrivals(*sizes: int, env_id: int | None = ENV) -> list[Arrival]:
 
 
 def state(*buffered: int, group_size: int = 4) -> IntakeState:
-    """Batches of 8; the parts 0, 1, ... wait."""
+    """A run with batches of 8 and buffered parts 0, 1, ..."""
     buffer = tuple(stored(i, size) for i, size in enumerate(buffered))
     return IntakeState(8, {ENV: group_size}, {ENV: buffer})
 
 
 def bundles(placement: Placement) -> list[list[int]]:
-    """Ids of the groups in each bundle."""
+    """The group ids of each bundle."""
     return [[group.id for group in bundle.groups] for bundle in placement.bundles]
 
 
@@ -61,7 +61,7 @@ def test_a_list_is_placed_in_its_order() -> None:
 
 
 def oldest_that_complete(parts: Buffer, group_size: int) -> list[int] | None:
-    """Ids of the parts that a group is made of: by trying every subset."""
+    """Ids of parts that add up to a group, found by trying every subset."""
     exact = [
         [part.id for part in subset]
         for count in range(1, len(parts) + 1)

@@ -1,4 +1,4 @@
-"""What clients of the inference server send with every request."""
+"""Clients of the inference server send the API key with every request."""
 
 from __future__ import annotations
 

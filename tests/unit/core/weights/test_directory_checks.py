@@ -1,4 +1,4 @@
-"""Directories of weights: which are served from, and which are refused."""
+"""Valid directories of weights are accepted, the others are rejected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nothing_outside_the_root_is_taken(adapter: Path, name: str) -> None:
     outside = root.parent / "adapter-outside"
     outside.mkdir()
     (root / "link").symlink_to(outside)
-    with pytest.raises(UnusableWeights, match="is not below"):
+    with pytest.raises(UnusableWeights, match="is not in"):
         check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
 
 
@@ -71,20 +71,20 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
             check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
     with pytest.raises(FileNotFoundError):
         directory_digest(root / "gone")
-    (adapter / "\udcff").touch()  # a byte that is no text
+    (adapter / "\udcff").touch()  # a byte that is not UTF-8
     assert checked(adapter, directory_digest(adapter))
 
 
 def test_half_written_weights_are_refused(adapter: Path) -> None:
     (adapter / ADAPTER_WEIGHTS).unlink()
-    with pytest.raises(UnusableWeights, match=f"no {ADAPTER_WEIGHTS}: not a whole adapter"):
+    with pytest.raises(UnusableWeights, match=f"{ADAPTER_WEIGHTS} missing, so it is not"):
         checked(adapter)
-    with pytest.raises(UnusableWeights, match=rf"no {MODEL_CONFIG}, no \*\.safetensors"):
+    with pytest.raises(UnusableWeights, match=rf"{MODEL_CONFIG}, \*\.safetensors missing"):
         checked(adapter, kind=WeightKind.CHECKPOINT)
 
 
 def test_other_bytes_than_announced_are_refused(adapter: Path) -> None:
-    with pytest.raises(UnusableWeights, match="announced 0000"):
+    with pytest.raises(UnusableWeights, match="the trainer sent 0000"):
         checked(adapter, "0" * 64)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the weight socket. Granted memory: `test_shared_weights`."""
+"""The trainer's end of the weight socket. `test_shared_weights` tests granted memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_core.weights.socket import connect_weights
 
 @contextmanager
 def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
-    """Sends the bytes to the first who connects, and closes."""
+    """Sends the bytes to the first connection and closes it."""
     path = directory / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -32,7 +32,10 @@ def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(BrokenPipeError):  # it may leave at once
+            with (
+                connection,
+                contextlib.suppress(BrokenPipeError),
+            ):  # the client may be gone
                 connection.sendall(content)
 
         thread = threading.Thread(target=serve)
@@ -57,9 +60,9 @@ NO_DESCRIPTOR = framed(GRANT.model_dump_json())
     [
         pytest.param(b"\0\0\0\x20cut", ServiceUnavailable, "the server is ending", id="cut"),
         pytest.param(framed('{"refused": "no"}'), ServiceUnavailable, ": no", id="refused"),
-        pytest.param(b"HTTP/1.1", ProtocolViolation, "not plausible", id="an endless frame"),
+        pytest.param(b"HTTP/1.1", ProtocolViolation, "above the limit", id="an endless frame"),
         pytest.param(framed("{}"), ProtocolViolation, "weight socket: ", id="no grant"),
-        pytest.param(NO_DESCRIPTOR, ProtocolViolation, "with 0 descriptors", id="no memory"),
+        pytest.param(NO_DESCRIPTOR, ProtocolViolation, "with 0 file descriptors", id="no memory"),
     ],
 )
 def test_each_way_to_get_no_grant_has_its_error(
@@ -76,7 +79,7 @@ def test_a_server_of_another_user_is_refused(
     monkeypatch.setattr("os.getuid", lambda: 4321)
     with (
         server_that_sends(framed('{"refused": "no"}'), tmp_path) as path,
-        pytest.raises(ProtocolViolation, match=f"user {own} .* trainer's is 4321"),
+        pytest.raises(ProtocolViolation, match=f"user {own}, the trainer as 4321"),
     ):
         connect_weights(path)
 

@@ -18,7 +18,7 @@ def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSetting
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command line that ends with status 2 writes."""
+    """The error output of a command line that ends with status 2."""
     with pytest.raises(SystemExit) as caught:
         load_env_settings(arguments)
     assert caught.value.code == 2
@@ -65,7 +65,7 @@ def test_the_words_of_atropos_are_understood_and_the_command_line_wins_over_the_
 
     assert (settings.group_size, settings.steps, settings.max_concurrent_groups) == (6, 120, 24)
     assert (settings.drop_equal_scores, settings.weight) == (False, -1)
-    # Unset: the model's tokenizer, the task's name.
+    # By default the tokenizer is the model's, and the name is the task's.
     assert (settings.tokenizer_name, settings.display_name) == ("m", "gsm8k")
     assert "no effect here: env.batch_size, env.start_tok_length" in capsys.readouterr().err
 

@@ -101,7 +101,7 @@ async def test_a_completion_may_take_as_long_as_its_request(
         await pool.generate(PROMPT)
     first, second = (each["read"] for each in waits)
     assert first == pytest.approx(7200.0, rel=0.1)
-    assert second < first  # what is left
+    assert second < first  # the remaining time
     assert [each["connect"] for each in waits] == [CONNECT_S] * 2
 
 

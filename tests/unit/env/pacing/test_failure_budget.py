@@ -1,4 +1,4 @@
-"""What counts seconds, by a clock that the test moves."""
+"""Deadlines in seconds, measured by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_stall_is_allowed_until_the_deadline() -> None:
     clock = Clock()
     stall = StallDetector(10.0, clock)
     stall.observe(step=3, idle=True)
-    # A step, or work to do, starts the count again.
+    # A new step, or work in progress, restarts the deadline.
     for step, idle in ((4, True), (4, False), (4, True)):
         clock.now += 9.9
         stall.observe(step, idle)

@@ -35,13 +35,13 @@ def decide(
 @pytest.mark.parametrize(
     ("step", "queue", "load", "expected"),
     [
-        # Three batches of 64 are 24 groups of 8.
+        # Three batches of 64 sequences are 24 groups of 8.
         (0, 0, Load(0), 24),
         (0, 10, Load(10), 4),
         (0, 10, Load(10, sent_since_status=4), 0),
-        # Near the end: one batch left and one of margin are 16 groups.
+        # Near the end, one remaining batch and one batch of margin are 16 groups.
         (49, 0, Load(0), 16),
-        # A full queue is no reason to stop while a batch is still to be delivered.
+        # A queue that holds enough does not complete the run until the last batch is delivered.
         (49, 100, Load(0), 0),
     ],
 )
@@ -88,19 +88,19 @@ def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
 
 @pytest.mark.parametrize(
     ("queue", "own", "in_flight", "expected"),
-    # If the queue as a whole is short, there is more to do than the own share.
+    # If the whole queue is short, the environment starts more than its own share.
     [(24, 4, 0, 2), (24, 4, 2, 0), (10, 6, 0, 14)],
 )
 def test_an_own_share_is_filled_however_much_the_others_have_queued(
     queue: int, own: int, in_flight: int, expected: int
 ) -> None:
-    # A quarter of the 24 groups that three batches hold are 6.
+    # Three batches hold 24 groups, and a quarter of them is 6.
     env = ENV.model_copy(update={"min_batch_allocation": 0.25})
     assert decide(Load(in_flight), env=env, queue_size=queue, self_queue_size=own) == expected
 
 
 def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:
-    # 1 x 12 sequences is one whole group of 8, which can never fill a batch.
+    # A bound of 12 sequences is one whole group of 8, which can never fill a batch.
     trainer = TrainerInfo(batch_size=12, max_token_len=10)
     env = ENV.model_copy(update={"max_batches_offpolicy": 1})
     assert decide(Load(0), trainer=trainer, env=env) == 2

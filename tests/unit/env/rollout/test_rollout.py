@@ -71,7 +71,7 @@ async def test_one_request_makes_one_aligned_group() -> None:
     ]
     overrides = group.group_overrides
     assert overrides is not None
-    # Of each completion, the policy versions of its first and its last token.
+    # For each completion, the policy versions of its first and last token.
     assert overrides["policy_version"] == [[[1, 0], [1, 1]], [[1, 1], [1, 2]]]
     assert overrides["generation_seconds"] > 0.0
     assert outcome.rewards == (1.0, 0.0)
@@ -79,7 +79,7 @@ async def test_one_request_makes_one_aligned_group() -> None:
 
 
 async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_rewards() -> None:
-    # Prompt 3 + completion 2 = 5 tokens.
+    # A prompt of 3 tokens and a completion of 2 are 5 tokens.
     outcome, server = await sample(SEVEN_OR_EIGHT, max_token_length=5)
 
     assert server.bodies("POST /generate")[0]["max_tokens"] == 2
@@ -91,7 +91,7 @@ async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_re
 
 
 class NotGradable:
-    """Grades "nan" and "inf" as such, any other number as itself; refuses "?"."""
+    """The score is the answer's number, including "nan" and "inf"; "?" raises `ValueError`."""
 
     messages: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 
@@ -120,7 +120,7 @@ async def test_an_aborted_completion_is_not_graded() -> None:
 
 
 class WatchedItem:
-    """Remembers what it was asked to grade; grades nothing before it may."""
+    """Records the answers to grade, and grades them when the test allows it."""
 
     messages: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 
@@ -165,7 +165,7 @@ def completion(token_ids: list[int], logprobs: list[float]) -> Completion:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e-5])
 def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
-    """Rounding may lift a log-probability to 1e-6 above 0."""
+    """Rounding may raise a logprob to 1e-6 above 0."""
     broken = completion([3, 3, 3], [-0.1, 1e-6, bad])
     with pytest.raises(MisalignedCompletion) as caught:
         align_group([1], [completion([2], [-0.1]), completion([], []), broken])

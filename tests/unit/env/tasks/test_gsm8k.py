@@ -42,7 +42,7 @@ FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it 
 
 
 def same_text(answer: str, gold: str) -> bool:
-    """Stands for the grading process, which has tests of its own."""
+    """Stands in for the grading process, which has its own tests."""
     if "^" in answer:
         raise NotGraded(f"{answer!r}: not graded within 2 s")
     return answer == gold
@@ -62,7 +62,7 @@ def asked(share: float = 0.3) -> AskedProblem:
         ("it is 11", True, 0.1),
         ("#### 18\nGood luck!", True, 1.0),
         ("no idea", True, 0.0),
-        # Cut off in its last line, whose number may lack digits.
+        # The answer is cut off in its last line, so the number may lack digits.
         ("#### 18", False, 0.0),
         ("#### 18\n#### 1", False, 1.0),
     ],
@@ -156,7 +156,7 @@ def test_what_is_neither_a_directory_nor_a_hub_id_or_is_empty_is_named(tmp_path:
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:
-    """The real process; a machine that is merely busy never reaches its deadline."""
+    """The real process, with a deadline that even a busy machine meets."""
     before = set(active_children())
     with MathGrader(deadline_s=60.0) as grader:
         yield grader

@@ -1,4 +1,4 @@
-"""Items, their order, and their prompts."""
+"""The tasks' items, their order and their prompts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
 
     text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
-    # Two starts and one end are one token each, every other character is a byte.
+    # Two start marks and one end mark are one token each; every other character is one token.
     assert len(token_ids) == 3 + len("user\n3+4=" + "\n" + "assistant\n")
 
 

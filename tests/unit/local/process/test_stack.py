@@ -52,11 +52,16 @@ def stack(tmp_path: Path, stop_request: StopRequest) -> Iterator[Stack]:
         yield stack
 
 
-def test_a_service_is_started_once_the_previous_one_is_healthy(stack: Stack) -> None:
-    answers = iter([False, False, True])
-    stack.start(script("first", SLEEP, healthy=lambda: next(answers)))
+def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Stack) -> None:
+    answers, ready = iter([False, False, True]), []
+
+    def first_is_healthy() -> bool:
+        return is_alive(stack.process("second").pid) and next(answers)
+
+    services = [script("first", SLEEP, healthy=first_is_healthy), script("second", SLEEP)]
+    stack.start(services, lambda service, _seconds: ready.append(service.name))
     assert next(answers, None) is None, "it was asked until it was healthy"
-    assert is_alive(stack.process("first").pid)
+    assert ready == ["first", "second"]
 
 
 def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +73,8 @@ def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "health").write_text("ok")
         server = [*(sys.executable, "-m", "http.server", base.rpartition(":")[2])]
         options = ["--bind", "127.0.0.1", "--directory", str(tmp_path)]
-        stack.start(Service("server", [*server, *options], lambda: probe.answers(base), FOREVER_S))
+        command = [*server, *options]
+        stack.start([Service("server", command, lambda: probe.answers(base), FOREVER_S)])
         assert not probe.has_environment(base, "gsm8k_hard")  # 404
         for content, registered in (("[]", False), (environments, True)):
             (tmp_path / "environments").write_text(content)
@@ -82,7 +88,7 @@ def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.Monk
 def test_death_while_starting_names_the_log_and_shows_its_end(stack: Stack) -> None:
     code = "print(*range(100), sep='\\n'); print('out of luck'); raise SystemExit(3)"
     with pytest.raises(ProcessFailed) as failure:
-        stack.start(script("doomed", code, healthy=lambda: False))
+        stack.start([script("doomed", code, healthy=lambda: False)])
     message = str(failure.value)
     assert message.startswith("doomed ended with status 3 while starting; see ")
     assert "logs/doomed.log" in message
@@ -91,21 +97,21 @@ def test_death_while_starting_names_the_log_and_shows_its_end(stack: Stack) -> N
 
 def test_a_deadline_that_passes_is_a_failure(stack: Stack) -> None:
     with pytest.raises(ProcessFailed, match=r"slow not healthy after 0\.2 s; see .*slow\.log"):
-        stack.start(script("slow", SLEEP, healthy=lambda: False, deadline_s=0.2))
+        stack.start([script("slow", SLEEP, healthy=lambda: False, deadline_s=0.2)])
 
 
 def test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one(
     stack: Stack, tmp_path: Path
 ) -> None:
     waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
-    stack.start(script("early", f"{waits}print('bye')", tmp_path / "go on"))
+    stack.start([script("early", f"{waits}print('bye')", tmp_path / "go on")])
 
     def not_yet() -> bool:
         (tmp_path / "go on").touch()
         return False
 
     with pytest.raises(ProcessFailed, match=r"early ended with status 0; see .*\nbye"):
-        stack.start(script("late", SLEEP, healthy=not_yet))
+        stack.start([script("late", SLEEP, healthy=not_yet)])
 
 
 def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack) -> None:
@@ -113,9 +119,9 @@ def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack) -> N
         stack.process("good").wait(FOREVER_S)
         return False
 
-    stack.start(script("good", "", may_finish=True, healthy=not_healthy_when_it_has_ended))
+    stack.start([script("good", "", may_finish=True, healthy=not_healthy_when_it_has_ended)])
     stack.check()
-    stack.start(script("bad", "raise SystemExit(2)", may_finish=True))
+    stack.start([script("bad", "raise SystemExit(2)", may_finish=True)])
     stack.process("bad").wait(FOREVER_S)
     with pytest.raises(ProcessFailed, match="bad ended with status 2; see"):
         stack.check()
@@ -127,12 +133,12 @@ def test_a_job_is_waited_for_until_it_has_ended(stack: Stack, tmp_path: Path) ->
     def job(name: str, code: str) -> Service:
         return script(name, code, made, healthy=lambda: False, may_finish=True)
 
-    stack.start(job("good", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"))
+    stack.start([job("good", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")])
     assert made.exists()
     stack.check()
     failure = r"bad ended with status 1 while starting; see .*bad\.log\nno disk"
     with pytest.raises(ProcessFailed, match=failure):
-        stack.start(job("bad", "raise SystemExit('no disk')"))
+        stack.start([job("bad", "raise SystemExit('no disk')")])
 
 
 def test_leaving_ends_every_descendant_and_no_stranger(
@@ -145,7 +151,7 @@ def test_leaving_ends_every_descendant_and_no_stranger(
 
     with unrelated_process() as bystander:
         with Stack(tmp_path / "logs", stop_request) as stack:
-            stack.start(script("family", FAMILY, pid_file, healthy=family_is_complete))
+            stack.start([script("family", FAMILY, pid_file, healthy=family_is_complete)])
             started = [stack.process("family").pid, *map(int, pid_file.read_text().split())]
             assert all(is_alive(pid) for pid in started)
         assert not any(is_alive(pid) for pid in started)
@@ -167,7 +173,7 @@ def test_services_end_in_reverse_order(tmp_path: Path, stop_request: StopRequest
     with Stack(tmp_path / "logs", stop_request, grace_s=FOREVER_S) as stack:
         for name in "abc":
             ready = tmp_path / name
-            stack.start(script(name, code, ready, order, name, healthy=ready.exists))
+            stack.start([script(name, code, ready, order, name, healthy=ready.exists)])
     assert order.read_text() == "cba"
 
 
@@ -184,7 +190,7 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
         Stack(tmp_path / "logs", request, interrupt_once_it_is_ready, FOREVER_S) as stack,
     ):
         with pytest.raises(StopRequested, match="SIGINT") as stopped:
-            stack.start(script("stubborn", stubborn, ready, healthy=lambda: False))
+            stack.start([script("stubborn", stubborn, ready, healthy=lambda: False)])
         assert stopped.value.exit_status == 130
         process = stack.process("stubborn")
         stack.stop()

@@ -1,4 +1,4 @@
-"""Advantages, log-probabilities and the objective against values worked by hand."""
+"""Advantages, logprobs and the loss equal values worked out by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_equal_scores_give_zeros(score: float, size: int) -> None:
 
 
 class FixedLogits(nn.Module):
-    """Answers every position with the logits (0, ln 9)."""
+    """A model that gives the logits (0, ln 9) at every position."""
 
     def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
         assert not use_cache
@@ -80,16 +80,16 @@ def judged(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        # -min(r A, clip(r) A); where the clipped term is smaller the gradient is 0, else -r A.
+        # -min(r A, clip(r) A); if the clipped term is smaller the gradient is 0, else -r A.
         (1.0, 2.0, -2.0, -2.0),
         (1.1, 2.0, -2.2, -2.2),
         (1.5, 2.0, -2.4, 0.0),  # min(3.0, 2.4)
-        (0.5, 2.0, -1.0, -1.0),  # min(1.0, 1.6): a good token that became rare is pulled back
+        (0.5, 2.0, -1.0, -1.0),  # min(1.0, 1.6): a good token that became rare is made likelier
         (1.0, -2.0, 2.0, 2.0),
         (0.9, -2.0, 1.8, 1.8),
         (0.5, -2.0, 1.6, 0.0),  # min(-1.0, -1.6)
-        # min(-3.0, -2.4). A maximum there, as in the archived trainer, has loss 2.4 and no
-        # gradient: nothing pushes the policy away from a bad token that became likelier.
+        # min(-3.0, -2.4). A maximum, as in the archived trainer, gives loss 2.4 and no gradient, so
+        # a bad token that became likelier stays likely.
         (1.5, -2.0, 3.0, 3.0),
     ],
 )
@@ -107,7 +107,7 @@ def test_masked_tokens_count_for_nothing_even_if_their_ratio_overflows() -> None
 
 
 def test_weights_and_advantages_belong_to_their_rows() -> None:
-    """Two sequences of 1 and 3 tokens, A = +1 and -1, all on policy: the halves cancel."""
+    """Two sequences of 1 and 3 fresh tokens, A = +1 and -1: the halves cancel."""
     weight = [[1 / 2, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]]
     loss, gradient, _ = judged([[0.0] * 3] * 2, [[0.0] * 3] * 2, [1.0, -1.0], weight)
     assert loss == pytest.approx(0.0, abs=1e-7)
@@ -142,7 +142,7 @@ def test_a_batch_without_trained_tokens_has_loss_zero_and_not_nan() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_a_ratio_that_would_overflow_stays_finite_with_its_gradient(advantage: float) -> None:
-    """A server logs -9999 for a token that the trainer finds likely."""
+    """A server may report -9999 for a token that the trainer finds likely."""
     behaviour = [[-9999.0, -1.0]]
     loss, gradient, sums = judged([[-0.1, -1.0]], behaviour, [advantage], [[0.5, 0.5]])
     assert math.isfinite(loss)

@@ -1,4 +1,4 @@
-"""A directory is written and removed as a whole, by one trainer at a time."""
+"""Directories are written and removed completely, by one trainer at a time."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.support.directories import names
 
 
 class Killed(BaseException):
-    """No handler of the product catches it, as none catches SIGKILL."""
+    """Stands for SIGKILL: no handler of the product catches it."""
 
 
 @contextmanager
 def killed_before_change(number: int | None) -> Iterator[list[str]]:
-    """The process ends right before its change of the disk with this number. The changes so far."""
+    """End the process just before its n-th change on disk; returns the changes so far."""
     changes: list[str] = []
 
     def unless_killed(change: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(target: Any, *others: Any, **options: Any) -> Any:
             if len(changes) == number:
                 if change is shutil.rmtree and Path(target).exists():
-                    next(Path(target).iterdir()).unlink()  # removed in part
+                    next(Path(target).iterdir()).unlink()  # partly removed
                 raise Killed
             changes.append(change.__name__)
             return change(target, *others, **options)
@@ -51,7 +51,7 @@ def write(target: Path, text: str) -> None:
 
 
 def found(target: Path) -> list[str]:
-    """After the next trainer took over: contents of the target, nothing else is there."""
+    """The target's contents after the next trainer has started; no other file may exist."""
     with hold_save_path(target.parent):
         pass
     assert set(names(target.parent)) <= {".lock", target.name}
@@ -85,7 +85,7 @@ def test_a_directory_is_whole_wherever_its_trainer_is_killed(
             assert found(target) == after
             break
     assert before in outcomes
-    assert outcomes == sorted(outcomes, key=[before, after].index)  # raises on any third
+    assert outcomes == sorted(outcomes, key=[before, after].index)  # raises on any other outcome
 
 
 def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A resumed trainer of a real adapter with dropout takes the same steps to the last bit.
+"""A resumed trainer of a real adapter with dropout takes exactly the same steps.
 
-On fixed batches, without a server. `test_updates.py` saves and restores every optimizer.
+It uses fixed batches and no server. `test_adamw.py` saves and restores the update rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.unit.trainer.tiny_policy import model_directory
 
 
 class Trainer:
-    """As `start.start_run` makes one, from the same seed."""
+    """Built like in `start.start_run`, from the same seed."""
 
     def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
         torch.manual_seed(chosen.seed)
@@ -32,7 +32,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:
-        """(loss, gradient norm) of each."""
+        """(loss, gradient norm) of each step."""
         taken = []
         for step in steps:
             batch = collated(group(), group(scores=[0.0, 1.0 + step]))

@@ -1,4 +1,4 @@
-"""When models and states are saved; no batch is acknowledged before it is on the disk."""
+"""Models and checkpoints are saved when due; batches are acknowledged only after a save."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def settings(**changes: Any) -> TrainerSettings:
     [
         (1, 0, (3, 10), Due((), False)),
         (3, 0, (3, 10), Due(("step_3",), True)),
-        (11, 10, (0, 10), Due((), False)),  # counted from the previous state,
-        (13, 3, (0, 10), Due((), True)),  # at whatever step that was
+        (11, 10, (0, 10), Due((), False)),  # counted from the previous checkpoint,
+        (13, 3, (0, 10), Due((), True)),  # whatever its step
         (100, 99, (50, 10), Due(("step_100", FINAL_MODEL), True)),
     ],
 )
@@ -61,7 +61,7 @@ def test_intervals_and_the_last_step_decide_when_to_save(
 
 @dataclass
 class Bench:
-    """A saver of a real model, and a run-api that notes what was on the disk at each
+    """A saver of a real model, and a run-api that records the files on disk at each
     acknowledgement."""
 
     saver: Saver
@@ -96,7 +96,7 @@ def on_disk(save_path: Path) -> list[str]:
 
 
 def take_steps(saver: Saver, steps: int) -> list[bool]:
-    """Begin a run; for each step, whether anything was saved."""
+    """Begin a run; returns for each step whether anything was saved."""
     saver.begin(START, is_saved=False)
     saved = []
     for step in range(1, steps + 1):
@@ -162,7 +162,7 @@ def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path)
 
 
 def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> None:
-    """In shared_vllm every parameter is a view into one storage."""
+    """As in shared_vllm, every parameter is a view into one storage."""
     source, saved = model_directory(tmp_path / "source"), tmp_path / "saved" / "final_model"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""A state holds everything: the steps after it are the same to the last bit."""
+"""A checkpoint is complete: the steps after a restore are exactly the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_steps_after_a_state_are_the_same_to_the_last_bit(
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=5))
 def test_the_two_states_that_were_saved_last_are_kept(steps: list[int]) -> None:
-    """A run that starts again in the same place saves lower steps."""
+    """A run that starts again in the same directory saves lower steps."""
     side = Side()
     with tempfile.TemporaryDirectory() as directory:
         store = StateStore(Path(directory))
@@ -76,7 +76,7 @@ def test_a_full_disk_is_named_and_leaves_the_previous_state(store: StateStore) -
 def test_a_state_comes_to_the_host_one_bounded_part_at_a_time(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a GPU: its copies on the host are counted."""
+    """Stands for tensors on a GPU, and counts their copies on the host."""
     copies: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -94,7 +94,7 @@ def test_a_state_comes_to_the_host_one_bounded_part_at_a_time(
         on_a_gpu.setattr(Tensor, "cpu", counted)
         saved = side.save(store)
     assert len(copies) > 5 * 400 * 3 * 4 // 1000
-    assert most <= 2 * 1000  # the next one is made before the previous one goes
+    assert most <= 2 * 1000  # the next copy is made before the previous one is freed
     written, held = (
         load_file(saved / TENSORS),
         side.optimizer.tensors(["first", "second", "unused"]),

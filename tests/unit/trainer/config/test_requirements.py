@@ -1,4 +1,4 @@
-"""Packages and the model are checked before anything is started."""
+"""Packages and the model are checked before any process starts."""
 
 from __future__ import annotations
 

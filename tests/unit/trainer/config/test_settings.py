@@ -1,4 +1,4 @@
-"""Options of the trainer: one error per mistake, secrets stay secret, modes read their own."""
+"""The trainer's options: one error per mistake, secrets stay secret, modes read their own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_secrets_come_from_variables_and_are_never_shown(
     chosen = load_settings(CommandLine, required, {**variables, variable: right})
     held = getattr(chosen, variable.lower())
     assert held.get_secret_value() == right
-    assert "a-secret" not in chosen.model_dump_json()  # W&B gets that
+    assert "a-secret" not in chosen.model_dump_json()  # W&B receives these
     with pytest.raises(SystemExit):
         load_settings(CommandLine, required, {**variables, variable: wrong})
     told = capsys.readouterr().err

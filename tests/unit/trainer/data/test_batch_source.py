@@ -1,4 +1,4 @@
-"""When a trainer gives up environments that have left, on a clock of the test."""
+"""The run ends if all environments have left; a fake clock replaces waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
     watch = EnvironmentWatch(60.0, clock=lambda: now[0])
     with capture_logs() as logs:
         watch.wait_started()
-        for _ in range(2):  # of a start before: those of this one are on their way
+        for _ in range(2):  # environments of an earlier start; the new ones are not up yet
             watch.check(GONE)
             sleep(1000.0)
         watch.wait_ended()  # one has sent a batch

@@ -31,12 +31,12 @@ def test_shift_padding_and_weights_by_hand() -> None:
 
 
 TOKEN = st.tuples(st.integers(0, VOCABULARY - 1), st.booleans(), st.floats(-9, 0, width=32))
-"""Its id, whether it is trained on, and its logprob."""
+"""A token's id, whether it is trained on, and its logprob."""
 
 
 @st.composite
 def any_group(draw: st.DrawFn) -> ScoredGroup:
-    """No first token is trained on; the second one of the first sequence is."""
+    """First tokens are never trained on; the second one of the first sequence is."""
     rows = draw(st.lists(st.lists(TOKEN, min_size=2, max_size=7), min_size=1, max_size=4))
     tokens = [[token for token, _, _ in row] for row in rows]
     masks = [[MASKED, *(t if is_on else MASKED for t, is_on, _ in row[1:])] for row in rows]
@@ -53,7 +53,7 @@ def any_group(draw: st.DrawFn) -> ScoredGroup:
 def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     groups: list[ScoredGroup], seq_len: int, micro_batch_size: int
 ) -> None:
-    """However the batch is cut into micro-batches."""
+    """The weights do not depend on the division into micro-batches."""
     batch = collated(*groups, seq_len=seq_len, micro_batch_size=micro_batch_size)
     sent = [
         [(place, *values) for place, values in enumerate(zip(*row, strict=True)) if place < seq_len]
@@ -72,8 +72,8 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
 
 
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
-    """A silenced sequence still counts in the mean that its sibling is scored against; advantages
-    that the environment sends do not."""
+    """A sequence with a zeroed advantage still counts in its group's mean; advantages from the
+    environment do not."""
     mixed = group(
         advantages=[[9.0], [9.0]],
         overrides=[{"temperature": 2.0}, {"set_advantage_to_zero": True}],
@@ -85,7 +85,7 @@ def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
 
 
 def test_origin_of_each_sequence() -> None:
-    """A version counts if it sampled the whole sequence and is named once per sequence."""
+    """A version counts only if it is given for every sequence and sampled all of it."""
     overrides = {"policy_version": [[[1, 4], [1, 5]], [[1, 5], [1, 5]]]}
     short = {"policy_version": [[[1, 5], [1, 5]]]}
     named = group(env_id=3, group_overrides=overrides)

@@ -1,5 +1,4 @@
-"""An unusable group is refused under the name of its cause; one is dropped and counted, and many
-end the run."""
+"""An unusable group is dropped under the name of its cause; many of them end the run."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
 
 def refusal(**changes: Any) -> UnusableGroup:
     with pytest.raises(UnusableGroup) as refused:
-        # unchecked: run-api refuses some of it
+        # unchecked: run-api would refuse some of these groups
         usable_group(4, group().model_copy(update=changes), LIMITS)
     return refused.value
 
@@ -193,7 +192,7 @@ def test_groups_that_differ_in_what_was_sampled_are_no_repeats() -> None:
 
 
 def test_a_lone_group_may_come_twice_once() -> None:
-    """An environment repeats a submission whose answer was lost."""
+    """An environment may repeat a submission after a lost answer."""
     batches = RecentBatches()
     assert batches.count_repeats([good(1)], step=0) == 0
     assert batches.count_repeats([good(1)], step=1) == 1

@@ -1,4 +1,4 @@
-"""A batch on which no step can be taken is kept and passed over as if it had never come."""
+"""A batch that cannot be trained on is kept in quarantine and skipped without a trace."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ HARMS: dict[str, Harm] = {
     "gradient": lambda logp, weight: logp + (0 * weight).sqrt(),  # infinite slope times 0
 }
 POISON = 2.0
-"""Temperature of sequences that the forward pass harms."""
+"""The forward pass gives harmful values for sequences with this temperature."""
 
 
 class Bench:
-    """The loop on a tiny model; run-api, server and saver only note what they are told."""
+    """The training loop on a tiny model; run-api, server and saver only record calls."""
 
     def __init__(self, save_path: Path, harm: str = "loss", times: int = 100) -> None:
         torch.manual_seed(0)
@@ -73,8 +73,8 @@ class Bench:
 
     def train(self, batches: Sequence[bool], missing: Sequence[int] = ()) -> Position:
         """Args:
-        batches: in turn, whether the second of two micro-batches is poisoned
-        missing: ids of those that do not come
+        batches: for each batch, whether the second of two micro-batches is harmful
+        missing: ids of batches that do not arrive
         """
         groups = [
             [good(2 * i), good(2 * i + 1, generation_params={"temperature": POISON if bad else 1})]
@@ -149,7 +149,7 @@ def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(PolicyDiverged, match="3 batches in a row"):
         bench.train([False, True, True, False, True, True, True])
     assert bench.skipped == [2, 3, 5, 6]
-    again = Bench(tmp_path)  # no step is tried on what is kept
+    again = Bench(tmp_path)  # quarantined batches are not tried
     again.train([False, True, True, False, True, True, True, False])
     assert (again.left, again.skipped) == (100, [2, 3, 5, 6, 7])
 

@@ -1,4 +1,4 @@
-"""The age of groups; old ones are dropped and counted, also batch after batch."""
+"""Stale groups are dropped and counted, also over several batches."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
     [
         ((2, 6), 6, 0),
         ((2, 6), 9, 3),
-        ((3, 8), 9, 1),  # the server came back under a new epoch
+        ((3, 8), 9, 1),  # the server returned under a new epoch
         ((1, 6), 9, 3),
-        ((1, 5), 7, 2),  # as it would have been without an end in between
-        ((1, 8), 9, 5),  # two steps that are lost, and three of ours
+        ((1, 5), 7, 2),  # the same age as without a restart
+        ((1, 8), 9, 5),  # two lost steps, and three of this trainer
     ],
 )
 def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> None:
@@ -49,7 +49,7 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
         sampled_by(1, (2, 9), (2, 9)),
         sampled_by(2, (2, 9), (2, 8)),
         sampled_by(3, (2, 8), (1, 6)),
-        good(4),  # of unknown age
+        good(4),  # unknown version
     ]
     filtered = group_filter(max_staleness).filter(groups, step=9)
     assert (len(filtered.groups), filtered.stale_groups) == (4 - stale, stale)
@@ -58,14 +58,14 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
     named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
     groups = [good(1), good(2), *named, good(5)]
-    under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names comes first
+    under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names has priority
     filtered = group_filter(2).filter(groups, 9, under)
     assert [one.version_bound for one in filtered.groups] == [YOUNG, None, None]
     assert filtered.stale_groups == 2
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
-    """`RolloutCheck` goes by versions: the weights of both groups were served when they came."""
+    """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
     filtered = group_filter(None).filter(groups, 9, [PolicyVersion(2, 9)] * 2)
     batch = collate(filtered.groups, seq_len=100, micro_batch_size=2)
@@ -81,10 +81,10 @@ AT = Position(step=9, batch_id=4, epoch=2)
 def source_of(
     batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0
 ) -> BatchSource:
-    """A `BatchSource` of these batches; ids follow that of `AT`.
+    """A `BatchSource` of these batches; ids continue that of `AT`.
 
     Args:
-        under: version that was served when run-api received each group of every batch
+        under: served version when run-api received each group of every batch
     """
     leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
     skipped: list[tuple[int, int]] = []

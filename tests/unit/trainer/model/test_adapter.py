@@ -1,4 +1,4 @@
-"""An adapter: its place, its parameters, its dropout, and that plain PEFT loads it."""
+"""LoRA adapters: position, parameters and dropout; plain PEFT can load them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_dropout_is_on_for_the_gradient_and_off_for_everything_that_is_compared(
 ) -> None:
     policy = loaded(model, replace(LORA, dropout=0.5))
     optimizer = optimizer_of(policy)
-    move(policy, optimizer, 0)  # B = 0 would hide it
+    move(policy, optimizer, 0)  # with B = 0 it would have no effect
     assert len(adapter_dropouts(policy)) == 4
     (one, gradient), (other, another) = (gradients(policy, optimizer, seed) for seed in (1, 2))
     assert not torch.allclose(gradient, another, rtol=1e-3)
@@ -112,7 +112,7 @@ def test_dropout_is_on_for_the_gradient_and_off_for_everything_that_is_compared(
 def gradients(
     policy: Any, optimizer: MasterOptimizer, seed: int
 ) -> tuple[GradientStats, torch.Tensor]:
-    """Of one step; the gradients in a line."""
+    """Statistics of one step, and its gradients in one vector."""
     torch.manual_seed(seed)
     stats = accumulate_gradients(policy, collated(group(), group(scores=[0.0, 1.0])), 0.2, step=0)
     gathered = [optimizer.gradients.pop(index) for index in range(len(optimizer.masters))]

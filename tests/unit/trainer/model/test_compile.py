@@ -1,7 +1,7 @@
-"""torch.compile of the layers: the same numbers, in parameters that stay where they are.
+"""torch.compile of the layers gives the same numbers and keeps the parameters' addresses.
 
-What is traced and differentiated does not depend on the code that comes out of it: backend
-"aot_eager" runs the traced operations one by one, without the slow part.
+Tracing and differentiation do not depend on the generated code. So backend "aot_eager" is enough:
+it runs the traced operations one by one and skips the slow code generation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TRACED = "aot_eager"
 FAST = FastForward(packed, EAGER)
 EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
 
-# torch.compile uses what torch calls deprecated, and hides warnings of its own tracing from a log,
-# but not where they are errors.
+# torch.compile uses deprecated functions of torch. It suppresses its own warnings, but not those
+# that pytest turns into errors.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -61,8 +61,8 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
 
     with torch.no_grad():
         for parameter in (*policy.parameters(), *eager.parameters()):
-            parameter.mul_(1.1)  # in place, as in an update
-            parameter.data = parameter.detach() * 0.9  # elsewhere, as after a server's restart
+            parameter.mul_(1.1)  # in place, like an update
+            parameter.data = parameter.detach() * 0.9  # elsewhere, like after a server's restart
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
 
 

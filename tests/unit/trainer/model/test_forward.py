@@ -1,5 +1,4 @@
-"""A step's loss and gradients: every way of computing gives the plain way's numbers, or is refused
-when the run begins."""
+"""Every way of computing a step gives the plain way's numbers, or is refused at the start."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ Step = tuple[GradientStats, dict[str, Tensor]]
 
 
 def step_of(policy: Any, micro_batch_size: int, forward: ForwardPass) -> Step:
-    """One step's statistics, and the gradient of every parameter that has one."""
+    """Statistics of one step, and the gradient of every parameter that has one."""
     policy.zero_grad()
     batch = ragged_batch(micro_batch_size)
     stats = accumulate_gradients(policy, batch, 0.2, step=0, forward=forward)
@@ -70,7 +69,7 @@ def step_of(policy: Any, micro_batch_size: int, forward: ForwardPass) -> Step:
 def test_a_step_is_the_one_that_padded_rows_and_all_logits_give(
     name: str, choices: tuple[Choice, Choice], micro_batch_size: int
 ) -> None:
-    """Loss, metrics, tokens and every gradient; and the plain way stays as it was."""
+    """Compare loss, metrics, tokens and every gradient; the plain way must be unchanged."""
     policy = POLICIES[name]()
     plain, expected = step_of(policy, micro_batch_size, plain_forward)
     logp = plain_forward(policy, ragged())
@@ -84,7 +83,7 @@ def test_a_step_is_the_one_that_padded_rows_and_all_logits_give(
 
 
 def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient_nor_metrics() -> None:
-    """The archived trainer divided by a constant instead of by what it had accumulated."""
+    """The archived trainer divided by a constant instead of the number of accumulated batches."""
     whole, expected = step_of(qwen(), 6, plain_forward)
     for size in (1, 2, 4):
         stats, found = step_of(qwen(), size, plain_forward)
@@ -104,9 +103,10 @@ def test_a_non_finite_loss_stops_the_run_by_name() -> None:
 
 @pytest.mark.parametrize("choices", FAST.values(), ids=FAST)
 def test_bfloat16_stays_within_its_rounding(choices: tuple[Choice, Choice]) -> None:
-    """Each is about as near to float32 as the plain way is: a temperature that is off by 2 % takes
-    the log-probabilities 3.5 times as far away, hidden states in float8 2.5 times and the gradients
-    30 times. One way with kernels of different widths is within 1.2."""
+    """Each way has nearly the plain way's distance to float32; kernels of different widths stay
+    within a factor of 1.2. A temperature that is wrong by 2 % makes the logprobs' distance 3.5
+    times as large. Hidden states in float8 make it 2.5 times as large, and that of gradients 30
+    times."""
     micro = ragged()
     exact, rounded = qwen(), qwen(torch.bfloat16)
     exact.load_state_dict(rounded.state_dict())
@@ -155,7 +155,7 @@ def test_a_refusal_is_logged_unless_the_way_was_asked_for_by_name() -> None:
 
 
 def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
-    """Every position takes something of the one before, as convolutions and recurrences do."""
+    """A model whose positions depend on the previous one, as in convolutions and recurrences."""
     policy = qwen()
     layer = policy.model.layers[0]
     layer.register_forward_hook(lambda _m, _i, out: out + 0.5 * out.roll(1, dims=1))

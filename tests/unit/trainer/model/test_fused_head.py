@@ -1,5 +1,4 @@
-"""The head in parts, in torch's and in liger's arithmetic: the numbers of all logits at once, and
-never all logits at once."""
+"""The fused head gives the results of all logits at once without storing them at once."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
 
 class Case:
-    """Random rows and a head; `plain` is the computation of `token_logprobs`."""
+    """Random rows and a head; `plain` computes like `token_logprobs`."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
         torch.manual_seed(0)
@@ -48,7 +47,7 @@ class Case:
         return list(torch.autograd.grad((self.weights * logp).sum(), wanted))
 
     def require_equal(self, logp: Tensor) -> None:
-        """Values and gradients of the plain computation, to the rounding of the type."""
+        """Compare values and gradients with the plain computation, up to the type's rounding."""
         expected = self.plain()
         coarse = self.head.weight.dtype is torch.bfloat16
         near = {"rtol": 2e-2, "atol": 2e-2} if coarse else {"rtol": 1e-5, "atol": 1e-6}
@@ -65,7 +64,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(rows: int, bias: b
 
 
 def test_many_rows_add_up_in_float32() -> None:
-    """One row at a time, in bfloat16: a sum that rounded every time would stop growing."""
+    """One row at a time, in bfloat16: a sum that is rounded each time would stop growing."""
     rows = 2000
     head = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     nn.init.zeros_(head.weight)
@@ -77,7 +76,7 @@ def test_many_rows_add_up_in_float32() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation computed; a view computes none."""
+    """Size of the largest tensor that any operation computes; views do not count."""
 
     elements = 0
 
@@ -101,7 +100,7 @@ def test_no_more_logits_exist_than_allowed() -> None:
 
 @pytest.mark.full
 def test_ligers_own_kernel_gives_torchs_numbers() -> None:
-    """In a process in which Triton interprets from the beginning."""
+    """Run in a new process in which Triton interprets from the start."""
     code = f"""
 from {__name__} import *
 from grpo_trainer.model.fused_head import liger_arithmetic

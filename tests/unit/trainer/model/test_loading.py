@@ -1,4 +1,4 @@
-"""Obstacles between a trainer and the device of its weights are named when the run begins."""
+"""Obstacles between the trainer and its device are reported when the run begins."""
 
 from __future__ import annotations
 

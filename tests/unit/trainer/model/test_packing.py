@@ -1,6 +1,6 @@
-"""Attention over sequences that lie end to end: how it is saved, and its calls of flash kernels.
+"""Attention over packed sequences: how models with it are saved, and how it calls flash kernels.
 
-That its numbers are those of padded rows is in `test_forward.py`.
+`test_forward.py` compares its results with those of padded rows.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def varlen_attn(
     longest_k: int,
     *,
     scale: float,
-    window_size: tuple[int, int],  # positions to the left and to the right that count; -1: all
+    window_size: tuple[int, int],  # positions that count on the left and on the right; -1: all
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's flash attention as it is documented: its kernels are there for GPUs alone."""
+    """Torch's flash attention as documented; the real kernels need a GPU."""
     assert bounds is bounds_k
     assert bounds.dtype == torch.int32
     assert longest == longest_k == int(bounds.diff().max())

@@ -1,4 +1,4 @@
-"""Each update rule computes the steps of its library, also across a saved state."""
+"""Each update rule computes its library's steps, also after a restore."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.trainer.update_variants import (
 
 
 class Reference:
-    """fp32 copies of a model's parameters, stepped by a library on the model's gradients."""
+    """fp32 copies of a model's parameters, which a library updates with the model's gradients."""
 
     def __init__(self, model: Model, library: Any, weight_decay: float, **options: Any) -> None:
         self.weights = [nn.Parameter(p.detach().float().clone()) for p in model.parameters]
@@ -39,7 +39,7 @@ class Reference:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """As `MasterOptimizer.tensors` names it."""
+        """Tensors named as in `MasterOptimizer.tensors`."""
         found = {}
         for name, weights in zip(Model.names, self.weights, strict=True):
             kinds = {"master": weights.detach(), **self._library.state.get(weights, {})}
@@ -78,7 +78,7 @@ def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
 def test_weight_decay_counts_where_one_step_of_it_is_less_than_float32_resolves(
     variant: str,
 ) -> None:
-    """The libraries multiply by 1 - lr * weight decay, which is 1 there."""
+    """The libraries multiply by 1 - lr * weight decay, which rounds to 1 here."""
     assert decay_per_step(VARIANTS[variant], 1 << 18) == pytest.approx(RATE, rel=0.02)
 
 
@@ -108,11 +108,11 @@ def test_steps_after_a_saved_state_are_the_same_to_the_last_bit(
     again.optimizer.write_into_parameters()
     assert differing(again.tensors(), killed.tensors()) == []
     held = sum(tensor.nbytes for tensor in killed.optimizer.tensors(killed.names).values())
-    moments_of_unused = 4 * (4 + 4) + 4  # and its step; it has none yet
+    moments_of_unused = 4 * (4 + 4) + 4  # and its step count; it has no state yet
     assert again.optimizer.state_bytes() == held + moments_of_unused
     assert again.steps(3, 6) == expected[3:]
     assert differing(again.tensors(), alone.tensors()) == []
-    assert differing(saved, killed.optimizer.tensors(killed.names)) == []  # it took a copy
+    assert differing(saved, killed.optimizer.tensors(killed.names)) == []  # the restore made a copy
 
 
 LR = 1e-6
@@ -123,16 +123,16 @@ WEIGHTS = 1 << 16
     ("rounding", "moves", "error"),
     [
         (None, 0.0, 0.0),
-        # 50 * WEIGHTS * LR * 2^8 = 839 single moves are expected, so a standard deviation is 3.5 %
-        # of them; four.
+        # 50 * WEIGHTS * LR * 2^8 = 839 single moves are expected. Their standard deviation is
+        # 3.5 %, and the bound is four of those.
         (stochastic(), 50.0, 0.14),
     ],
 )
 def test_bf16_masters_move_with_stochastic_rounding_and_lose_everything_with_the_nearest(
     rounding: StochasticRounding | None, moves: float, error: float
 ) -> None:
-    """Just below 1 bf16 resolves 2^-8, 3,900 learning rates of 1e-6: Adam moves by one of them in
-    each of 50 steps."""
+    """Just below 1, bf16 resolves 2^-8: 3,900 times the learning rate of 1e-6. Adam moves a weight
+    by one learning rate in each of 50 steps."""
     parameter = nn.Parameter(torch.ones(WEIGHTS, dtype=torch.bfloat16))
     update = Masters(AdamW32(), torch.bfloat16, rounding)
     optimizer = MasterOptimizer([parameter], LR, 0, 0.0, 1e9, update)
@@ -141,5 +141,5 @@ def test_bf16_masters_move_with_stochastic_rounding_and_lose_everything_with_the
         optimizer.step(step)
         optimizer.write_into_parameters()
     lost = 1 - parameter.detach().double()
-    assert set((lost * 256).unique().tolist()) <= {0, 1, 2, 3}  # steps of one resolution
+    assert set((lost * 256).unique().tolist()) <= {0, 1, 2, 3}  # in units of bf16's resolution
     assert float(lost.mean()) / LR == pytest.approx(moves, rel=error)

@@ -1,4 +1,4 @@
-"""The fused step computes AdamW and rounds as torch does: its kernel, interpreted by Triton.
+"""The fused step computes AdamW and rounds like torch; Triton interprets its kernel here.
 
 tests/gpu/test_precision.py runs the compiled kernel.
 """
@@ -25,7 +25,7 @@ MODULES = ("grpo_trainer.optim.fused_adamw",)
 
 @pytest.fixture(scope="module")
 def build() -> Iterator[Callable[[], FusedAdamW]]:
-    """Triton decides whether to interpret a kernel when that is defined."""
+    """Triton decides whether to interpret a kernel when the kernel is defined."""
     from triton import knobs
 
     for name in MODULES:
@@ -67,7 +67,7 @@ def test_it_is_torchs_adamw_within_a_few_ulp_and_stages_the_rounded_master(
         assert state.keys() == theirs.keys()
         assert torch.equal(state["step"], theirs["step"])
         torch.testing.assert_close(state["exp_avg_sq"], theirs["exp_avg_sq"], rtol=4 * ULP, atol=0)
-        # Where addends of the first moment cancel, what is left is of the size of their rounding.
+        # If the terms of the first moment cancel, the rest is as small as their rounding.
         torch.testing.assert_close(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(master, weights.detach(), rtol=4 * ULP, atol=1e-8)
 
@@ -87,7 +87,7 @@ def test_memory_beyond_the_end_stays_as_it_is(build: Callable[[], FusedAdamW]) -
 
 
 def test_a_whole_optimizer_resumes_with_either_step(build: Callable[[], FusedAdamW]) -> None:
-    """It clips, stages and writes as well: all but rounding is that of the plain step."""
+    """The fused step also clips, stages and writes; up to rounding it equals the plain step."""
     alone, first, second = Model(), Model(build()), Model(seed=1)
     alone.steps(0, 4)
     first.steps(0, 2)

@@ -1,5 +1,4 @@
-"""One step on the masters and its staged write into the served parameters; options that do not fit
-each other or the weights stop the run at its start."""
+"""Master weights: one step, its staged write, and options that stop the run at its start."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) 
 
 
 def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
-    """At lr 1e-4 one step moves a weight of 1 by 1e-4; bf16 resolves 4e-3 there."""
+    """At lr 1e-4 one step moves a weight of 1 by 1e-4; bf16 resolves 4e-3 at 1."""
     parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     masters = optimizer(parameter, lr=1e-4)
     take_step(parameter, masters)
-    assert parameter.tolist() == [1.0] * 8  # not yet visible: nothing was lost, only rounded
+    assert parameter.tolist() == [1.0] * 8  # not yet visible: the update is kept, only rounded away
     for step in range(1, 60):
         take_step(parameter, masters, step)
     assert masters.masters[0].tolist() == pytest.approx([1 - 60e-4] * 8, rel=1e-4)
@@ -67,7 +66,7 @@ def test_a_non_finite_gradient_stops_before_any_weight_moves() -> None:
 
 
 def test_the_first_gradient_is_kept_as_it_came_and_the_sum_is_that_in_fp32() -> None:
-    """In bf16 the second addend would vanish: 256 + 1 is 256 there."""
+    """In bf16 the second term would vanish: 256 + 1 is 256."""
     model = Model()
     parameter = model.parameters[0]
     (parameter * 256.0).sum().backward()  # type: ignore[no-untyped-call]
@@ -87,7 +86,7 @@ def test_the_first_gradient_is_kept_as_it_came_and_the_sum_is_that_in_fp32() -> 
 def test_a_write_puts_the_rounded_masters_into_the_same_memory_each_time(
     variant: str, dtype: torch.dtype
 ) -> None:
-    """Again if it is repeated: a server that restarts has lost the first one."""
+    """Write again: a restarted server has lost the first write."""
     model = Model(VARIANTS[variant](), dtype=dtype)
     addresses = [p.data_ptr() for p in model.parameters]
     for step in range(3):
@@ -111,7 +110,7 @@ def named(tensors: list[Tensor] | list[nn.Parameter]) -> dict[str, Tensor]:
 
 
 def test_a_write_copies_the_staged_result_and_does_not_round_again() -> None:
-    """Otherwise the pause would read the fp32 masters after all."""
+    """Otherwise the pause would read the fp32 master weights."""
     model = Model()
     model.step(0)
     with torch.no_grad():
@@ -213,7 +212,7 @@ def test_the_policys_optimizer_is_the_one_that_was_asked_for() -> None:
 
 
 def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
-    """The gradients' norm, of a loss that is a mean over 500,000 tokens, most of them elsewhere."""
+    """Gradient norm of a mean over 500,000 tokens, of which this batch has few."""
     whole = ragged_batch()
     micros = [replace(m, token_weight=m.token_weight * 2e-5) for m in whole.micro_batches]
     batch = replace(whole, micro_batches=micros)
@@ -223,19 +222,19 @@ def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["whole model", "adapter"])
 def test_gradients_too_small_for_float16_reach_the_optimizer(adapts: bool) -> None:
-    """Unscaled, 54 % of those of the whole model are 0, and the norm is off by 15 %."""
+    """Without scaling, 54 % of the model's gradients are 0, and the norm is wrong by 15 %."""
     half = qwen(torch.float16)
     exact = copy.deepcopy(half).float()
     norms = []
     for policy in (half, exact):
-        torch.manual_seed(1)  # of the adapter
+        torch.manual_seed(1)  # for the adapter's random weights
         trained = with_adapter(policy, LORA) if adapts else policy
         norms.append(take_tiny_step(trained, build_optimizer(trained, settings())))
     assert norms[0] == pytest.approx(norms[1], rel=0.002)
 
 
 def scaled_by(scale: float) -> tuple[Any, MasterOptimizer, LossScale]:
-    """Of a policy in float16: one step before the scale grows."""
+    """An optimizer of a float16 policy, one step before the scale doubles."""
     policy = qwen(torch.float16)
     optimizer = build_optimizer(policy, settings())
     assert optimizer.loss_scale is not None

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16: only neighbours, the mean kept, numbers that follow the seed."""
+"""Stochastic rounding to bf16: neighbours only, correct mean, numbers that follow the seed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from grpo_trainer.optim.masters import StochasticRounding
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))
-"""Of a share from its expectation: larger ones have a chance below 1e-12 (Hoeffding)."""
+"""Bound on a share's distance from its expectation; exceeded with probability below 1e-12
+(Hoeffding)."""
 BETWEEN = 1.0 + 2**-8
-"""Halfway between two bf16 numbers: rounding it is a coin toss."""
+"""Halfway between two bf16 numbers, so either is equally likely."""
 
 
 def rounded(wide: Tensor, seed: int = 0, step: int = 0) -> Tensor:
@@ -31,12 +32,12 @@ def rounded(wide: Tensor, seed: int = 0, step: int = 0) -> Tensor:
 @given(st.integers(-(2**31), 2**31 - 1))
 @example(0x7F7F4000)  # beyond bf16's largest number: the neighbour is infinity
 @example(0x7F800000)  # infinity
-@example(0x7F800001)  # a NaN that would be cut off to infinity
-@example(-1)  # a NaN that would be carried into 0
+@example(0x7F800001)  # a NaN that becomes infinity if its lower bits are cut off
+@example(-1)  # a NaN that becomes 0 if its bits overflow
 @example(-0x80000000)  # -0
-@example(0x00008000)  # too small for a normal number
+@example(0x00008000)  # a subnormal number
 def test_a_number_is_rounded_to_its_neighbours_and_the_mean_is_the_number(bits: int) -> None:
-    """bf16 is the upper half of the bits; the lower half is the way to the outer neighbour."""
+    """bf16 is the upper half of the bits; the lower half is the distance to the outer neighbour."""
     wide = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     drawn = rounded(wide.expand(DRAWS).contiguous())
     if wide.isnan():
@@ -60,7 +61,7 @@ def test_random_numbers_follow_from_seed_and_step_and_differ_otherwise() -> None
 
 
 def is_independent(one: Tensor, other: Tensor) -> bool:
-    """As two coins, which agree half of the time."""
+    """Independent numbers, like two coins, agree half of the time."""
     return bool(float((one == other).double().mean()) == pytest.approx(0.5, abs=0.05))
 
 

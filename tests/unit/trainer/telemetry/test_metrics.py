@@ -1,4 +1,4 @@
-"""The record of a step, of an outcome in numbers that can be checked by hand."""
+"""The record of a step, for a result whose numbers can be checked by hand."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_times_of_a_step() -> None:
-    """Begins at 10, has its batch at 11, its gradient at 14, and ends at 20."""
+    """The step begins at 10, has its batch at 11 and its gradient at 14, and ends at 20."""
     ticks = iter([10.0, 11.0, 14.0, 20.0])
     watch = StepWatch(clock=lambda: next(ticks))
     watch.fetched()
@@ -125,9 +125,9 @@ V = PolicyVersion
 @pytest.mark.parametrize(
     ("versions", "bounds", "expected"),
     [
-        # Versions of an earlier trainer are no nearer for having a low or a high step.
+        # Steps of an earlier trainer's versions cannot be compared.
         ([V(3, 7), V(3, 4), V(2, 7), V(1, 90)], [], (1.5, 3, 0.5, 0.0)),
-        # A bound counts as a version.
+        # A bound counts like a version.
         ([V(3, 6)], [V(3, 4), V(3, 4)], (7 / 3, 3, 0.0, 0.5)),
         ([], [V(3, 4)], (3, 3, 0.0, 0.5)),
         ([], [], (None, None, None, None)),

@@ -45,10 +45,10 @@ def init(project, group, config, settings):
     {init}
     return Run()
 """
-"""As much of W&B as our process calls."""
+"""The part of W&B's interface that the child process calls."""
 HANG = "time.sleep(600)"
 NAMED = {"lr": 0.25, "model": "m", "mode": "shared_vllm", "pause_lease_s": 30.0}
-"""Of the options, some of every kind."""
+"""Some options of every kind."""
 
 
 def settings(**changes: Any) -> TrainerSettings:
@@ -69,7 +69,7 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Path) -> None:
-    """The last one where a file holds a step twice; neither lost steps nor half a line."""
+    """The last record counts if a step is there twice; lost steps and incomplete lines go."""
     path, lines = tmp_path / "metrics.jsonl", [f'{{"step": {n}}}\n' for n in range(1, 6)]
     trim_records(path, steps_taken=3)
     assert not path.exists()
@@ -77,10 +77,10 @@ def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Pa
     trim_records(path, steps_taken=3)
     assert path.read_text() == "".join(lines[:2]) + '{"step": 3, "lr": 2}\n'
     assert names(tmp_path) == [path.name]
-    for run in ("a", "b"):  # which begin anew in one place
+    for run in ("a", "b"):  # several runs that begin anew in one directory
         path.write_text(run)
         rotate_records(path)
-        rotate_records(path)  # a start that was killed before its first step
+        rotate_records(path)  # a trainer that was killed before its first step
     assert [(tmp_path / f"metrics.jsonl.{n}").read_text() for n in (1, 2)] == ["a", "b"]
     assert len(names(tmp_path)) == 2
 
@@ -90,7 +90,7 @@ def test_every_start_of_a_run_is_in_one_group_of_wandb() -> None:
     drawn = settings().model_copy(update={"wandb_group": "drawn"})
     drawn.model_fields_set.discard("wandb_group")
     assert continued_settings(drawn, saved).wandb_group == "first"
-    assert continued_settings(settings(), saved).wandb_group == "grp"  # as the user says
+    assert continued_settings(settings(), saved).wandb_group == "grp"  # as the user chose
     assert continued_settings(drawn, None) is drawn
 
 
@@ -109,7 +109,7 @@ def test_the_real_package_takes_every_record_offline(
 
 
 class StandIn:
-    """A package named wandb, for our child process."""
+    """A package named wandb, for the child process."""
 
     def __init__(self, directory: Path) -> None:
         self.packages, self._calls = directory / "packages", directory / "calls"

@@ -1,4 +1,4 @@
-"""The check of a publication finds every way in which a server may serve other weights."""
+"""The check of a publication detects every kind of wrong weights on the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERSION = PolicyVersion(1, 3)
 
 @dataclass
 class Run:
-    """A trainer of a tiny model, about to publish for the third time."""
+    """A trainer of a tiny model, just before its third publication."""
 
     policy: Any
     base: Any
@@ -54,8 +54,8 @@ class Run:
         self.check.prime()
 
     def keep_cache(self) -> None:
-        """Only the sampled part can find it: the fixed tokens are computed afresh."""
-        self.server.blocks.clear()  # the server had forgotten the prompt since the last check
+        """Only the sampled tokens can show it: fixed tokens are computed without the cache."""
+        self.server.blocks.clear()  # the server had dropped the prompt from its cache
         self.server.swap(self.previous, VERSION)
         self.check.prime()
         self.server.swap(self.policy, VERSION, keep_cache=True)
@@ -93,7 +93,7 @@ def test_other_weights_are_refused_with_the_likely_cause(
 
 def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) -> None:
     run.server.swap(run.policy, VERSION)
-    check = copy.copy(run.check)  # one that passes remembers these weights as the previous ones
+    check = copy.copy(run.check)  # a check that passes remembers these weights as the previous ones
     found = check.require(VERSION, "After step 3")
     assert found.mean < 1e-5
     assert found.sampled_mean is not None
@@ -105,8 +105,8 @@ def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) 
 def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     served: str, model: str
 ) -> None:
-    """Of bfloat16: noise is 0.003, the tolerance 0.05, and these updates move it by 0.021 and
-    0.012."""
+    """In bfloat16 the noise is 0.003 and the tolerance 0.05; these updates move the logprobs by
+    0.021 and 0.012."""
     torch.manual_seed(1)
     run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
     run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
@@ -118,7 +118,7 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
 
 
 NOISE = 1.8e-3
-"""Of float32, whose tolerance without noise is 1e-3."""
+"""In float32 the tolerance without noise is 1e-3."""
 
 
 def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_found(
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
 
 
 def test_small_updates_that_are_absent_add_up(model: str) -> None:
-    """Each of them is within the noise of bfloat16, whose tolerance is 0.05."""
+    """Each update is within bfloat16's tolerance of 0.05."""
     torch.manual_seed(1)
     policy = TrainedWeights(model).load(torch.bfloat16).eval()
     optimizer = optimizer_of(policy, lr=3e-4)
@@ -197,7 +197,7 @@ def test_small_updates_that_are_absent_add_up(model: str) -> None:
 
 
 def test_the_tokens_that_are_compared_are_ones_that_the_policy_samples() -> None:
-    """The noise of those that it never would is none of training."""
+    """Noise of tokens that the policy would never sample does not matter for training."""
     policy = qwen(tie_word_embeddings=False)
     random_state = torch.random.get_rng_state()
     tokens = sampled_tokens(policy)

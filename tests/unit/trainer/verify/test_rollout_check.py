@@ -1,8 +1,8 @@
-"""Faults in the data that an environment sends are named on the batch that shows them.
+"""Faulty data of an environment is named on the first batch that shows it.
 
-Completions are really sampled from a small random model, whose own log-probabilities are logged;
-then one thing is broken. With a real server, which may serve other weights:
-`tests/inference/test_seeded_faults.py`.
+Completions are sampled from a small random model, with its own logprobs; then one thing is broken.
+`tests/inference/test_seeded_faults.py` does the same with a real server, which may also serve other
+weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Fault = Callable[[ScoredGroup], ScoredGroup]
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
-    """Its log-probabilities differ from token to token, and its completions from each other."""
+    """A model whose logprobs differ between tokens, and whose completions differ."""
     return qwen(tie_word_embeddings=False, initializer_range=0.15)
 
 
@@ -52,7 +52,7 @@ def logprobs(policy: Any, tokens: Sequence[int], temperature: float = 1.0) -> li
 
 @dataclass
 class Sampler:
-    """`drift`: standard deviation of noise on the logged values, as older weights would leave."""
+    """A group. `drift`: standard deviation of noise on the logprobs, like that of older weights."""
 
     policy: Any
     temperature: float = 1.0
@@ -90,7 +90,7 @@ class Sampler:
         return rows
 
     def _logged(self, tokens: list[int]) -> list[float]:
-        """Of the completion."""
+        """Logprobs of the completion only."""
         exact = torch.tensor(logprobs(self.policy, tokens, self.temperature)[PROMPT - 1 :])
         noise = self.drift * torch.randn(len(exact), generator=self.generator)
         logged: list[float] = (exact + noise).clamp(max=0.0).tolist()
@@ -98,13 +98,14 @@ class Sampler:
 
 
 def with_logprobs(group: ScoredGroup, change: Callable[[list[float]], list[float]]) -> ScoredGroup:
-    """Args: change: of one sequence's logprobs"""
+    """Args: change: changes one sequence's logprobs"""
     rows = [change(row) for row in group.inference_logprobs or []]
     return group.model_copy(update={"inference_logprobs": rows})
 
 
 def late(group: ScoredGroup) -> ScoredGroup:
-    """The first trained position keeps a plausible value, so that only the numbers tell."""
+    """The first trained position keeps a plausible value, so that only a comparison shows the
+    shift."""
     return with_logprobs(group, lambda row: [*row[:PROMPT], -0.5, *row[PROMPT:-1]])
 
 
@@ -113,7 +114,7 @@ def early(group: ScoredGroup) -> ScoredGroup:
 
 
 def unmasked(values: Callable[[list[int]], list[float]]) -> Fault:
-    """All of the prompt but its first token is trained on, with these logprobs."""
+    """All prompt tokens but the first are trained on, with these logprobs."""
 
     def fault(group: ScoredGroup) -> ScoredGroup:
         masks = [[MASKED, *tokens[1:]] for tokens in group.tokens]
@@ -129,7 +130,7 @@ def judge(
     batches: Sequence[list[ScoredGroup]],
     served: Callable[[list[int]], list[float]] | None = None,
 ) -> tuple[int, str]:
-    """(batches that passed, the message of the mismatch or "")"""
+    """(number of batches that passed, the mismatch's message or "")"""
     check = RolloutCheck(policy, served or (lambda ids: logprobs(policy, ids)), TOLERANCE)
     for step, groups in enumerate(batches):
         batch = collated(*groups, micro_batch_size=5)
@@ -180,7 +181,7 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
 def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
     policy: Any, fault: str, drift: float, batches: int, version: PolicyVersion | None
 ) -> None:
-    """At once if the policy hardly moved, in the second batch if it did."""
+    """Found in the first batch if the policy hardly moved, else in the second one."""
     options, cause = FAULTS[fault]
     sampler = Sampler(policy, version=version, drift=drift, **options)
     passed, message = judge(policy, [sampler.groups() for _ in range(3)])
@@ -199,7 +200,7 @@ def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any
 def test_a_shared_beginning_that_sampling_cannot_give_is_a_trained_prompt(
     policy: Any, version: PolicyVersion | None
 ) -> None:
-    """Even with the true log-probabilities of the prompt, where every ratio is one."""
+    """Found even with the prompt's true logprobs, for which every ratio is one."""
     fault = unmasked(lambda prompt: logprobs(policy, prompt))
     groups = Sampler(policy, version=version, fault=fault).groups()
     passed, message = judge(policy, [groups])
@@ -229,7 +230,7 @@ def test_one_broken_environment_among_good_ones_is_named(policy: Any) -> None:
 
 
 def test_a_few_outliers_among_few_tokens_prove_nothing(policy: Any) -> None:
-    """One token of 72 that is off by 0.5: a mean of 0.007, seven times the tolerance."""
+    """One token of 72 is wrong by 0.5: a mean of 0.007, seven times the tolerance."""
     groups = Sampler(policy).groups()
     assert groups[0].inference_logprobs
     groups[0].inference_logprobs[0][PROMPT + 1] -= 0.5
@@ -237,7 +238,7 @@ def test_a_few_outliers_among_few_tokens_prove_nothing(policy: Any) -> None:
 
 
 def table_of(logp: list[list[float]]) -> TokenTable:
-    """One row per sequence; its second token is the first that is trained on."""
+    """One row for each sequence; the first trained token is the second one."""
     values = torch.tensor([value for row in logp for value in row])
     return TokenTable(
         logp=values,
@@ -253,9 +254,14 @@ def test_unlikely_shared_beginnings_by_hand() -> None:
     for logp, shared_tokens, siblings, is_unlikely in (
         ([-5.0] * 2, 9, 4, False),
         ([-5.0] * 3, 9, 4, True),
-        ([-5.0] * 3, 3, 4, False),  # the third is beyond what they share
-        ([-5.0] * 99, 99, 1, False),  # nobody to share with
-        ([-0.15] * 300, 400, 8, False),  # all but certain, and a little less so by now
+        ([-5.0] * 3, 3, 4, False),  # the third token is not shared
+        ([-5.0] * 99, 99, 1, False),  # a group of one
+        (
+            [-0.15] * 300,
+            400,
+            8,
+            False,
+        ),  # nearly certain when sampled, and slightly less certain now
     ):
         origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
         found = groups_with_unlikely_prefix(table_of([logp] * siblings), origins)

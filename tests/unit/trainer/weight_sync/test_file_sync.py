@@ -1,5 +1,7 @@
-"""A trainer that hands its weights over, against a stand-in server and a real Redis: what it
-publishes when, under which version, and which files it keeps."""
+"""Publication by files, with a stand-in server and a real Redis.
+
+The tests check when weights are published, under which version, and which files are kept.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ IGNORED = "ignored"
 
 
 class StandInServer:
-    """Supervisor and engine: takes weights as the real ones do, and computes with them."""
+    """Supervisor and engine: loads weights like the real ones, and computes with them."""
 
     base_url = "http://server"
 
@@ -86,7 +88,7 @@ class StandInServer:
         return self._engine.sample(prompt_token_ids, max_tokens)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def _loaded(model: Path | str, adapter: Path | None = None) -> Any:
@@ -96,7 +98,7 @@ def _loaded(model: Path | str, adapter: Path | None = None) -> Any:
 
 @dataclass
 class Bench:
-    """One server, and as many trainers one after the other as a test wants."""
+    """One server, and a sequence of trainers."""
 
     url: str
     mode: str
@@ -150,7 +152,7 @@ def bench(redis_url: str, model: Path, tmp_path: Path) -> Iterator[Callable[...,
 
 
 def begun(sync: FileSync, step: int = 0, state: Any = None) -> MasterOptimizer:
-    """Started at `step`, from the tensors of a saved state if there are any."""
+    """A trainer that starts at `step`, from a checkpoint's tensors if there are any."""
     policy = sync.load_policy(restoring=state is not None)
     optimizer = optimizer_of(policy)
     if state is not None:
@@ -165,7 +167,7 @@ def saved(sync: FileSync, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]
 
 
 def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list[bool]:
-    """Whether each was published."""
+    """Take steps; returns whether each result was published."""
     published = []
     for step in steps:
         gather_gradient(sync._policy, seed=step)
@@ -199,14 +201,14 @@ def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> No
         assert take_steps(sync, optimizer, range(4, 5)) == [True]
     assert rig.asked_for == [(1, 2), (1, 4), (1, 5)]
 
-    with rig.trainer(every_steps=2) as sync:  # from step 4, and 5 is served
+    with rig.trainer(every_steps=2) as sync:  # starts from step 4, while 5 is served
         optimizer = begun(sync, 4, state)
         assert sync.begun_as is None
         take_steps(sync, optimizer, range(4, 6))
         state = saved(sync, optimizer)
     assert rig.asked_for[3:] == [(2, 4), (2, 6)]
 
-    with rig.trainer(every_steps=2) as sync:  # from step 6, which is served as (2, 6)
+    with rig.trainer(every_steps=2) as sync:  # starts from step 6, which is served as (2, 6)
         begun(sync, 6, state)
         assert sync.begun_as == (2, 6)
     assert rig.asked_for[5:] == []
@@ -214,7 +216,7 @@ def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> No
 
 @pytest.mark.parametrize("known_from", ["a directory", "a saved state", "a command"])
 def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: NewBench) -> None:
-    """A killed trainer may have written or requested weights that nobody serves yet."""
+    """A killed trainer may have written or commanded weights that are not served yet."""
     rig = bench("none")
     with rig.trainer() as sync:
         if known_from == "a directory":
@@ -240,6 +242,6 @@ def test_a_server_of_another_mode_or_run_is_refused(
     rig = bench(mode, takes_adapters)
     rig.server.version = PolicyVersion(*version)
     with rig.trainer() as sync:
-        sync.supervisor.deadline_s = 0.0  # Redis has so long to agree
+        sync.supervisor.deadline_s = 0.0  # time for Redis and the server to report the same version
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()

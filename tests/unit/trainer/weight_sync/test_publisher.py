@@ -1,4 +1,4 @@
-"""The trainer's side of the hand-off, on a real Redis, against a supervisor played by a thread."""
+"""The trainer's commands to the supervisor, over a real Redis; a thread acts as the supervisor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Rig:
-    """A link to Redis, and whoever plays the supervisor at the other end."""
+    """A client of Redis, and a stand-in supervisor at the other end."""
 
     url: str
     link: SupervisorClient
@@ -110,7 +110,7 @@ def test_a_command_without_an_answer_is_named_at_the_deadline(rig: Rig) -> None:
 def test_served_weights_count_although_the_answer_was_lost(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The repeat is refused, because the version is not a new one any more."""
+    """The repeated command is refused, because its version is no longer new."""
     monkeypatch.setattr(supervisor_commands, "LOST_AFTER_S", 0.0)
 
     def carry_out_and_forget(server: StandIn, command: Command) -> None:
@@ -141,7 +141,7 @@ def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None
 
 
 class BreaksOnce(SupervisorClient):
-    """The connection breaks at the first command: before or after Redis carries it out."""
+    """The connection breaks at the first command, before or after Redis executes it."""
 
     carries_out = is_whole = False
 
@@ -171,7 +171,7 @@ def test_a_command_is_sent_once_over_a_connection_that_breaks(
 
 def test_a_redis_that_stays_away_is_named_without_its_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    told = r"Redis not usable at redis://127\.0\.0\.1"
+    told = r"Redis at redis://127\.0\.0\.1"
     with (
         SupervisorClient(url, "run", deadline_s=0.05) as link,
         pytest.raises(ServiceUnavailable, match=told) as raised,

@@ -1,4 +1,4 @@
-"""The trainer starts the inference server with the right options, and ends exactly that one."""
+"""The trainer starts the inference server with the right options, and stops only that one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with server_process.inference_server(parse_settings(sys.argv[1:])):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that stands in for the server's, for `python -m`."""
+    """A package that replaces the server's, for `python -m`."""
     place = tmp_path / "packages" / "stand_in_vllm"
     place.mkdir(parents=True)
     (place / "__init__.py").touch()
@@ -116,7 +116,7 @@ def test_options_of_a_server_that_is_started(tmp_path: Path) -> None:
     assert after("--max-lora-rank", flags) == "32"
     assert after("--run-id", flags) == "r1"
     assert after("--weights-dir", flags) == str(tmp_path / "saved" / "served_weights")
-    assert after("--max-model-len", flags) == "256"  # what the model allows
+    assert after("--max-model-len", flags) == "256"  # the model's maximum
     assert flags[-3:] == ["--enforce-eager", "--max-num-seqs", "4"]
     assert "--gpu-memory-utilization" not in flags
     assert after("--gpu-memory-utilization", sizing_flags(chosen, more, has_gpu=True)) == "0.45"

@@ -1,4 +1,4 @@
-"""What a trainer makes of a server that it attaches to: its version, its state, its end."""
+"""How a trainer attaches to a server: by its version, its state, and its end."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def info(version: tuple[int, int], state: str, intact: bool = True) -> BridgeInf
 @pytest.mark.parametrize(
     ("state", "served", "expected"),
     [
-        # The restarted server waits for the version that it lost.
+        # The restarted server accepts only the version that it lost.
         ("awaiting_weights", (3, 7), (3, 7)),
         ("failed", (3, 7), (3, 7)),
-        # It did not learn of the last publication, or knows nothing of the run.
+        # The server missed the last publication, or is new to the run.
         ("awaiting_weights", (3, 6), (3, 7)),
         ("serving", (0, 0), (3, 7)),
-        # The pause was abandoned under a name of its own, then the server restarted.
+        # The pause ended under the server's own version, then the server restarted.
         ("awaiting_weights", (4, 7), (5, 7)),
         ("serving", (4, 7), (5, 7)),
-        # It lives, under the name that could not be used twice.
+        # The server is alive and has already used this version.
         ("serving", (3, 7), (4, 7)),
     ],
 )
@@ -65,11 +65,13 @@ def test_a_run_that_goes_on_opens_an_epoch_of_its_own(
 
 
 def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> None:
-    """By a trainer that died before its next state, on a server that was restarted since."""
+    """An earlier trainer started the epoch and died before its next checkpoint; the server
+    restarted since."""
 
     def open_after(last_epoch: int) -> int:
         def write(version: PolicyVersion) -> None:
-            assert OpenedEpochs(tmp_path).newest() == version.epoch  # before anybody learns of it
+            # The epoch must be recorded before the server learns it.
+            assert OpenedEpochs(tmp_path).newest() == version.epoch
 
         chosen = CommandLine(model="model", mode="shared_vllm", save_path=tmp_path).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
@@ -96,7 +98,7 @@ def test_half_an_update_is_refused_in_every_state(state: str) -> None:
 
 
 class LostAttachment:
-    """As `Attachment`; the server's end of its connection closes once `ended` is set."""
+    """Acts as `Attachment`; the server closes its end of the connection once `ended` is set."""
 
     session = "s"
 
@@ -108,17 +110,17 @@ class LostAttachment:
         return self.ended
 
     def wait_until_written(self) -> None:
-        """Nothing is written."""
+        """There is nothing to wait for."""
 
     def write_into_parameters(self) -> None:
-        """As of an optimizer."""
+        """Stands for the optimizer's method."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> None:
-    """Its memory stays mapped until the write has failed, and the next server may need the room."""
+    """Its memory stays mapped until the write has failed, but the next server may need it."""
     held: Any = LostAttachment()
 
     def ends(_body: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Processes that an engine process leaves behind when it is killed."""
+"""vLLM's processes end when the engine that started them is killed."""
 
 from __future__ import annotations
 

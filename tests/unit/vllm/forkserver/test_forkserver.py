@@ -1,4 +1,4 @@
-"""What passes between a supervisor and the process that engines are forked from."""
+"""Messages between the supervisor and the fork server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_vllm.forkserver import protocol
 from grpo_vllm.forkserver.protocol import EnginePlan
 
 
-@settings(max_examples=10)  # hundreds of real descriptors each
+@settings(max_examples=10)  # hundreds of real descriptors in each plan
 @given(parked=st.integers(0, 2 * protocol._DESCRIPTORS_PER_PACKET + 1))
 def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(parked: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Which requests may still use older weights, and giving up on those that take too long."""
+"""Waiting for requests that may use older weights, and ending requests that take too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 
 
 class Request:
-    """To an application that answers once it may; it begins its answer before, if `begins`."""
+    """A request to an application that answers when the test allows it. If `begins`, its answer
+    begins at once."""
 
     def __init__(self, in_flight: InFlight, begins: bool = False) -> None:
         self.may_answer = asyncio.Event()
@@ -53,7 +54,7 @@ class Request:
 
 
 async def a_while() -> None:
-    """Virtual: until every task waits for an event."""
+    """The clock is virtual: this returns when every task waits for an event."""
     await asyncio.sleep(60.0)
 
 

@@ -1,4 +1,4 @@
-"""The gate in front of the application: what passes, what is held, what is refused."""
+"""The readiness gate: which requests pass, which are held and which are refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HOLD_S = 20.0
 
 
 class Asking:
-    """One request with a body in `parts` to a gate, with what stands on its other sides: the
-    barrier, and an application that answers with the whole body."""
+    """One request to the gate, with a body in `parts`. The application behind the gate answers with
+    the whole body."""
 
     def __init__(self, refusal: Refusal | None, *parts: bytes) -> None:
         self._refusal, self._changed = refusal, asyncio.Event()
@@ -54,7 +54,7 @@ class Asking:
         return self
 
     async def held(self, path: str = "/generate") -> asyncio.Task[Asking]:
-        """Returns when the request has been held for nearly as long as it may be."""
+        """Returns when the request has been held for nearly the longest allowed time."""
         task = asyncio.create_task(self.done(path))
         await asyncio.sleep(HOLD_S - 1.0)
         assert not task.done()
@@ -77,13 +77,13 @@ class Asking:
 
     @property
     def body(self) -> bytes:
-        """Of a 200."""
+        """The body of an answer with status 200."""
         assert self.received[0]["status"] == 200
         return self._content
 
     @property
     def refused_because(self) -> str:
-        """Of a 503, of which the application heard nothing."""
+        """The body of an answer with status 503, given without the application."""
         assert self.received[0]["status"] == 503
         assert not self.answered
         reason: str = json.loads(self._content)["detail"]
@@ -141,6 +141,6 @@ async def test_a_client_that_leaves_ends_its_hold() -> None:
     asking = Asking(WAITING, b"x")
     request = await asking.held()
     asking.leave()
-    async with asyncio.timeout(0.5):  # of the second that is left
+    async with asyncio.timeout(0.5):  # of the remaining second
         assert (await request).received == []
     assert not asking.answered

@@ -1,5 +1,5 @@
-"""What the supervisor answers to commands that come at an awkward moment. Its engines are records
-of what they were launched with."""
+"""The supervisor's answers to commands at awkward moments. Its engines only record how they were
+launched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.vllm.fake_engine import Record
 
 
 class Engine:
-    """Ends when it is told to drain."""
+    """An engine that ends when it is told to drain."""
 
     pid = 1
 
@@ -50,7 +50,7 @@ class Engine:
 
 
 class Slot:
-    """`seen`: what its engine says of itself; `broken`: versions that no engine serves."""
+    """`seen`: the engine's own status; `broken`: versions with which no engine starts."""
 
     dropped_requests = generation_tokens = 0
     answers = True
@@ -85,7 +85,7 @@ class Slot:
 
 
 class Control(ControlPlane):
-    """`answers`: with the weights that were launched last when each was given."""
+    """`answers`: each with the last launched weights at that moment."""
 
     def __init__(self, slot: Slot) -> None:
         self.sent: asyncio.Queue[Command] = asyncio.Queue()
@@ -105,7 +105,7 @@ class Control(ControlPlane):
 
 
 class HeldRecord(Record):
-    """Its notes wait while `free` is not set."""
+    """Saving waits until `free` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -> None:
-    """A command is accepted while the supervisor notes what a recovered engine serves."""
+    """A command is accepted while the supervisor records the weights of a recovered engine."""
     async with rig.serving():
         rig.record.free.clear()
         noted = len(rig.record.saved)
@@ -213,7 +213,8 @@ async def test_an_engine_that_ends_before_the_answer_has_not_done_it(rig: Rig) -
 
 
 async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: Rig) -> None:
-    """Somebody has loaded it by hand; what is served last is what another engine can load."""
+    """An operator loaded the missing adapter. The last served weights are those that a new engine
+    can load."""
 
     def seen(directory: Path) -> dict[str, Any]:
         adapter = {"adapter_path": str(directory)}

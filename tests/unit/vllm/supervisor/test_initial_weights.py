@@ -1,4 +1,4 @@
-"""What a server that starts in the middle of a run begins with."""
+"""The first weights of a server that starts during a run."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ async def test_a_run_without_weights_on_disk_begins_with_the_model(
 async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
     assert adapter.weights.path is not None
     (adapter.weights.path / ADAPTER_WEIGHTS).write_text("other weights")
-    told = r"last served policy version \(2, 7\).*--no-await-weights"
-    with pytest.raises(UnusableWeights, match=told):
+    with pytest.raises(UnusableWeights, match=r"version \(2, 7\), which.*--no-await-weights"):
         await begins_with(Record(adapter), "--enable-lora")
 
 
@@ -102,7 +101,7 @@ def test_an_engine_that_shares_weights_waits_for_the_trained_ones_unless_told_no
     await_weights: bool, intact: bool
 ) -> None:
     served = ServedWeights(IN_MEMORY, intact)
-    # A trainer names steps within its epoch, and a torn write bumps the epoch by one at most.
+    # A trainer's versions stay in its epoch, and torn weights raise the epoch by at most one.
     fresh = InitialWeights(V30, new_name=True)
     expected = InitialWeights(V27, missing=True) if await_weights else fresh
     assert initial_weights_after(served, await_weights) == expected

@@ -1,7 +1,7 @@
-"""The supervisor, its sockets and Redis are real; its engine processes start in a second.
+"""The supervisor with real sockets and a real Redis; its stand-in engines start in a second.
 
-Most tests share one supervisor, in any order: each publishes weights of its own and counts from
-what it finds.
+Most tests share one supervisor, in any order: each publishes its own weights and compares counters
+with their previous values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE
 from tests.unit.vllm.supervised import CHECKPOINT, LOAD, START_S, Supervised, supervised
 
 RESTART_LIMIT = 3
-"""Two tests end an engine, and a third one all that follow: none of them alone reaches it."""
+"""Above the crashes of two tests together, so only the test that breaks all engines reaches it."""
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Supervised]:
-    """Takes adapters."""
+    """A supervisor whose engines load adapters."""
     with supervised(tmp_path_factory.mktemp("lora"), redis_url, "--enable-lora") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def unforked(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Supervised]:
-    """Its engines cannot be forked, and give requests up soon when they drain."""
+    """A supervisor whose engines are not forked and drop requests soon when they drain."""
     directory = tmp_path_factory.mktemp("unforked")
     flags = ("--drain-s", "0.2")
     with supervised(directory, redis_url, *flags, environment={OBSTACLE: "has threads"}) as server:
@@ -61,7 +61,7 @@ def unforked(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterat
 
 
 class Client:
-    """One connection that is kept open."""
+    """A client with one connection that stays open."""
 
     def __init__(self, server: Supervised) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_S)
@@ -70,7 +70,8 @@ class Client:
         self._connection.request("POST", "/generate", "{}")
 
     def port(self) -> int:
-        """Of this end, as the engine sees it: the same as long as the connection is."""
+        """The client's port, as the engine sees it. It stays the same while the connection is
+        open."""
         port: int = json.loads(self._connection.getresponse().read())["port"]
         return port
 
@@ -79,7 +80,7 @@ class Client:
 
 
 def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_path: Path) -> None:
-    """One request under way, and one on an idle connection while no engine takes requests."""
+    """One request in flight, and one on an idle connection while no engine accepts requests."""
     before, engine, go_on = server.status(), server.generate()["pid"], tmp_path / "go on"
     with contextlib.closing(Client(server)) as idle, ThreadPoolExecutor(1) as pool:
         idle.send()
@@ -172,7 +173,7 @@ def test_weights_that_no_engine_serves_give_way_to_the_previous_ones(server: Sup
 def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_way(
     server: Supervised, tmp_path: Path
 ) -> None:
-    """The restart is under way as long as a request is."""
+    """The restart lasts as long as a request is in flight."""
     restarts, go_on = server.count("restarts"), tmp_path / "go on"
     versions = [server.next_version() for _ in range(3)]
     weights = [(version, server.checkpoint(f"rival-{version.step}")) for version in versions]
@@ -195,16 +196,16 @@ def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_w
 
 
 def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Path and other fields of a command, by the reason for which it is refused."""
+    """Reason of the refusal → the command's path and other fields."""
     link = server.weights / "link"
     link.symlink_to(server.directory)
     half = server.adapter("half-written")
     (half / "adapter_model.safetensors").unlink()
     digest = {"sha256": "0" * 64}
     return {
-        "is not below": (link, digest),
+        "is not in": (link, digest),
         "File name too long": (server.weights / ("x" * 300), digest),
-        "not a whole adapter": (half, digest),
+        "not a complete adapter": (half, digest),
         "checksum": (server.adapter("other-bytes"), digest),
         "rank 64, the server accepts at most 16": (server.adapter("large", rank=64), {}),
         "not newer than": (server.adapter("old"), {"step": str(served_step)}),
@@ -281,7 +282,7 @@ def test_restarts_are_delayed_by_up_to_half_a_minute_until_a_command_starts_over
 
 
 def test_it_imports_neither_vllm_nor_torch() -> None:
-    """It must live while the engine dies, and start in a second."""
+    """A small process that survives the engine's end and starts within a second."""
     code = (
         "import sys, grpo_vllm.__main__, grpo_vllm.supervisor.main; "
         "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""`vllm_bridge_config.json`: written by the server, found by the trainer."""
+"""`vllm_bridge_config.json`: the server writes it and the trainer finds it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_vllm.weights.socket_server import bridge_config_written
 
 NOBODY_UID = 65534
 PLACES = ("explicit", "logs", "cwd", "common")
-"""In the order in which a trainer looks."""
+"""The paths in the order in which a trainer tries them."""
 
 
 def config(generation: str) -> BridgeConfig:
@@ -41,7 +41,7 @@ def config(generation: str) -> BridgeConfig:
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The working directory and the directory that users share are this test's own."""
+    """The working directory and the directory shared by users belong to this test only."""
     for place in PLACES:
         (tmp_path / place).mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -55,7 +55,8 @@ def find(root: Path, generation: str | None) -> BridgeConfig:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `path` another user's. Only root can; others act as if they were somebody else."""
+    """Give `path` to another user. Only root can do that; otherwise the test pretends to be another
+    user."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY_UID, -1, follow_symlinks=False)
     else:
@@ -84,8 +85,8 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     _, *lines, advice = str(raised.value).splitlines()
     problems = {
         "explicit": "no such file",
-        "logs": "of generation old, another or earlier server",
-        "cwd": "not of this format: dtype: Field required (and 4 more)",
+        "logs": "generation old, of another or an earlier server",
+        "cwd": "not of this format: dtype: Field required",
         "common": "not readable: belongs to another user",
     }
     for line, (place, problem) in zip(lines, problems.items(), strict=True):
@@ -99,7 +100,7 @@ def test_the_file_is_private_and_not_written_where_others_could_replace_it(root:
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == [FILE_NAME]
     path.parent.chmod(0o777)
-    with pytest.raises(BridgeConfigUnwritable, match="every user may replace files"):
+    with pytest.raises(BridgeConfigUnwritable, match="every user can replace files"):
         write_bridge_config(config("g1"), path)
 
 

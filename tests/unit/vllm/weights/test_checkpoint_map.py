@@ -1,4 +1,4 @@
-"""Where checkpoint tensors land, learnt by watching copies into the arena."""
+"""Places of checkpoint tensors, recorded from the copies into the arena."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(
     targets: dict[str, list[torch.Tensor]],
     permute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> CheckpointMap:
-    """Load random checkpoint tensors, split by rows over the targets of their name."""
+    """Load random checkpoint tensors, split by rows over the targets with their name."""
     checkpoint_map = CheckpointMap(arena)
     weights = [
         (name, torch.rand(sum(len(p) for p in pieces), *pieces[0].shape[1:]))
@@ -63,7 +63,7 @@ def test_parts_of_a_fused_tensor_get_a_region_each(arena: WeightMemory) -> None:
 
 
 def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: WeightMemory) -> None:
-    """Checkpoints that are fused on disk are split by the loader and land side by side."""
+    """The loader splits tensors that are fused on disk and copies the pieces side by side."""
     regions = load(arena, {"gate_up": [rows(arena, 2, 3), rows(arena, 5, 3)]}).regions()
     assert (regions["gate_up"].offset, regions["gate_up"].shape) == (2 * ROW_BYTES, (6, WIDTH))
 
@@ -81,7 +81,7 @@ def test_a_tensor_that_a_view_would_get_wrong_is_named_and_not_shared(
     places: list[tuple[int, int]],
     permute: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """A trainer would write other rows than are served."""
+    """Without this error a trainer would write rows that are not served."""
     seen = load(arena, {"torn": [rows(arena, *place) for place in places]}, permute)
     assert seen.regions() == {}
     assert list(seen.unshareable()) == ["torn"]

@@ -1,4 +1,4 @@
-"""What keeps a trainer from writing the served weights in place."""
+"""Obstacles that prevent a trainer from writing the served weights in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OBSTACLES: dict[str, tuple[Any, str]] = {
     ),
 }
 EXPLAINED_BY_ANOTHER = {"cumem_allocator", "special_layers"}
-"""By sleep mode, and by quantization or experts: one thing to drop, not two."""
+"""Sleep mode implies one fact and quantization or experts another: each gives one line, not two."""
 
 
 def test_a_dense_model_on_one_worker_can_be_shared() -> None:

@@ -1,4 +1,4 @@
-"""Cutting the server's parameter where a mapping says gives the checkpoint's tensor."""
+"""The part of a server's parameter that a mapping names equals the checkpoint's tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arena() -> Iterator[WeightMemory]:
 
 
 def fused(arena: WeightMemory) -> nn.Module:
-    """Six fused rows, a scalar and a head of six rows."""
+    """A model with six fused rows, a scalar and a head of six rows."""
     model = nn.Module()
     model.qkv = nn.Parameter(arena.view(rows(0, ROWS)).copy_(torch.arange(24.0).view(6, WIDTH)))
     model.scale = nn.Parameter(arena.view(region(SCALAR_AT)))
@@ -74,7 +74,7 @@ def test_regions_that_are_not_whole_rows_of_one_parameter_have_no_mapping(
 
 
 def test_a_parameter_that_is_tied_after_loading_is_followed(arena: WeightMemory) -> None:
-    """Written at its old place, an update would be served by nobody."""
+    """An update at the parameter's old place would never be served."""
     model = fused(arena)
     served = ServedParameters(model, arena)
     loaded = {"e": rows(0, ROWS), "h": rows(0, ROWS, HEAD_AT), "part": rows(1, 3, HEAD_AT)}

@@ -1,4 +1,4 @@
-"""Where the weight socket may lie. What it hands out: `inference/test_shared_weights.py`."""
+"""Allowed places of the weight socket. `inference/test_shared_weights.py` tests what it grants."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from grpo_vllm.weights.write_lease import WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine
 
 NO_WEIGHTS: Any = None
-"""Nobody connects."""
+"""An engine that is never called, because no trainer connects."""
 
 
 async def served_at(path: Path) -> int:
-    """Mode of the directory while it is served."""
+    """The mode of the socket's directory while the socket is open."""
     async with serve_weights(path, NO_WEIGHTS, WeightBridge(EngineControl(FakeEngine()))):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         return stat.S_IMODE(path.parent.stat().st_mode)
@@ -43,7 +43,7 @@ async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
     with pytest.raises(UnsafeSocketDirectory, match=f"{path.parent}.*{told}.*chmod 700"):
         await served_at(path)
     assert not path.exists()
-    # before anything is loaded
+    # before the engine loads anything
     flags = ["--model", "m", "--share-weights", "--weights-socket", str(path)]
     with pytest.raises(UnsafeSocketDirectory):
         supervise(load_server_settings(flags), flags, "no.engine")

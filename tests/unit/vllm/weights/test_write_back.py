@@ -1,4 +1,4 @@
-"""An engine that restarted in the middle of a run: who is answered, and under which name."""
+"""The bridge of an engine that restarted during a run: which requests pass, with which version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record() -> Record:
 
 @pytest.fixture
 async def bridge(record: Record) -> WeightBridge:
-    """Of an engine that has restarted."""
+    """The bridge of a restarted engine."""
     bridge = WeightBridge(EngineControl(FakeEngine()), SERVED_BEFORE, record)
     bridge.write_back.begin(SERVED_BEFORE, DEADLINE_S)
     return bridge
@@ -87,7 +87,7 @@ async def test_a_trainer_cut_off_while_it_writes_back_may_try_again(
     assert bridge.state is ServingState.AWAITING_WEIGHTS
     assert not bridge.paused
     assert not bridge.weights_intact
-    assert record.saved == []  # nobody is answered from them, so they need no name
+    assert record.saved == []  # no request is answered with them, so they need no new version
     await write_back(bridge, SERVED_BEFORE)
     assert bridge.weights_intact
     assert bridge.refusal() is None

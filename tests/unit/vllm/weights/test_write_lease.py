@@ -1,4 +1,4 @@
-"""The bridge on an engine that fails, which the real one does not do on demand."""
+"""The bridge with an engine that fails on demand, which the real engine cannot do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEASE_S = 60.0
 
 
 async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBridge, str]:
-    """The bridge, and the session of the trainer that is about to write."""
+    """The bridge, and the session of a trainer that holds the pause."""
     bridge = WeightBridge(EngineControl(engine))
     session = await bridge.open_session()
     await bridge.pause(session, lease_s, NEXT)
@@ -30,8 +30,8 @@ async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBr
     ("call", "what", "served"),
     [
         ("resume", "resume", NEXT),
-        # Otherwise it would serve the new weights under the previous name.
-        ("name 1.0", "name", PolicyVersion(0, 0)),
+        # Otherwise the engine would serve the new weights under the previous version.
+        ("name 1.0", "name|policy version", PolicyVersion(0, 0)),
     ],
 )
 async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_paused(
@@ -64,7 +64,7 @@ async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothi
     pausing = asyncio.create_task(bridge.pause(session, LEASE_S, NEXT))
     await engine.called("pause")
     closing = asyncio.create_task(bridge.close_session(session))
-    await asyncio.sleep(1.0)  # virtual: until both wait
+    await asyncio.sleep(1.0)  # virtual time: until both wait
     at_rest.set()
     with pytest.raises(BridgeConflict, match="is not attached to this server"):
         await pausing
@@ -86,7 +86,7 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
         await bridge.resume(session, written=True)
     second = await bridge.open_session()
     await bridge.pause(second, LEASE_S, LATER)
-    await bridge.close_session(session)  # the hung trainer's connection closes at last
+    await bridge.close_session(session)  # the hung trainer's connection closes late
     assert bridge.paused
     await bridge.resume(second, written=True)
     assert bridge.weights_intact
@@ -106,7 +106,7 @@ async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
     bridge, session = await paused(FakeEngine())
     await bridge.resume(session, written=True)
     await asyncio.sleep(2 * LEASE_S)
-    await bridge.pause(session, LEASE_S, LATER)  # by the trainer that is attached still
+    await bridge.pause(session, LEASE_S, LATER)  # by the trainer that is still attached
     await bridge.resume(session, written=True)
     assert bridge.version == LATER
     assert bridge.weights_intact
@@ -129,7 +129,7 @@ async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
     bridge = WeightBridge(EngineControl(FakeEngine(hangs={"sleep"})))
     with pytest.raises(EngineTimeout, match="did not fall asleep"):
         await bridge.engine.sleep()
-    refusal = bridge.refusal()  # half asleep is as bad
+    refusal = bridge.refusal()  # an engine that failed to sleep also refuses requests
     assert bridge.state is ServingState.SLEEPING
     assert refusal is not None
     assert not refusal.hold

@@ -1,7 +1,7 @@
 """Compares two mathematical expressions with `math-verify`, in a separate process.
 
-The process can be ended at any time, because sympy would compute `9^9^9^9` for ever. The library's
-own timeouts use signals, which work only in a main thread, and not during one long multiplication.
+sympy would compute `9^9^9^9` for ever, but a process can be ended at any time. The library's own
+timeouts use signals, which work only in a main thread, and not during one long multiplication.
 """
 
 from __future__ import annotations

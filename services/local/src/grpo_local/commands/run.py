@@ -1,9 +1,8 @@
-"""`grpo-run`: inference server and trainer, from start to end."""
+"""`grpo-run`: the inference server and the trainer of a run, from start to stop."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
@@ -15,16 +14,16 @@ from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import GrowingFile
 from grpo_local.screen import EXIT_FAILED, Screen
+from grpo_local.service_options import MODULES, SERVER, TRAINER, service_words
 from grpo_local.services import module, weights_socket_path
-from grpo_local.settings import TRAINERS_RESTART_INTERVAL, RunSettings
+from grpo_local.settings import RunSettings
 
-TRAINER = "trainer"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
-def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Screen) -> int:
-    """Returns the trainer's exit status, 128 + n if signal n ended it; 1 if something else failed,
-    128 + n after signal n before the trainer was started."""
+def run_together(settings: RunSettings, screen: Screen) -> int:
+    """Returns the trainer's exit status, or 128 + n if signal n ended it. If the trainer was not
+    started: 1 after a failure, 128 + n after signal n."""
     with (
         StopRequest() as stop_request,
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
@@ -32,9 +31,11 @@ def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Sc
         Stack(settings.log_dir, stop_request, grace_s=settings.stop_grace_s) as stack,
     ):
         try:
-            hand_off = hand_off_of(settings, Path(temporary))
+            hand_off = settings.hand_off(
+                weights_socket_path(Path(temporary)), settings.log_dir / bridge_config.FILE_NAME
+            )
             hand_off.make_directories()
-            start_on_screen(stack, server_of(settings, hand_off, probe), screen)
+            start_on_screen(stack, [server_of(settings, hand_off, probe)], screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")
             return stopped.exit_status
@@ -46,7 +47,7 @@ def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Sc
             screen.lines(log.new_lines())
 
         try:
-            code = stack.join([trainer_of(settings, hand_off, trainer_flags)], show_log)[TRAINER]
+            code = stack.join([trainer_of(settings, hand_off)], show_log)[TRAINER]
         except StopRequested:
             code = _pass_on(stop_request, stack.process(TRAINER), settings.stop_grace_s)
             show_log()
@@ -56,7 +57,7 @@ def run_together(settings: RunSettings, trainer_flags: Sequence[str], screen: Sc
 
 
 def _pass_on(stop_request: StopRequest, trainer: ManagedProcess, grace_s: float) -> int:
-    """Pass the stop signal on and wait for the trainer's end, at most until a second signal."""
+    """Pass the stop signal on and wait for the trainer's end, or for a second signal."""
     trainer.signal(stop_request.received[0])
     try:
         return trainer.wait(grace_s, hurry=lambda: stop_request.is_urgent)
@@ -64,31 +65,21 @@ def _pass_on(stop_request: StopRequest, trainer: ManagedProcess, grace_s: float)
         return EXIT_FAILED
 
 
-def hand_off_of(settings: RunSettings, temporary: Path) -> HandOff:
-    return HandOff(
-        options=settings,
-        restart_every_steps=settings.vllm_restart_interval or TRAINERS_RESTART_INTERVAL,
-        target_modules=tuple(settings.lora_target_modules or ()),
-        redis_url=settings.redis_url.get_secret_value(),
-        run_id=settings.run_id,
-        save_path=settings.save_path,
-        weights_socket=weights_socket_path(temporary),
-        bridge_config=settings.log_dir / bridge_config.FILE_NAME,
-    )
-
-
 def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> Service:
     health = settings.health_port
     return Service(
         name="vllm-server",
+        role="samples completions from the policy",
         command=module(
-            "grpo_vllm",
+            MODULES[SERVER],
             *("--model", settings.model),
             *("--host", settings.host),
             *("--port", settings.port),
             *(() if health is None else ("--health-port", health)),
             *hand_off.server_flags(),
+            *("--log-level", settings.log_level),
             *settings.server_words,
+            *service_words(settings.options_of(SERVER)),
         ),
         healthy=lambda: probe.answers(settings.server_url),
         deadline_s=settings.server_deadline_s,
@@ -96,16 +87,18 @@ def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> S
     )
 
 
-def trainer_of(settings: RunSettings, hand_off: HandOff, flags: Sequence[str]) -> Service:
+def trainer_of(settings: RunSettings, hand_off: HandOff) -> Service:
     return Service(
         name=TRAINER,
+        role="trains the policy and publishes its weights",
         command=module(
-            "grpo_trainer",
-            *("--model-name", settings.model),
-            *("--atropos-url", settings.atropos_url),
-            *("--vllm-url", settings.server_url),
+            MODULES[TRAINER],
+            *("--model", settings.model),
+            *("--run-api-url", settings.run_api_url),
+            *("--inference-url", settings.server_url),
             *hand_off.trainer_flags(),
-            *flags,
+            *("--log-level", settings.log_level),
+            *service_words(settings.options_of(TRAINER)),
         ),
         healthy=lambda: True,
         deadline_s=settings.server_deadline_s,

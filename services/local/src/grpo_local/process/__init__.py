@@ -1,3 +1,1 @@
-"""Processes: started, probed, measured, ended. Nothing about what a service does or is told,
-except for Redis.
-"""
+"""Starts, checks, measures and stops processes."""

@@ -1,4 +1,4 @@
-"""Is a service ready? Questions over HTTP that count any failure to answer as "not yet"."""
+"""Checks over HTTP if a service is ready. Every failure to answer counts as not ready."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NOT_REGISTERED = -1
 
 
 class HealthProbe(ClosesOnExit):
-    """One connection pool for all probes. The environment's proxies do not apply: all is local.
+    """One connection pool for all checks. Proxies are not used, since every service is local.
 
     Args:
-        token: that run-api asks for
+        token: the token that run-api requires
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -35,7 +35,7 @@ class HealthProbe(ClosesOnExit):
         return isinstance(info, dict) and info.get("batch_size", NOT_REGISTERED) != NOT_REGISTERED
 
     def has_environment(self, run_api_url: str, name: str) -> bool:
-        """One that calls itself `name` has registered; run-api numbers those of one name."""
+        """True if an environment with this name has registered. run-api appends a number to it."""
         environments = self._get_json(f"{run_api_url}/environments")
         return isinstance(environments, list) and any(
             str(environment.get("name")).rpartition("_")[0] == name for environment in environments

@@ -1,4 +1,4 @@
-"""How much memory each service takes at most, every process below it included."""
+"""Measures the highest memory of each service, its child processes included."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import psutil
 
 SAMPLE_EVERY_S = 5.0
-"""A sample of a run costs the kernel a tenth of a second of a core."""
+"""A sample takes a tenth of a second of CPU time."""
 MIB = 2**20
 
 
 class MemoryPeaks:
-    """The highest sum over each service's process tree, in bytes, sampled every few seconds.
+    """The highest memory of each service in bytes, sampled every few seconds.
 
-    Counted is the proportional set size: a page that several processes map counts once in all, so
-    that weights which server and trainer share are not counted twice. Where the kernel does not
-    tell, the resident set size.
+    It is the proportional set size: a page that n processes map counts 1/n in each. So weights that
+    server and trainer share are not counted twice. If the kernel does not give it, the resident set
+    size is used.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,12 @@ class MemoryPeaks:
         self._watched: frozenset[str] = frozenset()
 
     def watch(self, pids: Mapping[str, int]) -> None:
-        """Args: pids: of the services by name. May be called as often as one likes.
+        """Take a sample if one is due. Call it often.
 
-        A sample is taken when it is time and whenever a service has joined or left, so that even a
-        short run has measured the services that were ready before its last one started.
+        A sample is also due when a service has started or ended, so that short runs have some.
+
+        Args:
+            pids: process ids by service
         """
         watched = frozenset(pids)
         if watched == self._watched and time.monotonic() < self._next_at:
@@ -41,7 +43,7 @@ class MemoryPeaks:
 
 
 def tree_bytes(pid: int) -> int:
-    """Of a process and all its descendants now; those that are gone count nothing."""
+    """Memory of a process and its descendants; 0 if it has ended."""
     try:
         root = psutil.Process(pid)
         family = [root, *root.children(recursive=True)]

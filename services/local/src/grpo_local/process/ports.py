@@ -1,4 +1,4 @@
-"""TCP ports for servers that begin to listen long after their port was chosen."""
+"""Chooses free TCP ports for servers that start to listen much later."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 _GIVEN_TO_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20_000
-"""Below it are the ports that people choose for servers of their own."""
+"""Other servers of the user have lower ports."""
 _ATTEMPTS = 200
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on, given to one caller only until
+    """A TCP port of the loopback interface on which nothing listens. No other caller gets it before
     this process ends.
 
-    It lies outside of what the kernel gives to clients: one of them might get it before the server
-    is there, or, going on to connect while the server is down, be connected to itself. Where the
-    kernel leaves nothing from 20000 on, the port is one of the clients'.
+    It is outside the range that the kernel gives to clients. Otherwise a client could take it
+    before the server listens, or connect to itself while the server is down. If that range leaves
+    no port above 20000, the port is from that range.
 
     Raises:
         OSError: no port is free.
@@ -34,11 +34,11 @@ def free_port() -> int:
 
 
 def _claim(port: int) -> bool:
-    """By a name in the kernel, which lives as long as this process, and is as local as the port."""
+    """Reserve a port by an abstract unix socket, which exists until this process ends."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0grpo-port-{port}")
-        # Only now: for this moment its owner, were it another's, could not bind it.
+        # After the claim, since an owner of the port could not bind it during this probe.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
     except OSError:

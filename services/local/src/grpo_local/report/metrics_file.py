@@ -1,4 +1,4 @@
-"""The trainer's metrics file, read while it grows: one JSON object per line, one line per step."""
+"""Reads the trainer's metrics file while it grows: one JSON object per line, one line per step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from grpo_core.errors import ProtocolViolation
 
 
 class StepRecord(BaseModel):
-    """What the trainer measured in one step. Keys that are not listed here are passed over."""
+    """Measurements of one training step. Other keys of the file are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int = Field(ge=1)
     steps: int = Field(ge=1)
     time_s: float = 0.0
-    """Since the first step began, by the end of this one."""
+    """From the start of the first step to the end of this one."""
     reward_mean: float = Field(alias="reward/mean")
     loss: float = Field(alias="train/loss")
-    # None where nothing was trained on, or nothing was said to compare with.
+    # None if no token was trained on, or if the server reported nothing to compare with.
     mean_ratio: float | None = Field(None, alias="grpo/mean_ratio")
     clipped_fraction: float | None = Field(None, alias="grpo/clipped_fraction")
     alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
@@ -35,7 +35,7 @@ class StepRecord(BaseModel):
 
 
 class MetricsFile:
-    """One that is still being written waits for the end of its line."""
+    """Reads complete lines only: the trainer may be writing the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class MetricsFile:
         self._lines = 0
 
     def read_new(self) -> list[StepRecord]:
-        """The records that were completed since the last call; none while there is no file.
+        """New records since the last call; none if there is no file.
 
         Raises:
             ProtocolViolation: a complete line is not a step record. Names the line.
@@ -55,22 +55,23 @@ class MetricsFile:
         try:
             return StepRecord.model_validate_json(line)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, problem['loc'])) or 'line'}: {problem['msg']}"
-                for problem in error.errors()
+            keys = ", ".join(
+                ".".join(map(str, problem["loc"])) or "the line" for problem in error.errors()
             )
-            raise ProtocolViolation(f"{self._path} line {self._lines}: {problems}") from None
+            raise ProtocolViolation(
+                f"{self._path} line {self._lines} is no record of a step: wrong or missing {keys}"
+            ) from None
 
 
 class GrowingFile:
-    """Remembers how far it has read; a line that is still being written waits for its end."""
+    """A text file that another process appends to. Only complete lines are read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0  # bytes, always just behind a newline
+        self._offset = 0  # bytes, always after a newline
 
     def new_lines(self) -> list[str]:
-        """The lines that were completed since the last call; none while there is no file."""
+        """New lines since the last call; none if there is no file."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -79,3 +80,17 @@ class GrowingFile:
         end = data.rfind(b"\n") + 1
         self._offset += end
         return data[:end].decode(errors="replace").splitlines()
+
+
+def trim_records(path: Path, steps: int) -> list[StepRecord]:
+    """Remove the records of later steps than `steps` from the file; returns the others.
+
+    Raises:
+        ProtocolViolation: a line is not a step record.
+    """
+    lines = GrowingFile(path).new_lines()
+    records = MetricsFile(path).read_new()
+    kept = {r.step: line for r, line in zip(records, lines, strict=True) if r.step <= steps}
+    if len(kept) < len(lines):
+        path.write_text("".join(f"{line}\n" for line in kept.values()))
+    return [record for record in records if record.step <= steps]

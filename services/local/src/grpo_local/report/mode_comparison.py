@@ -1,4 +1,4 @@
-"""The modes compared: progress while they run, then a record and a table."""
+"""Compares the runs of several modes: progress while they run, then a record and a table."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ LINES_PER_RUN = 10
 
 
 class ModeResult(BaseModel):
-    """One run. Either `facts` or `failure` is there."""
+    """The result of one run: either `facts` or `failure`."""
 
     model_config = ConfigDict(frozen=True)
 
     mode: ModeName
     run: Path
     log: Path
-    """What the run told its user."""
+    """The output of the run."""
     facts: RunFacts | None = None
     failure: str | None = None
 
     @property
     def problems(self) -> list[str]:
-        """Why this is no good result, one line each; empty where it is one."""
+        """Why the run is not a success, one line each; empty if it is."""
         if self.facts is None:
             return [f"{self.mode} failed: {self.failure}; see {self.log}"]
         if self.facts.server is None:
-            return [f"{self.mode}: the server did not say how many requests it dropped"]
+            return [f"{self.mode}: the server did not report how many requests it dropped"]
         dropped = self.facts.server.dropped_requests
         return [f"{self.mode}: {dropped} dropped requests, must be 0"] if dropped else []
 
@@ -51,7 +51,7 @@ class Comparison(BaseModel):
     cores: int
     side_by_side: bool
     passed_on: list[str]
-    """Options that every run got."""
+    """Options of every run."""
     results: list[ModeResult]
 
     @property
@@ -67,7 +67,7 @@ class Row:
 
 
 ROWS = (
-    Row("total time, services included (s)", lambda f: f.summary.total_s, ".1f"),
+    Row("total time with start and stop (s)", lambda f: f.summary.total_s, ".1f"),
     Row("training (s)", lambda f: f.summary.training_s, ".1f"),
     Row("steps", lambda f: f.summary.steps, "d"),
     Row("all steps (s)", lambda f: f.summary.step_s * f.summary.steps, ".1f"),
@@ -88,7 +88,7 @@ ROWS = (
 
 
 def table_lines(results: Sequence[ModeResult]) -> list[str]:
-    """GitHub's Markdown: a line per measure, a column per mode."""
+    """A table in GitHub's Markdown: a line per measure, a column per mode."""
     head = ["", *(f"`{result.mode}`" for result in results)]
     rows = [["result", *("ok" if result.facts else "failed" for result in results)]]
     rows += [[row.title, *(_cell(row, result.facts) for result in results)] for row in ROWS]
@@ -110,10 +110,10 @@ def document(comparison: Comparison, plot: str) -> str:
             "",
             *(f"- {problem}" for problem in comparison.problems),
             *([""] if comparison.problems else []),
-            "Times are of the trainer's clock. Memory is the proportional set size of the process "
-            "and all below it, sampled every five seconds: pages that server and trainer share "
-            "count once. Generated tokens are the server's count, over the training. The LoRA "
-            "modes train with a learning rate of their own.",
+            "The trainer measures all times but the first two. Memory is the proportional set size "
+            "of a process and its children, sampled every five seconds: pages that server and "
+            "trainer share count once. Generated tokens are counted by the server during training. "
+            "The LoRA modes have a higher learning rate.",
             "",
             f"![reward by step and by time]({plot})",
             "",
@@ -127,7 +127,7 @@ def _mib(facts: RunFacts, service: str) -> float | None:
 
 
 def _generated_per_s(facts: RunFacts) -> float | None:
-    """Tokens, over all of the training, restarts included."""
+    """Tokens per second of training, restarts included."""
     return facts.server.generation_tokens / facts.summary.training_s if facts.server else None
 
 
@@ -140,8 +140,8 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def tell_new_steps(metrics: Mapping[ModeName, MetricsFile], screen: Screen) -> None:
-    """A line after a run's first step, and then one per tenth of it.
+def show_new_steps(metrics: Mapping[ModeName, MetricsFile], screen: Screen) -> None:
+    """Show a line after the first step of a run, and then one per tenth of the run.
 
     Raises:
         ProtocolViolation: a metrics file breaks its contract.

@@ -1,4 +1,4 @@
-"""The reward of one run, and of several modes. Importing this imports matplotlib."""
+"""Plots the reward of one run or of several modes. Importing this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import fmean
 from grpo_local.modes import ModeName
 from grpo_local.report.metrics_file import StepRecord
 
-# Importing matplotlib without a cache of fonts builds one, and says so on stderr after 5 s, as if
-# something were wrong with the first run on a new machine.
+# On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a
+# problem of the run.
 _font_log = logging.getLogger("matplotlib.font_manager")
 _font_log.setLevel(logging.ERROR)
 
@@ -33,16 +33,17 @@ STYLES: Mapping[ModeName, tuple[str, str]] = {
     "lora_restart": ("#009E73", "-."),
     "none": ("#CC79A7", ":"),
 }
-"""Colours of Okabe and Ito, which colour-blind readers tell apart; dashes do without colour."""
+"""Colours of Okabe and Ito, which colour-blind readers can distinguish; dashes work without colour.
+"""
 
 
 def average_window(steps: int) -> int:
-    """Steps that the moving average covers: a tenth of the run, never less than 3."""
+    """Steps of the moving average: a tenth of the run, at least 3."""
     return max(SHORTEST_WINDOW, steps // 10)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and those before it, `window` in all; fewer at the start."""
+    """Mean of each value and its predecessors, `window` values in all and fewer at the start."""
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
@@ -71,7 +72,7 @@ def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> 
 
 
 def draw_comparison(runs: Mapping[ModeName, Sequence[StepRecord]], title: str, path: Path) -> None:
-    """Write a PNG: moving averages of the reward, over steps on the left, over seconds right."""
+    """Write a PNG of each mode's mean reward, over steps on the left and over time on the right."""
     figure = _figure((12.0, 4.8))
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for mode, records in runs.items():

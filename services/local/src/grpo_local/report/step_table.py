@@ -9,6 +9,7 @@ from grpo_local.report.metrics_file import StepRecord
 
 HEADER_EVERY_STEPS = 20
 NOT_MEASURED = "-"
+_INDENT = "  "
 _GAP = "  "
 
 
@@ -17,6 +18,7 @@ class Column:
     title: str
     unit: str
     width: int
+    meaning: str
     value: Callable[[StepRecord], str]
 
 
@@ -25,24 +27,71 @@ def optional(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Two decimals while they mean something; a wait of minutes must not widen its column."""
+    """Two decimals below 100 s and none above, so that long times fit the column too."""
     return optional(value, ".2f" if value is None or value < 99.995 else ".0f")
 
 
 COLUMNS = (
-    Column("step", "", 7, lambda r: f"{r.step}/{r.steps}"),
-    Column("reward", "mean", 7, lambda r: f"{r.reward_mean:.3f}"),
-    Column("loss", "", 8, lambda r: f"{r.loss:.4f}"),
-    Column("ratio", "mean", 6, lambda r: optional(r.mean_ratio, ".3f")),
-    Column("clip", "%", 5, lambda r: optional(r.clipped_fraction, ".1f", scale=100.0)),
-    Column("align", "nats", 7, lambda r: optional(r.alignment_abs_mean, ".1e")),
-    Column("stale", "steps", 5, lambda r: optional(r.staleness_mean, ".2f")),
-    Column("speed", "tok/s", 6, lambda r: f"{r.tokens_per_s:.0f}"),
-    Column("generate", "s", 8, lambda r: seconds(r.generation_s)),
-    Column("wait", "s", 5, lambda r: seconds(r.fetch_s)),
-    Column("train", "s", 5, lambda r: seconds(r.compute_s)),
-    Column("publish", "s", 7, lambda r: seconds(r.sync_s)),
+    Column("step", "", 7, "training steps done / in all", lambda r: f"{r.step}/{r.steps}"),
+    Column("reward", "mean", 7, "mean reward of the completions", lambda r: f"{r.reward_mean:.3f}"),
+    Column(
+        "loss",
+        "",
+        8,
+        "GRPO's loss; near 0, and it need not fall while the reward rises",
+        lambda r: f"{r.loss:.4f}",
+    ),
+    Column(
+        "ratio",
+        "mean",
+        6,
+        "importance ratio: a token's probability now / when it was sampled",
+        lambda r: optional(r.mean_ratio, ".3f"),
+    ),
+    Column(
+        "clip",
+        "%",
+        5,
+        "tokens without a gradient, because their ratio moved too far from 1",
+        lambda r: optional(r.clipped_fraction, ".1f", scale=100.0),
+    ),
+    Column(
+        "align",
+        "nats",
+        7,
+        "mean difference between the logprobs of trainer and server",
+        lambda r: optional(r.alignment_abs_mean, ".1e"),
+    ),
+    Column(
+        "stale",
+        "steps",
+        5,
+        "mean number of updates since the completions were sampled",
+        lambda r: optional(r.staleness_mean, ".2f"),
+    ),
+    Column("speed", "tok/s", 6, "trained tokens per second", lambda r: f"{r.tokens_per_s:.0f}"),
+    Column(
+        "generate", "s", 8, "time to sample one group (mean)", lambda r: seconds(r.generation_s)
+    ),
+    Column("wait", "s", 5, "time the trainer waited for its batch", lambda r: seconds(r.fetch_s)),
+    Column(
+        "train", "s", 5, "time to compute gradients and the update", lambda r: seconds(r.compute_s)
+    ),
+    Column(
+        "publish",
+        "s",
+        7,
+        "time until the server has the new weights",
+        lambda r: seconds(r.sync_s),
+    ),
 )
+
+
+def legend_lines() -> list[str]:
+    """The meaning of each column."""
+    width = max(len(column.title) for column in COLUMNS)
+    meanings = (f"{_INDENT}{column.title:<{width}}  {column.meaning}" for column in COLUMNS)
+    return [f"training; the columns are ({NOT_MEASURED}: not measured):", *meanings]
 
 
 def header_lines() -> list[str]:

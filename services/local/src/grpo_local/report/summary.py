@@ -1,8 +1,8 @@
-"""The figures of a finished run: for the user, and as `summary.json` for other programs."""
+"""Sums up a finished run, for the user and in `summary.json` for other programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,6 @@ from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_local.modes import Mode, ModeName
 from grpo_local.report.metrics_file import StepRecord
-from grpo_local.report.step_table import seconds
 from grpo_local.run_directory import RunDirectory
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -22,7 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Summary:
-    """Averages over steps; `tenth_steps` is how many steps the first and the last tenth have."""
+    """Averages over the steps of a run. `tenth_steps`: number of steps in a tenth of the run."""
 
     steps: int
     tenth_steps: int
@@ -31,7 +30,7 @@ class Summary:
     total_s: float
     training_s: float
     generation_s: float | None
-    """None where no environment says how long it took."""
+    """None if no environment reported it."""
     fetch_s: float
     compute_s: float
     sync_s: float
@@ -39,7 +38,7 @@ class Summary:
 
 
 def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) -> Summary:
-    """Needs one record at least. A tenth is rounded down, to one step at least."""
+    """Needs at least one record. A tenth is rounded down, and has at least one step."""
     tenth = max(1, len(records) // 10)
 
     def mean(value: Callable[[StepRecord], float]) -> float:
@@ -62,7 +61,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
 
 
 class Benchmark(BaseModel):
-    """What the runner takes from the trainer's `benchmark.json`; other keys are passed over."""
+    """The part of the trainer's `benchmark.json` that a summary needs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -71,7 +70,7 @@ class Benchmark(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """None: nobody said."""
+    """`summary.json`. None: not reported."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,16 +79,17 @@ class RunFacts(BaseModel):
     summary: Summary
     benchmark: Benchmark | None
     server: SupervisorStatus | None
-    """The last that the supervisor said while the trainer was there."""
+    """The supervisor's last status before the end of the trainer."""
     peak_bytes: dict[str, int]
-    """Memory of each service's process tree."""
+    """Highest memory of each service, its child processes included."""
 
     @property
     def publication(self) -> str:
-        """How often weights were published, and what that cost, as one line."""
-        published = f"published {self.benchmark.publishes} times; " if self.benchmark else ""
+        """How often weights were published, and what that cost, in one line."""
+        publishes = self.benchmark.publishes if self.benchmark else None
+        published = "" if publishes is None else f"{counted(publishes, 'publication')}, "
         if self.server is None:
-            return f"{published}the server did not say how often it restarted"
+            return f"{published}number of engine restarts not reported"
         return (
             f"{published}{counted(self.server.restarts, 'engine restart')}, "
             f"{counted(self.server.dropped_requests, 'dropped request')}"
@@ -102,28 +102,44 @@ def counted(number: int, what: str) -> str:
 
 
 def read_record(kind: type[Model], path: Path) -> Model:
-    """Raises `ProtocolViolation` where the file is missing or holds something else."""
+    """Raises `ProtocolViolation` if the file is missing or has other content."""
     try:
         return kind.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
-        raise ProtocolViolation(f"{path} holds no {kind.__name__}: {error}") from None
+    except OSError as error:
+        raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, p["loc"])) or "JSON" for p in error.errors())
+        raise ProtocolViolation(f"{path} is not as expected: wrong or missing {keys}") from None
 
 
-def summary_lines(summary: Summary, run: RunDirectory, mode: Mode, publication: str) -> list[str]:
-    """`publication`: how often weights were published, and what that cost."""
+def summary_lines(summary: Summary, publication: str) -> list[str]:
+    """Args: publication: how often weights were published, and what that cost"""
     steps = "step" if summary.tenth_steps == 1 else f"{summary.tenth_steps} steps"
-    facts = {
-        "reward": f"{summary.first_reward:.3f} in the first {steps}, "
-        f"{summary.last_reward:.3f} in the last {steps} (mean)",
-        "steps": f"{summary.steps} in {summary.training_s:.1f} s; "
-        f"{summary.total_s:.1f} s with starting the services",
-        "per step": f"{summary.step_s:.2f} s: generate {seconds(summary.generation_s)}, "
-        f"wait {summary.fetch_s:.2f}, train {summary.compute_s:.2f}, "
-        f"publish {summary.sync_s:.2f} (mean)",
-        "weights": publication,
-        "curve": str(run.reward_plot),
-        "metrics": str(run.metrics),
-        "model": str(run.checkpoints / mode.final_directory),
-        "logs": str(run.logs),
-    }
+    return _table(
+        {
+            "reward": f"{summary.first_reward:.3f} in the first {steps}, "
+            f"{summary.last_reward:.3f} in the last {steps} (mean)",
+            "time": f"{summary.training_s:.1f} s of training, "
+            f"{summary.total_s:.1f} s with start and stop",
+            "per step": f"{summary.step_s:.2f} s: wait {summary.fetch_s:.2f}, "
+            f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
+            "weights": publication,
+        }
+    )
+
+
+def closing_lines(run: RunDirectory, mode: Mode, more: str) -> list[str]:
+    """The files of a finished run. `more`: the command that continues it."""
+    return _table(
+        {
+            "plot": str(run.reward_plot),
+            "model": str(run.checkpoints / mode.final_directory),
+            "metrics": str(run.metrics),
+            "logs": str(run.logs),
+            "go on": more,
+        }
+    )
+
+
+def _table(facts: Mapping[str, str]) -> list[str]:
     return [f"{name + ':':<10}{fact}" for name, fact in facts.items()]

@@ -23,9 +23,9 @@ from grpo_core.deadline import Deadline
 from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _PLAN_AT_LEAST_EVERY_S = 1.0
-"""A silent environment changes the minimums of a batch although no group arrives."""
+"""When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
 """Up to this many queue entries are planned on the event loop: that takes milliseconds."""
 
@@ -99,7 +99,7 @@ class BatchDispatcher:
                     again=due.again,
                 )
                 return due
-            if not await self._something_changes(arrivals, deadline):
+            if not await self._wait_for_change(arrivals, deadline):
                 return None
 
     async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
@@ -117,11 +117,11 @@ class BatchDispatcher:
         await self._store.batches.acknowledge(None)
         return await self.next_batch(Poll(answer=answer), wait_s)
 
-    async def _something_changes(self, arrivals: int, deadline: Deadline) -> bool:
+    async def _wait_for_change(self, arrivals: int, deadline: Deadline) -> bool:
         """Wait for a reason to plan again; False if the deadline or a shutdown came first."""
         plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
         while not deadline.has_passed:
-            if await self._lifetime.closes_within(_LOOK_S):
+            if await self._lifetime.closes_within(_POLL_S):
                 return False
             if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
                 return True

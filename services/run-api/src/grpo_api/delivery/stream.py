@@ -25,7 +25,7 @@ _GZIP_WINDOW_BITS = 31
 
 
 async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
-    """`{<head>"batch":[group, ...]}` in pieces. The groups are not parsed.
+    """Yield the JSON `{<head>"batch":[group, ...]}` in pieces, without parsing the groups.
 
     Raises:
         BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
@@ -48,7 +48,7 @@ async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> Async
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
-    """One stored group, as JSON."""
+    """Yield the JSON of one stored group in pieces."""
     is_small = unpacked_bytes(payload) <= _UNPACKED_INLINE
     text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
     for at in range(0, len(text), _PIECE_BYTES):
@@ -58,7 +58,7 @@ async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
 
 
 def group_answer(payload: bytes, compressed: bool) -> Response:
-    """One stored group as an answer. The middleware compresses a group of a single piece."""
+    """One stored group as an answer. If it is small, the middleware compresses it."""
     if unpacked_bytes(payload) <= _PIECE_BYTES:
         return Response(unpack(payload), media_type="application/json")
     pieces = group_pieces(payload)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo_api.errors import BodyTooSlow, Conflict, Refused, Unavailable
+from grpo_core.validation import message_of
 
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499
@@ -100,6 +101,6 @@ def _problem(problem: dict[str, Any]) -> dict[str, Any]:
             part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
             for part in problem["loc"]
         ],
-        "msg": problem["msg"][:_MAX_MESSAGE_CHARS],
+        "msg": message_of(problem)[:_MAX_MESSAGE_CHARS],
         "type": problem["type"],
     }

@@ -146,21 +146,21 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
         }
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _answer_as_we_do(operation)
+            _declare_common_answers(operation)
             if token_needed and path not in OPEN_PATHS:
-                _ask_for_the_token(operation)
+                _require_token(operation)
     return document
 
 
 def body_schema(model: type[BaseModel]) -> Json:
     schema = model.model_json_schema(schema_generator=LaxJsonSchema)
     if model is ScoredGroup:
-        _add_what_validators_check(schema["properties"])
+        _add_validated_limits(schema["properties"])
     return schema
 
 
-def _add_what_validators_check(properties: Json) -> None:
-    """Add what a schema can express. It cannot require equal lengths or finite nested numbers."""
+def _add_validated_limits(properties: Json) -> None:
+    """Add validators' checks, except those that no schema can express, such as equal lengths."""
     properties["tokens"]["minItems"] = 1
     properties["tokens"]["items"]["minItems"] = 1
     for name in ("masks", "scores"):
@@ -169,8 +169,8 @@ def _add_what_validators_check(properties: Json) -> None:
     conversations["items"]["items"]["required"] = ["role", "content"]
 
 
-def _answer_as_we_do(operation: Json) -> None:
-    """Replace FastAPI's own 422, which it declares for every parameter, and add our 403."""
+def _declare_common_answers(operation: Json) -> None:
+    """Remove FastAPI's own 422, which it declares for every parameter, and add our 403."""
     answers = operation["responses"]
     if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
         del answers["422"]
@@ -179,7 +179,7 @@ def _answer_as_we_do(operation: Json) -> None:
         answer["headers"] = answer.get("headers", {}) | _STAMPED
 
 
-def _ask_for_the_token(operation: Json) -> None:
+def _require_token(operation: Json) -> None:
     operation["security"] = [{_SECURITY: []}]
     operation["responses"]["401"] = _refusal_of_any_body(401) | {
         "headers": _STAMPED

@@ -67,7 +67,7 @@ class BodyReader:
             raise BodiesFull(self._held_bytes)
 
     def count(self, more_bytes: int) -> None:
-        """Change the number of held bytes; negative when bytes are freed."""
+        """Add to the number of held bytes; a negative number frees bytes."""
         self._held_bytes += more_bytes
 
 

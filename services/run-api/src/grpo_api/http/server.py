@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
         try:
             yield
         finally:
-            self._leave_signals_to_the_kernel()
+            self._restore_default_signals()
 
     def _stop(self, number: signal.Signals) -> None:
         grace_s = self.config.timeout_graceful_shutdown
@@ -75,9 +75,9 @@ class HttpServer(uvicorn.Server):
         self._lifetime.closing.set()
         self.should_exit = True
         # the next signal ends the process even if the event loop is stuck
-        self._leave_signals_to_the_kernel()
+        self._restore_default_signals()
 
-    def _leave_signals_to_the_kernel(self) -> None:
+    def _restore_default_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)

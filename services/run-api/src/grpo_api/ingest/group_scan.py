@@ -31,7 +31,7 @@ _BRACKET = ord("[")
 _ESCAPE = b"\\"
 _ESCAPED_BRACKET = b"\\u005"
 _INTEGER, _FLOAT = "i", "d"
-_NOT_ONE_OF_OURS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
 
 _EXACT_INTEGERS = 2.0**53
 """Larger integers may have no exact float; a stored group keeps them as they were written."""
@@ -62,7 +62,7 @@ def scan_group(text: bytes) -> GroupFacts | None:
         return None
     try:
         return _scan(text)
-    except (_Unusual, *_NOT_ONE_OF_OURS):
+    except (_Unusual, *_PARSE_ERRORS):
         return None
 
 

@@ -24,7 +24,7 @@ from grpo_api.store import RunStore
 from grpo_api.store.results import NotPlaced, Outcomes, Submission
 
 _MAX_PLACEMENTS = 32
-_ASK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _STAGED_FROM_BYTES = 1024 * 1024
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 _log = structlog.get_logger()
@@ -144,7 +144,7 @@ class Intake:
         submission = replace(submission, received_under=served)
         # Checked before joining the line: the answer must not depend on other submissions.
         if _is_waited_for(submission, await self._store.environments.view()):
-            return await self._let_in(submission)
+            return await self._accept_over_limit(submission)
         began = asked = time.monotonic()
         with self._line.place(submission.stored_bytes) as ticket:
             while time.monotonic() - began <= self._patience.full_s:
@@ -153,20 +153,20 @@ class Intake:
                     if not isinstance(outcome, NotPlaced):
                         return outcome
                 await ticket.wait()
-                if time.monotonic() - asked >= _ASK_EVERY_S:
+                if time.monotonic() - asked >= _CHECK_EVERY_S:
                     if _is_waited_for(submission, await self._recent_view()):
-                        return await self._let_in(submission)
+                        return await self._accept_over_limit(submission)
                     asked = time.monotonic()
         raise QueueFull(time.monotonic() - began)
 
     async def _recent_view(self) -> RunView:
         """A view shared by all waiting submissions, since each needs one every second."""
-        if time.monotonic() - self._viewed_at >= _ASK_EVERY_S or self._view is None:
+        if time.monotonic() - self._viewed_at >= _CHECK_EVERY_S or self._view is None:
             self._view = await self._store.environments.view()
             self._viewed_at = time.monotonic()
         return self._view
 
-    async def _let_in(self, submission: Submission) -> Outcomes:
+    async def _accept_over_limit(self, submission: Submission) -> Outcomes:
         outcome = await self._take(submission, _UNLIMITED)
         assert not isinstance(outcome, NotPlaced)
         return outcome

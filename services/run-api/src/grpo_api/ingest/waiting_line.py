@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 from grpo_api.errors import QueueFull, ShuttingDown, StoreUnavailable
 from grpo_api.http.shutdown import Lifetime, was_held
 
-_FIRST_LOOKS_S = 0.05
-_OTHERS_LOOK_S = 0.5
+_FIRST_POLL_S = 0.05
+_OTHERS_POLL_S = 0.5
 MAX_WAITING = 256
 """Limit on waiting requests, because each one polls."""
 
@@ -68,7 +68,7 @@ class Ticket:
         """
         was_held.set(True)
         try:
-            async with asyncio.timeout(_FIRST_LOOKS_S if self.is_first else _OTHERS_LOOK_S):
+            async with asyncio.timeout(_FIRST_POLL_S if self.is_first else _OTHERS_POLL_S):
                 await self.called.wait()
         except TimeoutError:
             pass

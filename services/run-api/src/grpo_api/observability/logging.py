@@ -22,5 +22,5 @@ class StructlogHandler(logging.Handler):
 
 
 def forward_library_logs() -> None:
-    """Forward warnings and errors. uvicorn's messages on start and stop repeat our own."""
+    """Forward warnings and errors, but not info: uvicorn only repeats our own start and stop."""
     logging.basicConfig(handlers=[StructlogHandler()], level=logging.WARNING, force=True)

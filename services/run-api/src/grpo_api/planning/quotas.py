@@ -70,7 +70,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Demand:
-    """A batch of exactly `batch_size` sequences with at least `least` groups of some kinds."""
+    """The needs of a batch: `batch_size` sequences, and at least `least` groups of some kinds."""
 
     batch_size: int
     least: Mapping[Kind, int]

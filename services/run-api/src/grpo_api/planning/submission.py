@@ -16,7 +16,7 @@ from grpo_api.planning.quotas import why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16
-"""Limit on the parts of one size that an environment may have in its buffer, in whole groups.
+"""An environment may buffer parts of one size worth this many whole groups.
 
 Each size has its own limit, so parts that fit nothing cannot block the sizes that complete a group.
 """
@@ -105,7 +105,7 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
 
 def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placement) -> None:
     env_id, group_size = arrival.env_id, state.bundle_size(arrival)
-    assert env_id is not None  # a sender without an id has no registered size to differ from
+    assert env_id is not None  # without an env_id, the bundle size is the group's own size
     waiting = placement.buffers.get(env_id, state.buffers.get(env_id, ()))
     parts = (*waiting, arrival.group)
     chosen = oldest_choice([Kind(None, part.sequences) for part in parts], group_size)

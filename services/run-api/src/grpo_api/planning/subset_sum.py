@@ -30,7 +30,7 @@ class Stock:
 
 
 def can_make(total: int, stocks: Iterable[Stock]) -> bool:
-    """Whether some choice from `stocks`, within their limits, holds exactly `total` sequences."""
+    """Whether groups from `stocks`, within their limits, can add up to `total` sequences."""
     within = (1 << (total + 1)) - 1
     sums = 1
     for stock in stocks:

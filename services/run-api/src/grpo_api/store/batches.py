@@ -50,7 +50,7 @@ class BatchStore:
         outcome, *rest = await self._link.script(
             "open_poll",
             ("trainer", "leases", "totals", "answers"),
-            *_asking(poll.trainer_id, poll.after),
+            *_trainer_arguments(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
             poll.answer,
@@ -101,7 +101,7 @@ class BatchStore:
         outcome, *rest = await self._link.script(
             "acknowledge",
             ("trainer", "leases", "totals", "payloads", "latest", "large", "answers"),
-            *_asking(trainer_id, batch_id),
+            *_trainer_arguments(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
         return Acknowledged(*rest)
@@ -124,7 +124,7 @@ class BatchStore:
         return int(await self._link.call("GET", last_id) or 0)
 
 
-def _asking(trainer_id: int | None, batch_id: int) -> tuple[str, str]:
+def _trainer_arguments(trainer_id: int | None, batch_id: int) -> tuple[str, str]:
     """Trainer ids are stored as 32 hexadecimal digits: Lua's numbers do not hold 128 bits."""
     return (_PLAIN, "") if trainer_id is None else (f"{trainer_id:032x}", str(batch_id))
 

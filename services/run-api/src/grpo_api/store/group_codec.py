@@ -47,7 +47,7 @@ def stored(member: bytes, absent: Sequence[str]) -> bytes:
 
 
 def unpack(payload: bytes) -> bytes:
-    """The group's JSON, the same bytes each time."""
+    """The group's JSON, always the same bytes."""
     end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "big")
     text: bytes = isal_zlib.decompress(memoryview(payload)[end:], _GZIP_WINDOW_BITS)
     return text[: -len(_CLOSING)] + payload[_LENGTH_BYTES:end]
@@ -59,6 +59,6 @@ def unpacked_bytes(payload: bytes) -> int:
 
 
 def compress(text: bytes) -> bytes:
-    """As one gzip member."""
+    """Compress into one gzip member."""
     member: bytes = isal_zlib.compress(text, _LEVEL, _GZIP_WINDOW_BITS)
     return member

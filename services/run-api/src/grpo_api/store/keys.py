@@ -154,7 +154,7 @@ def parse_queued(entry: bytes) -> Bundle:
 
 
 def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
-    """Oldest first."""
+    """Parse entries of the queue, oldest bundle first."""
     return sorted(map(parse_queued, entries), key=lambda bundle: bundle.id)
 
 

@@ -137,7 +137,7 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
     except RuntimeError as error:  # raised by uvloop; redis-py does not convert it
         if "handler is closed" not in str(error):
             raise
-        raise StoreUnavailable("Redis closed a connection that was just opened") from error
+        raise StoreUnavailable("Redis closed a connection; send the request again") from error
     except ResponseError as error:
         code = _code_of_refusal(error)
         if code is None:

@@ -69,7 +69,7 @@ class TokenTable:
         return float(self.diff.abs().double().mean())
 
     def sequences(self) -> list[int]:
-        """Numbers of the sequences that have tokens here, in order."""
+        """Indices of the sequences with at least one trained token, in order."""
         return sorted(set(self.sequence.tolist()))
 
     def diff_abs_quantile(self, share: float) -> float | None:

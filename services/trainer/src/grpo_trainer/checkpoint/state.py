@@ -56,8 +56,8 @@ class StateRecord(BaseModel):
 
     `parameters` maps the name of each trained parameter to its shape. `files` describes all other
     files of the directory. `mode` is --mode. `lora` is None if the whole model is
-    trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api that
-    counts `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
+    trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
+    `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
     if it was not measured.
     """

@@ -1,5 +1,4 @@
-"""Stores checkpoints on disk: writes them completely, verifies them when read, keeps the newest
-two.
+"""Writes checkpoints completely, verifies them when they are read, and keeps the newest two.
 
 Their names begin with a number that increases over all runs of a save path, so the name shows which
 one is the newest.

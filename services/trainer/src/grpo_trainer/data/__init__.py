@@ -1,2 +1,1 @@
-"""Turns a batch from run-api into tensors: fetches, filters and collates it, and counts
-problems."""
+"""Fetches a batch from run-api, filters it, and converts it to tensors."""

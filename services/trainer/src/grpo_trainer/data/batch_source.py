@@ -142,7 +142,8 @@ class BatchSource:
 class EnvironmentWatch:
     """While the trainer waits for a batch, detects that no environment is left to send one.
 
-    Counts only after this trainer has seen an environment: at a start, they may not be up yet.
+    The deadline applies only after this trainer has seen an environment, because environments may
+    start later than the trainer.
 
     Args:
         return_deadline_s: how long to wait after the last environment has left

@@ -57,7 +57,7 @@ class GroupFilter:
     """Filters batches. Remembers recent batches and the warnings that were logged.
 
     Args:
-        limits: of the policy
+        limits: the policy's vocabulary size and sequence length
         history: computes how stale groups are
         max_staleness: older groups are dropped; in steps, None for no limit
     """

@@ -52,8 +52,8 @@ class VersionHistory:
     def age(self, version: PolicyVersion, step: int) -> int:
         """Number of updates between the weights of `version` and those after `step` steps.
 
-        Steps that an earlier trainer took after the checkpoint are lost. Weights of such steps are
-        counted back to the checkpoint and forward again.
+        Steps that an earlier trainer took after its last checkpoint are lost. The age of such
+        weights is their distance back to the checkpoint plus the distance forward from it.
         """
         if version.epoch >= self.first.epoch:
             return step - version.step

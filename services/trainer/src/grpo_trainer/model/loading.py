@@ -25,6 +25,15 @@ log = structlog.get_logger()
 HOST = torch.device("cpu")
 
 
+def import_architecture(model_name: str) -> None:
+    """Import the classes of a model, which takes seconds, before the server has started."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model_name)
+    for name in (*(config.architectures or ()), "AutoModelForCausalLM"):
+        getattr(transformers, name, None)  # an attribute is imported when it is read
+
+
 def device_to_load_on(wanted: str) -> torch.device:
     """The device to train on. "auto" takes a GPU if there is one. It becomes CUDA's current device.
 

@@ -13,9 +13,9 @@ from grpo_trainer.model.policy_protocol import CausalLM, device_of
 
 PROBE_LENGTH = 32
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Bound on the mean |difference| for each data type of the served weights, if four times the noise
-is smaller. Measured on tiny models (tests/inference/test_shared_weights.py): 4e-7 in float32, 0.001
-to 0.006 in bfloat16."""
+"""Tolerance for the mean |difference|, by data type of the served weights. It applies if four times
+the rounding noise is smaller. Noise measured on tiny models
+(tests/inference/test_shared_weights.py): 4e-7 in float32, 0.001 to 0.006 in bfloat16."""
 DEFAULT_TOLERANCE = 0.05
 GPU_FLOAT32_TOLERANCE = 0.01
 """On a GPU, vLLM's attention multiplies float32 as TF32, with 10 bits of mantissa. Not measured."""

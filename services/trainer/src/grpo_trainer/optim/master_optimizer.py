@@ -5,8 +5,8 @@ nothing. So the step updates master weights: fp32 copies, or bf16 copies with st
 (`masters`). The step does not touch the served weights, so the server keeps sampling. Only
 `write_into_parameters` needs a pause.
 
-To shorten the pause, a step also stores its result in the served data type, if the master weights
-have another one (the staging copy). Each part of it replaces a gradient that was used.
+To shorten the pause, a step also rounds its result to the served data type, if that differs, into
+the staging copy. Each part of this copy replaces a gradient that was used.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class MasterOptimizer:
     def write_into_parameters(self) -> None:
         """Round the master weights into the policy's parameters, in place: their addresses stay.
 
-        Copies the staging copy if there is one, and frees it. A repeated write rounds the master
+        Writes the staging copy if there is one, then frees it. A repeated write rounds the master
         weights again, with the same result: both round to the nearest.
         """
         pairs = zip(self._staged, self.masters, strict=True)

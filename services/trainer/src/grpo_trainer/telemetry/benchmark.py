@@ -1,5 +1,4 @@
-"""Reports how a run spent its time (`--benchmark`), in the archived trainer's layout and as
-JSON."""
+"""Reports how a run spent its time (`--benchmark`), as the archived trainer did and as JSON."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class WandbSink:
         Raises:
             WandbUnavailable: with W&B's own message.
         """
-        with contextlib.suppress(OSError):  # the child has ended: `readline` below finds that
+        with contextlib.suppress(OSError):  # the child has ended; the empty answer shows it
             self._send({"start": start})
         if not select.select([self._from_child], [], [], deadline_s)[0]:
             raise WandbUnavailable(f"W&B did not start within {deadline_s:g} s; {_ADVICE}")

@@ -1,5 +1,4 @@
-"""Checks a publication: the server must answer with the weights and the version that were
-published.
+"""Checks that the server answers with the weights and the version that were published.
 
 Three things must hold. The server's logprobs of fixed tokens must match the trainer's. So must the
 logprobs of a few tokens that the server samples after a fixed prompt: this request uses the prefix

@@ -1,5 +1,4 @@
-"""Checks that completions were sampled by the weights, tokens and temperature that their group
-names.
+"""Checks that completions were sampled by the weights and the temperature of their group.
 
 Fresh completions were sampled by exactly the trainer's weights, so both sides' logprobs must agree
 to rounding noise. Misplaced logprobs, a wrong temperature, trained prompt tokens or other weights

@@ -97,7 +97,7 @@ class ForkedEngine:
 
     def __init__(self, server: asyncio.subprocess.Process, facts: socket.socket) -> None:
         self.pid = 0
-        """0 until the fork server has forked the engine."""
+        """The process id; 0 until the fork server has forked the engine."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
         """The engine's exit code. A negative code is the signal that ended it."""

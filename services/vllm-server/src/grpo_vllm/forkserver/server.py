@@ -23,7 +23,7 @@ from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
 log = structlog.get_logger()
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
-"""The fork server ignores these. It ends when the supervisor closes the socket or ends."""
+"""The fork server ignores these signals. It ends when the supervisor closes the socket or ends."""
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
         UnusableWeights: this server cannot serve them. Nothing was changed.
     """
     _require_mode(command.action, settings)
-    if command.version <= served.version and not _is_the_same(command, served):
+    if command.version <= served.version and not _is_repetition(command, served):
         raise UnusableWeights(
             f"policy version {tuple(command.version)} is not newer than the served "
             f"{tuple(served.version)}; use a new version for new weights"
@@ -172,6 +172,6 @@ def _require_mode(action: Action, settings: ServerSettings) -> None:
         raise UnusableWeights(f"{action.value}: start the server {flag} to use this command")
 
 
-def _is_the_same(command: Command, served: WeightRef) -> bool:
+def _is_repetition(command: Command, served: WeightRef) -> bool:
     """True if the command was sent again, or a killed supervisor had not answered it."""
     return command.version == served.version and command.sha256 == served.digest

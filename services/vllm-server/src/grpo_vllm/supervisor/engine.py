@@ -153,7 +153,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """0 until the process exists."""
+        """The process id; 0 until the process exists."""
         return self._process.pid
 
     async def status(self) -> dict[str, Any]:

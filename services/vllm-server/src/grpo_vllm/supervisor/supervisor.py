@@ -118,7 +118,7 @@ class Supervisor:
         while not self._stop.is_set():
             self._state.launch_requested()
             engine = await self._slot.launch(self._state.weights)
-            if await self._comes_up(engine):
+            if await self._has_started(engine):
                 first = False
                 await self._serving(engine, beside)
                 continue
@@ -127,11 +127,11 @@ class Supervisor:
                 break
             if first and self._state.launched is None:
                 return code if code > 0 else EXIT_FAILED
-            await self._did_not_come_up(code)
+            await self._start_failed(code)
         self._slot.channel.release_parked()
         return 0
 
-    async def _comes_up(self, engine: EngineProcess) -> bool:
+    async def _has_started(self, engine: EngineProcess) -> bool:
         serving = asyncio.create_task(self._slot.channel.serving.wait())
         await self._first_of(serving, engine, self._settings.engine_deadline_s)
         if not serving.done():
@@ -147,7 +147,7 @@ class Supervisor:
         await self._save_served()
         if engine.ended.done() and self._state.launched is not None:
             self._state.phase = SupervisorPhase.RESTARTING
-            await self._did_not_come_up(await self._slot.end())
+            await self._start_failed(await self._slot.end())
             return
         self._state.has_served(self._state.weights)
         self._commands.answer_restart(OutcomeState.DONE)
@@ -155,11 +155,11 @@ class Supervisor:
         await self._first_of(requested, engine, None, *beside)
         requested.cancel()
         if self._stop.is_set() or engine.ended.done():
-            await self._ended_unasked(engine)
+            await self._after_crash_or_stop(engine)
         else:
             await self._drain(engine)
 
-    async def _ended_unasked(self, engine: EngineProcess) -> None:
+    async def _after_crash_or_stop(self, engine: EngineProcess) -> None:
         """The engine crashed, or the supervisor was told to stop."""
         self._state.phase = SupervisorPhase.RESTARTING
         code = await self._slot.end()
@@ -186,7 +186,7 @@ class Supervisor:
         )
         self._restarts += 1
 
-    async def _did_not_come_up(self, code: int) -> None:
+    async def _start_failed(self, code: int) -> None:
         """An engine failed to start: roll back, retry after a delay, or give up."""
         reason = f"the engine ended with status {code} before it served; read the server's log"
         if self._state.launched is None:

@@ -23,7 +23,7 @@ from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
@@ -79,6 +79,7 @@ class FileSync:
             NoSuchDevice: the GPU to train on does not exist.
         """
         device = device_to_load_on(self.device)
+        import_architecture(self.weights.model_name)
         info = self.bridge.info()
         _require_server(self.bridge.base_url, info, self.weights.kind)
         dtype = _dtype_to_load(self.dtype, info)
@@ -249,7 +250,10 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
 
 
 def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
-    """Args: wanted: --dtype.
+    """The data type to load the model in.
+
+    Args:
+        wanted: the value of --dtype
 
     Raises:
         PolicyMismatch: the server has another data type, or does not report one.

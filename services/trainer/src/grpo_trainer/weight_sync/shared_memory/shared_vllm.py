@@ -20,6 +20,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import TornWeights, WeightSyncError
+from grpo_trainer.model.loading import import_architecture
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
@@ -96,6 +97,7 @@ class SharedVllm:
             TornWeights: the previous trainer may have died while writing, and this run would start
                 from its weights.
         """
+        import_architecture(self._model_name)
         attachment = self._server.attach()
         info = attachment.info
         if not restoring:

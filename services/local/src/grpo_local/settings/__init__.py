@@ -1,0 +1,7 @@
+"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`, and the mistakes found before a start."""
+
+from grpo_local.settings.compare import CompareSettings
+from grpo_local.settings.demo import DemoSettings
+from grpo_local.settings.run import RunSettings
+
+__all__ = ["CompareSettings", "DemoSettings", "RunSettings"]

@@ -1,0 +1,109 @@
+"""Options of `grpo-compare`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import AfterValidator, Field
+
+from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
+from grpo_local.modes import ModeName
+from grpo_local.run_directory import unusable
+from grpo_local.service_options import words_of_sections
+from grpo_local.settings.fields import each_once
+
+SEPARATOR = "--"
+SET_FOR_EACH_RUN = frozenset({"--mode", "--run-dir", "--resume", "--dry-run", "--config"})
+_DEMO = "grpo-demo: "
+
+
+class CompareSettings(CommandSettings):
+    """Trains the same model on the same data with the same seed in each mode, and compares time,
+    memory, restarts, dropped requests and rewards.
+
+    Every other option is passed to the runs, each of which is a grpo-demo: --task gsm8k, --lr 1e-4,
+    --trainer.max-staleness 4."""
+
+    command: ClassVar[Command] = Command(
+        prog="grpo-compare",
+        env_prefix="GRPO_COMPARE_",
+        groups={
+            "Runs": ("modes", "steps", "seed", "directory"),
+            "Machine": ("side_by_side", "gpu_ids"),
+        },
+        examples=(
+            "grpo-compare --steps 20",
+            "grpo-compare --modes lora_only,none --task gsm8k --data ./gsm8k",
+        ),
+        aliases={"training-steps": "steps"},
+        passes_on="run_options",
+    )
+
+    modes: Annotated[CommaSeparated[ModeName], AfterValidator(each_once)] = Field(
+        get_args(ModeName),
+        min_length=1,
+        description="Modes to compare, separated by commas. They run one after another",
+    )
+    steps: int = Field(40, ge=1, description="Training steps of each run")
+    seed: int = Field(0, ge=0, description="Seed of each run")
+    directory: Annotated[Path | None, Shown(default="runs/compare-<UTC time>-<seed>")] = Field(
+        None, description="New or empty directory for the comparison and its runs"
+    )
+    side_by_side: bool = Field(
+        False,
+        description="Run all modes at once. Without a GPU for each, they slow each other down",
+    )
+    gpu_ids: CommaSeparated[str] = Field(
+        (),
+        description="GPU of each mode, separated by commas, for --side-by-side. A run sees no "
+        "other GPU (CUDA_VISIBLE_DEVICES)",
+    )
+    run_options: tuple[str, ...] = Field((), description="Options of every run")
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        words, rest = words_of_sections(content)
+        return rest | ({"run-options": [*rest.get("run-options", ()), *words]} if words else {})
+
+    @property
+    def passed_on(self) -> list[str]:
+        return [word for word in self.run_options if word != SEPARATOR]
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.directory is not None and (problem := unusable(self.directory, "--directory")):
+            yield Mistake(None, problem)
+        if self.gpu_ids and not self.side_by_side:
+            yield Mistake("gpu_ids", "only with --side-by-side; add it or leave this out")
+        elif self.gpu_ids and len(self.gpu_ids) != len(self.modes):
+            yield Mistake(
+                "gpu_ids", f"{len(self.gpu_ids)} GPUs for {len(self.modes)} modes; name one each"
+            )
+        given = {word.partition("=")[0].replace("_", "-") for word in self.run_options}
+        taken = sorted(given & SET_FOR_EACH_RUN)
+        for name in taken:
+            yield Mistake(None, f"{name}: not for a comparison; leave it out")
+        if not taken:
+            yield from self._mistakes_of_runs()
+
+    def _mistakes_of_runs(self) -> Iterator[Mistake]:
+        """Messages of `grpo-demo --dry-run` in each mode, each once."""
+        if not self.run_options:
+            return
+        command = [sys.executable, "-m", "grpo_local", "--steps", str(self.steps), *self.passed_on]
+        checks = [
+            subprocess.Popen(
+                [*command, "--mode", mode, "--dry-run"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for mode in self.modes
+        ]
+        messages = [(check.communicate()[1], check.returncode) for check in checks]
+        refused = [text for text, status in messages if status != 0]
+        lines = dict.fromkeys(line for text in refused for line in text.splitlines())
+        yield from (Mistake(None, line.removeprefix(_DEMO)) for line in lines)

@@ -1,0 +1,308 @@
+"""Options of `grpo-demo`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, SecretStr, field_validator
+
+from grpo_core.security.bearer_token import usable_token
+from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
+from grpo_core.settings.machine import missing_directory, missing_model
+from grpo_core.weights import bridge_config
+from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.run_directory import RunDirectory, unusable
+from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
+from grpo_local.settings.fields import each_once
+from grpo_local.settings.with_services import WithServiceOptions
+
+_PLACEHOLDER_MODEL = "tiny-model"
+_PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
+"""Options are checked before the tiny model is made and before Redis has a port."""
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
+
+
+def half_the_cores() -> int:
+    """Server and trainer compute at the same time, so each gets half."""
+    return max(1, (os.cpu_count() or 1) // 2)
+
+
+class DemoSettings(WithServiceOptions, ModeOptions):
+    """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
+    inference server, the trainer and environments as local processes. It needs no GPU, no container
+    and no model hub.
+
+    Every other option of a service can be given with the name of that service in front:
+    --trainer.max-staleness 4 (options of grpo), --server.block-size 32 (of vllm-api-server and
+    vLLM), --env.temperature 0.7 (of env-server)."""
+
+    command: ClassVar[Command] = Command(
+        prog="grpo-demo",
+        env_prefix="GRPO_DEMO_",
+        groups={
+            "Run": ("steps", "seed", "run_dir", "resume"),
+            "Task": ("task", "data", "group_size", "max_completion_tokens"),
+            "Model": ("model", "dtype", "device", "seq_len"),
+            "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
+            "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
+            "Training": (
+                "batch_size",
+                "gradient_accumulation_steps",
+                "lr",
+                "warmup_steps",
+                "max_batches_offpolicy",
+            ),
+            "Inference server": (
+                "max_model_len",
+                "kv_cache_mib",
+                "eager",
+                "gpu_memory_utilization",
+            ),
+            "Processes": ("compute_threads", "redis_appendfsync", "run_api_token"),
+            "Deadlines": (
+                "step_deadline_s",
+                "server_deadline_s",
+                "start_deadline_s",
+                "model_deadline_s",
+            ),
+            "Logging": ("log_level",),
+        },
+        examples=(
+            "grpo-demo --steps 20",
+            "grpo-demo --model ./model --task gsm8k --data ./gsm8k --dry-run",
+            "grpo-demo --resume runs/latest --steps 500",
+        ),
+        aliases={
+            "model-name": "model",
+            "weight-bridge-mode": "mode",
+            "training-steps": "steps",
+        },
+        passes_on="service_options",
+    )
+    services: ClassVar[tuple[str, ...]] = SERVICES
+
+    model: Annotated[str | None, Shown(default="a tiny model, made on first use")] = Field(
+        None, min_length=1, description="Model: a directory or an id on the Hugging Face hub"
+    )
+    run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
+        None, description="New or empty directory for the files of the run"
+    )
+    resume: Path | None = Field(
+        None,
+        description="Continue the run in this directory, for example runs/latest. Options given "
+        "here win over its config.yaml. A complete run needs more --steps",
+    )
+    task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
+        ("arithmetic",),
+        min_length=1,
+        description="Task: arithmetic (one-digit sums) or gsm8k (word problems, needs --data). "
+        "Both, separated by a comma, each get an environment of their own",
+    )
+    data: str | None = Field(
+        None,
+        min_length=1,
+        description="Problems of gsm8k: a directory with train.jsonl, or a data set on the hub",
+    )
+    seed: int = Field(0, ge=0, description="Seed of sampling, data order and training")
+    steps: Annotated[
+        int | None, Shown(default="250; gsm8k: 60; at most 60 in lora_restart and none")
+    ] = Field(None, ge=1, description="Training steps")
+    batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
+        None, ge=1, description="Sequences of one forward pass (a micro-batch)"
+    )
+    gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
+        None, ge=1, description="Micro-batches of one step"
+    )
+    group_size: int = Field(8, ge=2, description="Completions sampled for each prompt")
+    lr: Annotated[
+        float | None,
+        Shown(default="3e-4; gsm8k: 1e-4; with --model: 1e-5; six times as high with an adapter"),
+    ] = Field(None, gt=0, description="Peak learning rate")
+    warmup_steps: int = Field(5, ge=0, description="Steps of linear learning-rate warm-up")
+    max_completion_tokens: Annotated[
+        int | None, Shown(default="8; gsm8k: 32; gsm8k with --model: 256")
+    ] = Field(None, ge=1, description="Longest completion in tokens")
+    seq_len: Annotated[int | None, Shown(default="128; gsm8k: 1152")] = Field(
+        None, ge=2, description="Longest sequence (prompt and completion) in tokens"
+    )
+    max_model_len: Annotated[int | None, Shown(default="512; gsm8k: 1536; at least --seq-len")] = (
+        Field(None, ge=2, description="Longest sequence that the server accepts, in tokens")
+    )
+    kv_cache_mib: Annotated[int | None, Shown(default="64; gsm8k: 256")] = Field(
+        None, ge=1, description="KV cache of the server, in MiB"
+    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Shown(default="float32; on a GPU bfloat16 with an adapter"),
+    ] = Field(None, description="Data type of the weights in server and trainer")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Device of the trainer: cpu, cuda or cuda:N. auto: a GPU if there is one",
+    )
+    eager: bool = Field(
+        True,
+        description="Start the server without compiling and without CUDA graphs. It starts sooner; "
+        "--no-eager serves faster in long runs",
+    )
+    gpu_memory_utilization: float = Field(
+        0.4,
+        gt=0,
+        lt=1,
+        description="On a GPU: share of its memory for the server. The trainer uses the rest",
+    )
+    max_batches_offpolicy: int = Field(
+        1,
+        ge=1,
+        description="Batches that may be queued. More keep the trainer busier, fewer keep the data "
+        "fresher",
+    )
+    step_deadline_s: Annotated[
+        float | None,
+        Shown(default="300; with --model: 1800; 180 more in lora_restart and none"),
+    ] = Field(None, gt=0, description="Seconds for one training step, then the run fails")
+    model_deadline_s: float = Field(
+        600.0, gt=0, description="Seconds in which the tiny model must be made"
+    )
+    server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
+        None, gt=0, description="Seconds in which the server must be ready"
+    )
+    start_deadline_s: Annotated[float | None, Shown(default="300; with --model: 600")] = Field(
+        None,
+        gt=0,
+        description="Seconds in which run-api must be ready, and trainer and environments after "
+        "the server",
+    )
+    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
+        default_factory=half_the_cores,
+        ge=1,
+        description="Threads of the server, and as many of the trainer",
+    )
+    redis_appendfsync: Literal["always", "everysec"] = Field(
+        "always",
+        description="When Redis writes to the disk. always: every change, nothing is lost. "
+        "everysec: the last 1 to 2 seconds are lost if Redis is killed",
+    )
+    run_api_token: SecretStr | None = Field(
+        None, description="Token that run-api and the server require from the other services"
+    )
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level that the services log to their files"
+    )
+
+    _usable_token = field_validator("run_api_token")(usable_token)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The options whose default depends on others."""
+        given = {name: getattr(self, name) for name in SIZE_NAMES}
+        return sizes_for(
+            self.task,
+            self.weight_mode,
+            is_tiny=self.model is None,
+            given={name: value for name, value in given.items() if value is not None},
+        )
+
+    @property
+    def weights_dtype(self) -> str:
+        # vLLM's LoRA kernels for GPUs do not take float32.
+        on_gpu_with_adapter = GPU_CONTROL.exists() and self.weight_mode.trains_adapter
+        return self.dtype or ("bfloat16" if on_gpu_with_adapter else "float32")
+
+    def resolved(self) -> dict[str, Any]:
+        """Without the directories: this configuration can be used for another run."""
+        values = super().resolved() | {name: getattr(self.sizes, name) for name in SIZE_NAMES}
+        values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
+        values["dtype"] = self.weights_dtype
+        del values["run_dir"], values["resume"]
+        return values
+
+    def _own_mistakes(self) -> Iterator[Mistake]:
+        if self.model is not None and (problem := missing_model(self.model)):
+            yield Mistake("model", problem)
+        yield from self._mistakes_of_data()
+        yield from self._mistakes_of_sizes()
+        yield from self._mistakes_of_directory()
+
+    def _mistakes_of_data(self) -> Iterator[Mistake]:
+        if self.data is not None and (problem := missing_directory(self.data)):
+            yield Mistake("data", problem)
+        elif self.data is None and "gsm8k" in self.task:
+            yield Mistake(
+                None,
+                "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
+                "with question and answer per line, or a data set on the hub such as openai/gsm8k",
+            )
+
+    def _mistakes_of_sizes(self) -> Iterator[Mistake]:
+        sizes = self.sizes
+        sequences = sizes.batch_size * sizes.gradient_accumulation_steps
+        if sequences % self.group_size:
+            yield Mistake(
+                None,
+                f"--group-size {self.group_size} does not divide the {sequences} sequences of a "
+                f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
+                f"{sizes.gradient_accumulation_steps}); choose sizes such that it does",
+            )
+        if sizes.max_completion_tokens >= sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
+                f"prompt in --seq-len {sizes.seq_len}; lower it or raise --seq-len",
+            )
+        if sizes.max_model_len < sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-model-len {sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
+                "the server would refuse prompts; raise it or lower --seq-len",
+            )
+
+    def _mistakes_of_directory(self) -> Iterator[Mistake]:
+        if self.resume is None:
+            if self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
+                yield Mistake(None, problem)
+            return
+        if self.run_dir is not None:
+            yield Mistake("run_dir", "--resume names the directory; leave this out")
+        run = RunDirectory.of(self.resume)
+        if run.is_in_use():
+            yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")
+        step = run.newest_checkpoint_step()
+        if step is None:
+            yield Mistake(
+                None, f"--resume {self.resume}: no checkpoint in it; start a new run instead"
+            )
+        elif step >= self.sizes.steps:
+            yield Mistake(
+                None,
+                f"--resume {self.resume}: all {step} steps are done; pass a larger --steps, for "
+                f"example --steps {2 * step}",
+            )
+
+    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
+        hand_off = self.hand_off(_PLACEHOLDER_URL, RunDirectory(Path("run")), Path("weights.sock"))
+        arguments = {
+            TRAINER: hand_off.trainer_flags(),
+            SERVER: hand_off.server_flags(),
+            ENV: [self.task[0], "serve", "--group-size", str(self.group_size)],
+        }
+        model = self.model or _PLACEHOLDER_MODEL
+        return [*arguments[service], "--model", model], hand_off.environment()
+
+    def hand_off(self, redis_url: str, run: RunDirectory, weights_socket: Path) -> HandOff:
+        """How the weights of a run travel from the trainer to the server."""
+        return HandOff(
+            options=self,
+            restart_every_steps=self.sizes.vllm_restart_interval,
+            target_modules=tuple(self.sizes.lora_target_modules),
+            redis_url=redis_url,
+            run_id=run.run_id,
+            save_path=run.checkpoints,
+            weights_socket=weights_socket,
+            bridge_config=run.path / bridge_config.FILE_NAME,
+        )

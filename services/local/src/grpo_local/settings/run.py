@@ -1,0 +1,129 @@
+"""Options of `grpo-run`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field, field_validator
+
+from grpo_core.redis.keys import DEFAULT_RUN_ID
+from grpo_core.redis.url import RedisUrl
+from grpo_core.settings import Command, CommaSeparated, HttpUrl, LogLevel, Mistake, Shown
+from grpo_core.settings.machine import missing_model
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.service_options import SERVER, TRAINER
+from grpo_local.settings.with_services import WithServiceOptions
+
+LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class RunSettings(WithServiceOptions, ModeOptions):
+    """Runs the inference server and the trainer of one run on this host: starts the server, then
+    the trainer, and stops both at the end. Redis, run-api and environments run elsewhere. The exit
+    status is the trainer's.
+
+    Every option of the two can be given with its name in front: --trainer.lr 1e-6 (options of
+    grpo), --server.max-model-len 4096 (of vllm-api-server and vLLM). All words after -- are options
+    of the trainer too."""
+
+    command: ClassVar[Command] = Command(
+        prog="grpo-run",
+        env_prefix="GRPO_RUN_",
+        groups={
+            "Model": ("model",),
+            "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
+            "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
+            "Run": ("run_api_url", "redis_url", "run_id", "save_path"),
+            "Inference server": ("host", "port", "health_port", "server_flags"),
+            "Deadlines": ("server_deadline_s", "stop_grace_s"),
+            "Logging": ("log_level", "log_dir"),
+        },
+        examples=(
+            "grpo-run --model ./model --redis-url redis://db:6379 --trainer.steps 100",
+            "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
+        ),
+        aliases={
+            "model-name": "model",
+            "weight-bridge-mode": "mode",
+            "atropos-url": "run_api_url",
+        },
+        passes_on="service_options",
+    )
+    services: ClassVar[tuple[str, ...]] = (TRAINER, SERVER)
+
+    model: str = Field(
+        min_length=1, description="Model: a directory or an id on the Hugging Face hub"
+    )
+    vllm_restart_interval: int = Field(
+        3, ge=1, description="Steps between two restarts of the engine in lora_restart and none"
+    )
+    lora_target_modules: Annotated[CommaSeparated[str] | None, Shown(default="q_proj,v_proj")] = (
+        Field(None, min_length=1, description="Layers with an adapter, separated by commas")
+    )
+    redis_url: RedisUrl = Field(description="Redis that run-api uses")
+    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run")
+    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on")
+    port: int = Field(9001, ge=1, le=65535, description="TCP port of the server")
+    health_port: Annotated[int | None, Shown(default="1000 above --port")] = Field(
+        None, ge=1, le=65535, description="TCP port of the server's health routes"
+    )
+    save_path: Path = Field(
+        Path("trained_model_checkpoints"), description="Directory for checkpoints and models"
+    )
+    log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
+    server_flags: str = Field(
+        "",
+        description="Options of the server in one word: --server-flags='--max-model-len 4096'",
+    )
+    server_deadline_s: float = Field(
+        1800.0, gt=0, description="Seconds in which the server must be ready"
+    )
+    stop_grace_s: float = Field(120.0, gt=0, description="Seconds for each process to stop")
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+
+    @property
+    def server_words(self) -> list[str]:
+        return shlex.split(self.server_flags)
+
+    @property
+    def server_url(self) -> str:
+        """For clients on this host."""
+        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        return f"http://{host}:{self.port}"
+
+    @field_validator("server_flags")
+    @classmethod
+    def _shell_words(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"expected words as in a shell ({error})") from None
+        return value
+
+    def _own_mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        if self.port == self.health_port:
+            yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
+
+    def hand_off(self, weights_socket: Path, bridge_config: Path) -> HandOff:
+        return HandOff(
+            options=self,
+            restart_every_steps=self.vllm_restart_interval,
+            target_modules=self.lora_target_modules or (),
+            redis_url=self.redis_url.get_secret_value(),
+            run_id=self.run_id,
+            save_path=self.save_path,
+            weights_socket=weights_socket,
+            bridge_config=bridge_config,
+        )
+
+    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
+        hand_off = self.hand_off(Path("weights.sock"), Path("bridge.json"))
+        flags = hand_off.trainer_flags() if service == TRAINER else hand_off.server_flags()
+        return ["--model", self.model, *flags], hand_off.environment()

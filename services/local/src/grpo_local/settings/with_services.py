@@ -1,0 +1,89 @@
+"""Base of commands that start services and take any option of them, such as `--trainer.lr 1e-4`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from grpo_core.settings import CommandSettings, Mistake
+from grpo_core.settings.names import Names
+from grpo_core.settings.options import options_of
+from grpo_local.service_options import (
+    Options,
+    UnexpectedWord,
+    mistakes_in,
+    options_by_service,
+    options_set_elsewhere,
+    section,
+    words_of_sections,
+)
+
+
+class WithServiceOptions(CommandSettings):
+    """`services`: those that the command starts."""
+
+    services: ClassVar[tuple[str, ...]]
+
+    service_options: tuple[str, ...] = Field(
+        (), description="Options of single services, such as --trainer.max-staleness 4"
+    )
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        words, rest = words_of_sections(content)
+        return rest | ({"service-options": words} if words else {})
+
+    def options_of(self, service: str) -> Options:
+        return options_by_service(self.service_options).get(service, {})
+
+    def resolved(self) -> dict[str, Any]:
+        values = super().resolved()
+        del values["service_options"]
+        given = options_by_service(self.service_options)
+        return values | {service: section(options) for service, options in given.items()}
+
+    def mistakes(self) -> Iterator[Mistake]:
+        found = [*self._own_mistakes(), *self._mistakes_of_words()]
+        yield from found
+        if not found:
+            yield from self._mistakes_of_services()
+
+    @abstractmethod
+    def _own_mistakes(self) -> Iterator[Mistake]:
+        """Mistakes in the options of the command itself."""
+
+    def _mistakes_of_words(self) -> Iterator[Mistake]:
+        try:
+            given = options_by_service(self.service_options)
+        except UnexpectedWord as word:
+            yield Mistake(None, self._unexpected(str(word)))
+            return
+        prog, own = self.command.prog, [*options_of(type(self)), *self.command.aliases]
+        names = [name.replace("_", "-") for name in own]
+        for service, options in given.items():
+            if service not in self.services:
+                message = f"--{service}.{next(iter(options))}: {prog} starts no such service"
+                yield Mistake(None, f"{message}; leave it out")
+            for message in options_set_elsewhere(service, options, prog, names):
+                yield Mistake(None, message)
+
+    def _mistakes_of_services(self) -> Iterator[Mistake]:
+        """A service checks its options itself, which takes half a second."""
+        for service, options in options_by_service(self.service_options).items():
+            arguments, environment = self._words_for(service)
+            for message in mistakes_in(service, options, arguments, environment):
+                yield Mistake(None, message)
+
+    @abstractmethod
+    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
+        """What the service requires for a `--dry-run`: words and variables."""
+
+    def _unexpected(self, word: str) -> str:
+        if not word.startswith("--"):
+            return f"{word!r}: unexpected; every option begins with --"
+        typed = word.partition("=")[0]
+        names = Names(self.command, options_of(type(self)))
+        return f"{typed}: {names.unknown(typed.removeprefix('--').replace('_', '-'))}"
