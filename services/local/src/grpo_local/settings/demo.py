@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
-from grpo_core.settings.machine import missing_directory, missing_model
+from grpo_core.settings.machine import missing_directory, missing_model, not_writable
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
-from grpo_local.run_directory import RunDirectory, unusable
+from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
 from grpo_local.settings.fields import each_once
 from grpo_local.settings.with_services import WithServiceOptions
@@ -264,7 +264,9 @@ class DemoSettings(WithServiceOptions, ModeOptions):
 
     def _mistakes_of_directory(self) -> Iterator[Mistake]:
         if self.resume is None:
-            if self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
+            if problem := not_writable(self.run_dir or RUNS):
+                yield Mistake("run_dir", problem)
+            elif self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
                 yield Mistake(None, problem)
             return
         if self.run_dir is not None:
