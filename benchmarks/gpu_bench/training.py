@@ -39,10 +39,11 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.config.packages import require_packages
+from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -160,7 +161,8 @@ def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:
     """Raises what the trainer raises where the policy, or the machine, does not allow the
     variant."""
     settings = settings_with(variant.optimizer)
-    require_packages(settings)
+    if missing := [message for _, message in missing_packages(settings)]:
+        raise MissingPackage("; ".join(missing))
     return Trainee(
         policy=policy,
         optimizer=build_optimizer(policy, settings),
