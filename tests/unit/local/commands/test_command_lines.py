@@ -98,7 +98,7 @@ def stopped_run(tmp_path: Path) -> RunDirectory:
 
 
 def resumed(*words: str) -> DemoSettings:
-    return load_settings(DemoSettings, with_config_of_resumed_run(words))
+    return load_settings(DemoSettings, with_config_of_resumed_run(words), at_start=True)
 
 
 def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:

@@ -18,8 +18,6 @@ from tests.unit.local.shown import Shown
 SERVER = """
 import os, pathlib, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-if "--dry-run" in sys.argv:
-    sys.exit()
 print(*sys.argv[1:], flush=True)
 engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path("pids").write_text(f"{os.getpid()} {engine.pid}")
