@@ -1,4 +1,4 @@
-"""`grpo-run` over real processes that stand in for server and trainer."""
+"""`grpo-run` with small programs that replace server and trainer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Together:
     shown: Shown
 
     def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
-        """The exit status, once server, engine and trainer have ended."""
+        """Returns the exit status after server, engine and trainer have ended."""
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
         words = with_names_of_trainer([*given, *arguments, "--", *trainer])
         status = run_together(load_settings(RunSettings, words), self.shown)
