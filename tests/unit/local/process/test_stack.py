@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -202,8 +203,9 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
 
 def test_the_end_of_a_log_begins_with_its_errors(tmp_path: Path) -> None:
     """Other lines after them, as an interpreter prints at exit, are left out."""
-    prints = 'printf "start\\nERROR disk full\\n[error    ] E\\n"; seq 1 100; exit 3'
+    lines = ("[--log-level {ERROR,INFO}]", "ERROR disk full", "[error    ] E", "x: error: no -y")
+    prints = f"printf '%s\\n' {shlex.join(lines)}; seq 1 100; exit 3"
     process = ManagedProcess("it", ["sh", "-c", prints], tmp_path / "it.log")
     assert process.wait(FOREVER_S) == 3
     process.kill()
-    assert process.log_tail(lines=2).splitlines() == ["ERROR disk full", "[error    ] E"]
+    assert process.log_tail().splitlines() == [*lines[1:]]
