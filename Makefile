@@ -39,10 +39,14 @@ LANES ?= "lint unit integration soak e2e" "inference faults"
 TIER ?= not full and not gpu
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
+CHECKED = $(PACKAGES) containers gpu tests benchmarks docs/generate
+# The variable keeps the theme from advertising another builder.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
 # Beside the tiny model: a fresh clone is checked in 2 s instead of 40.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo/mypy
 
-# What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/gpu.md).
+# What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/how-to/gpu.md).
 PART ?= proof modes swaps memory precision
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -99,7 +103,7 @@ compare: install ## Train in every mode, with one seed: a table and a plot of wh
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (tests/README.md)
+test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (docs/contributing/tests.md)
 	@SOAK_SECONDS=15 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
@@ -108,11 +112,18 @@ test-full: $(VENV)/.installed-dev ## Before a release: every kill, mode and seed
 	@TIER="not gpu" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: lint
-lint: $(VENV)/.installed-dev ## Style, types, import boundaries
-	@$(BIN)/ruff check $(PACKAGES) containers gpu tests benchmarks
-	@$(BIN)/ruff format --check $(PACKAGES) containers gpu tests benchmarks
-	@$(BIN)/mypy $(SOURCES) benchmarks containers/*.py gpu/*.py
+lint: $(VENV)/.installed-dev ## Style, types, import boundaries, documentation
+	@$(BIN)/ruff check $(CHECKED)
+	@$(BIN)/ruff format --check $(CHECKED)
+	@$(BIN)/mypy $(SOURCES) benchmarks docs/generate containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
+	@$(BIN)/python -m docs.generate --check
+	@$(MKDOCS) build --strict
+
+.PHONY: docs
+docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build it into site/; SERVE=1 serves it
+	@$(BIN)/python -m docs.generate
+	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
 
 .PHONY: unit integration faults e2e
 unit integration faults e2e: $(VENV)/.installed-dev
@@ -151,4 +162,4 @@ include containers/containers.mk
 
 .PHONY: clean
 clean: ## Remove .venv, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs vLLM, and what our packages need beside it, for a GPU host without network. See docs/gpu.md.
+# Packs vLLM, and what our packages need beside it, for a GPU host without network. See docs/how-to/gpu-host.md.
 #
 #   gpu/bundle.sh DIR [PART_MB]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On the GPU host: installs what bundle.sh packed beside what the host has. See docs/gpu.md.
+# On the GPU host: installs what bundle.sh packed beside what the host has. See docs/how-to/gpu-host.md.
 #
 #   install.sh PARTS_DIR [SITE_DIR]      afterwards: export PYTHONPATH=SITE_DIR
 #

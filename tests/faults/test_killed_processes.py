@@ -1,6 +1,6 @@
 """Kills (SIGKILL) each process of a run at each stage of the trainer's step, in each mode.
 
-`docs/faults.md` contains the table that these tests verify.
+`docs/contributing/faults-and-tests.md` lists them beside what is promised.
 """
 
 from __future__ import annotations

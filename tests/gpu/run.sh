@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs parts of the GPU tests, each in less than 8 minutes: `run.sh PART...`.
-# Parts: proof, modes, swaps, memory, precision. PYTHON names an interpreter with vLLM, a CUDA build of torch and our packages (docs/gpu.md).
+# Parts: proof, modes, swaps, memory, precision. PYTHON names an interpreter with vLLM, a CUDA build of torch and our packages (docs/how-to/gpu.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
@@ -11,7 +11,7 @@ import sys
 try:
     import grpo_trainer, grpo_vllm, torch, vllm
 except ImportError as error:
-    sys.exit(f"{sys.executable}: {error}; docs/gpu.md says what to install")
+    sys.exit(f"{sys.executable}: {error}; docs/how-to/gpu-host.md says what to install")
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no CUDA device: these tests need one")
 device = torch.cuda.get_device_properties(0)

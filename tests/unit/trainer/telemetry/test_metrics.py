@@ -97,8 +97,8 @@ def test_every_value_by_hand() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text()
-    section = page.split("\n## Metrics\n")[1].split("\n## ")[0]
+    page = (Path(__file__).parents[4] / "docs/reference/metrics.md").read_text()
+    section = page.split("\n## ")[1]
     listed = re.findall(r"(?m)^\| `([a-z0-9_/]+)` \|", section)
     assert sorted(listed) == sorted(step_record(OUTCOME))
 

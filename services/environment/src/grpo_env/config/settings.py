@@ -85,7 +85,7 @@ class EnvServerSettings(CommandSettings):
         description="Length, in tokens of prompt and completion, from which on a group is dropped. "
         "The trainer's limit applies if it is smaller",
     )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task: 8 or 256")] = Field(
+    max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
         None, ge=1, description="Tokens after which a completion ends and is graded as it is"
     )
     temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")

@@ -29,6 +29,7 @@ _log = structlog.get_logger()
 
 @router.get("/")
 async def root() -> Greeting:
+    """The greeting of the archived server: its clients take it for a sign of life."""
     return {"message": "AtroposLib API"}
 
 
@@ -73,6 +74,7 @@ async def _stats(store: RunStore) -> RunStats | None:
 
 @router.get("/status", responses=refusals(503))
 async def status(services: Services) -> RunStatus:
+    """How far the run is. `queue_size` counts groups; `run_uuid` is null while there is no run."""
     return await services.store.trainer.status()
 
 

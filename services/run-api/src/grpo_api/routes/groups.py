@@ -49,7 +49,7 @@ class DirectRoute(APIRoute):
 
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
-    """Queue one group; 409 if no trainer has registered."""
+    """Submit one group, or a part of one. 409 until a trainer has registered."""
     key = checked_key(request.headers.get("idempotency-key", idempotency_key))
     try:
         (buffered,) = await _submit(request, services_of(request), decode_group, key)
@@ -77,7 +77,7 @@ router.add_api_route(
 async def scored_data_list(
     request: Request, services: Services, idempotency_key: IdempotencyKey = None
 ) -> GroupsReceived:
-    """Queue all groups of the list, or none of them."""
+    """Submit a list of up to 1024 groups: all are taken, or none."""
     try:
         outcomes = await _submit(request, services, decode_groups, idempotency_key)
     except GroupRefused as error:

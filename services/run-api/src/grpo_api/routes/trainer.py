@@ -113,7 +113,7 @@ async def batch(
     batches_left: BatchesLeft = None,
     accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
-    """Hand out the next batch, or `{"batch": null}`.
+    """Take the next batch: `batch_size` sequences, oldest groups first.
 
     With `trainer`, the batch after `after` is leased: repeated calls return the same batch until
     POST /batch/{id}/ack acknowledges it. Without `trainer`, a call acknowledges every batch that
@@ -183,6 +183,7 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
+    """The registered trainer's batch and longest sequence; both -1 until one has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -191,6 +192,7 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
+    """The registered trainer's group and project at Weights & Biases; null until then."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}

@@ -1,0 +1,60 @@
+"""Fills the generated parts of the pages; with `--check` it only tells whether one is out of date.
+
+A page marks such a part, and names the function below that makes it:
+
+    <!-- generated: options grpo -->
+    <!-- end of generated part -->
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from docs.generate import code_map, errors, http_api, metrics, options
+
+PAGES = Path(__file__).parents[1]
+PART = re.compile(
+    r"(?P<begin><!-- generated: (?P<name>[a-z-]+)(?: (?P<of>\S+))? -->\n)"
+    r".*?(?P<end><!-- end of generated part -->)",
+    re.DOTALL,
+)
+PARTS: Mapping[str, Callable[..., str]] = {
+    "code-map": code_map.tree,
+    "errors": errors.table,
+    "options": options.command,
+    "routes": http_api.routes,
+    "fields": http_api.fields,
+    "run-api-metrics": metrics.of_run_api,
+    "healthy-ranges": metrics.healthy_ranges,
+}
+
+
+def filled(page: str) -> str:
+    """The page with its generated parts as the code has them now."""
+    return PART.sub(_part, page)
+
+
+def _part(found: re.Match[str]) -> str:
+    argument = [found["of"]] if found["of"] else []
+    return f"{found['begin']}\n{PARTS[found['name']](*argument)}\n\n{found['end']}"
+
+
+def main(argv: list[str]) -> None:
+    outdated = {}
+    for path in sorted(PAGES.rglob("*.md")):
+        before = path.read_text()
+        after = filled(before)
+        if after != before:
+            outdated[path] = after
+    if argv == ["--check"] and outdated:
+        names = ", ".join(str(path.relative_to(PAGES.parent)) for path in outdated)
+        raise SystemExit(f"generated parts are out of date: {names}; run `make docs`")
+    for path, page in outdated.items():
+        path.write_text(page)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

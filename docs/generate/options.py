@@ -1,0 +1,100 @@
+"""A command's page: what it is for, its options by group, and examples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+
+from docs.generate.markdown import table
+from grpo_core.settings.command import CommandSettings
+from grpo_core.settings.options import Option, options_of
+
+_MODULES = {
+    "env-server": "grpo_env.config.settings",
+    "grpo": "grpo_trainer.config.cli",
+    "grpo-compare": "grpo_local.settings",
+    "grpo-demo": "grpo_local.settings",
+    "grpo-run": "grpo_local.settings",
+    "run-api": "grpo_api.settings",
+    "vllm-api-server": "grpo_vllm.settings",
+}
+"""Module or package of the class that describes the command."""
+_PARAGRAPH = "\n\n"
+
+
+def command(name: str) -> str:
+    return _PARAGRAPH.join(_parts(_settings(name)))
+
+
+def _settings(name: str) -> type[CommandSettings]:
+    module = import_module(_MODULES[name])
+    for inner in iter_modules(getattr(module, "__path__", ()), module.__name__ + "."):
+        import_module(inner.name)
+    return next(kind for kind in _below(CommandSettings) if kind.command.prog == name)
+
+
+def _below(base: type[CommandSettings]) -> Iterator[type[CommandSettings]]:
+    for kind in base.__subclasses__():
+        if hasattr(kind, "command"):
+            yield kind
+        yield from _below(kind)
+
+
+def _parts(settings: type[CommandSettings]) -> Iterator[str]:
+    command = settings.command
+    yield inspect.getdoc(settings) or ""
+    if command.examples:
+        yield "\n".join(["```bash", *command.examples, "```"])
+    options = options_of(settings)
+    grouped = {field for fields in command.groups.values() for field in fields}
+    groups = {
+        "Arguments": command.positional,
+        **command.groups,
+        "Other options" if grouped else "Options": options.keys() - grouped - {*command.positional},
+    }
+    for title, fields in groups.items():
+        if rows := [_row(settings, options[field]) for field in options if field in fields]:
+            yield f"## {title}"
+            yield table(["Option", "Value", "Default", "Meaning"], rows)
+    yield from _notes(settings)
+
+
+def _row(settings: type[CommandSettings], option: Option) -> list[str]:
+    command = settings.command
+    is_argument = option.field in command.positional
+    names = [option.name.upper() if is_argument else f"--{option.name}"]
+    names += [f"--no-{option.name}"] if option.is_flag else []
+    names += _aliases(settings, option)
+    variable = command.variable(option.field)
+    return [
+        ", ".join(f"`{name}`" for name in names),
+        _value(option),
+        option.default or "required",
+        f"{(option.info.description or '').rstrip('.')}."
+        + (f" Variable `{variable}`." if variable else ""),
+    ]
+
+
+def _aliases(settings: type[CommandSettings], option: Option) -> list[str]:
+    command = settings.command
+    fields = {name: command.alias(name) for name in command.aliases}
+    return [f"--{name}" for name, alias in fields.items() if alias and alias.field == option.field]
+
+
+def _value(option: Option) -> str:
+    if option.is_flag:
+        return "on, off"
+    if option.choices:
+        return ", ".join(f"`{choice}`" for choice in option.choices)
+    return option.metavar
+
+
+def _notes(settings: type[CommandSettings]) -> Iterator[str]:
+    command = settings.command
+    if command.env_prefix:
+        yield f"Prefix of the [environment variables](index.md#variables): `{command.env_prefix}`."
+    if command.without_effect:
+        names = ", ".join(f"`--{name}`" for name in sorted(command.without_effect))
+        yield f"These options of Atropos are accepted and have no effect: {names}."
