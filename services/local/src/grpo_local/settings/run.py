@@ -105,16 +105,17 @@ class RunSettings(WithServiceOptions, ModeOptions):
             raise ValueError(f"expected words as in a shell ({error})") from None
         return value
 
-    def _own_mistakes(self) -> Iterator[Mistake]:
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.port == self.health_port:
+            yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
+        yield from super().mistakes()
+
+    def _machine_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):
             yield Mistake("model", problem)
         for name, path in (("save_path", self.save_path), ("log_dir", self.log_dir)):
             if problem := not_writable(path):
                 yield Mistake(name, problem)
-        if self.port == self.health_port:
-            yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
-
-    def start_mistakes(self) -> Iterator[Mistake]:
         if problem := cannot_listen(self.host, self.port):
             yield Mistake("port", problem)
 
