@@ -1,4 +1,4 @@
-"""`grpo-compare` over processes that stand in for the runs. A real comparison is in tests/e2e."""
+"""`grpo-compare` with a small program that replaces the runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ note("ends")
 
 
 def facts() -> RunFacts:
-    """20 steps of 1.5 s, of which 0.05 s publish and 0.3 s wait; 5000 tokens in 40 s."""
+    """Facts of 20 steps of 1.5 s each, with 0.05 s to publish and 0.3 s of waiting."""
     records = [record(step, **{"reward/mean": step / STEPS}) for step in range(1, STEPS + 1)]
     return RunFacts(
         mode="none",
@@ -68,10 +68,10 @@ class Comparing:
     shown: Shown
 
     def run(self, *arguments: str) -> int:
-        """The exit status. Options behind a `--` go to every run."""
-        own, _, passed_on = " ".join(arguments).partition(" -- ")
-        given = ["--directory", str(self.directory), "--steps", str(STEPS), *own.split()]
-        return compare_modes(load_settings(CompareSettings, given), passed_on.split(), self.shown)
+        """The exit status."""
+        words = " ".join(arguments).split()
+        given = ["--directory", str(self.directory), "--steps", str(STEPS), *words]
+        return compare_modes(load_settings(CompareSettings, given), self.shown)
 
     @property
     def directory(self) -> Path:
@@ -108,7 +108,7 @@ def comparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparing:
 
 
 def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: Comparing) -> None:
-    assert comparing.run("--modes none,lora_only --seed 5 -- --lr 0.125") == 0
+    assert comparing.run("--modes none,lora_only --seed 5 --lr 0.125") == 0
     assert comparing.shown.err == ""
     assert comparing.events == ["begins none", "ends none", "begins lora_only", "ends lora_only"]
     for mode in ("none", "lora_only"):

@@ -1,4 +1,4 @@
-"""`grpo-run` over real processes that stand in for server and trainer."""
+"""`grpo-run` with small programs that replace server and trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_local.__main__ import with_names_of_trainer
 from grpo_local.commands.run import run_together
 from grpo_local.process.ports import free_port
 from grpo_local.settings import RunSettings
@@ -39,7 +40,7 @@ def end(number, _):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, end)
-does = sys.argv[-1]
+does = sys.argv[-1].rpartition("=")[2]
 if does == "--fail":
     sys.exit("no such module: lm_tail")
 if does == "--kill-the-server":
@@ -57,10 +58,10 @@ class Together:
     shown: Shown
 
     def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
-        """The exit status, once server, engine and trainer have ended."""
+        """Returns the exit status after server, engine and trainer have ended."""
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
-        settings = load_settings(RunSettings, [*given, *arguments])
-        status = run_together(settings, trainer, self.shown)
+        words = with_names_of_trainer([*given, *arguments, "--", *trainer])
+        status = run_together(load_settings(RunSettings, words), self.shown)
         pids = (self.folder / "pids").read_text().split()
         assert not any(is_alive(int(pid)) for pid in pids)
         return status
@@ -85,14 +86,15 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
     status = together.run(
         *("--mode", "lora_restart", "--vllm-restart-interval", "5", "--server-flags=--seed 3"),
         *("--save-path", "saved"),
+        *("--trainer.lr", "1", "--server.swap-space=2"),
         trainer=("--training-steps", "4"),
     )
     assert (status, together.shown.err) == (0, "")
     assert "vllm-server ready after" in together.shown.out
     served, trained = together.said("vllm-server"), together.said("trainer")
     assert f"--weights-dir {together.folder}/saved/served_weights --enable-lora" in served
-    assert "--seed 3" in served
-    for flags in ("--vllm-restart-interval 5", "--save-path saved", "--training-steps 4"):
+    assert "--seed 3 --swap-space=2" in served
+    for flags in ("--vllm-restart-interval 5", "--save-path saved", "--lr=1 --training-steps=4"):
         assert flags in trained
     assert trained.splitlines()[0] in together.shown.out
 
