@@ -33,6 +33,12 @@ def test_options_of_others_are_passed_on_as_written() -> None:
     assert load("--batch-size", "3", *foreign).passed_on == tuple(foreign)
 
 
+def test_options_behind_two_dashes_are_passed_on_even_if_they_resemble_own_ones() -> None:
+    behind = ["--", "--batch-sizes", "4", "--batch-size=5"]
+    settings = load("--batch-size", "3", *behind)
+    assert (settings.batch_size, settings.passed_on) == (3, tuple(behind))
+
+
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCH_SIZE", "77")  # not passed to `load`
     assert load(environment={"RUN_ID": "night"}).run_id == "night"

@@ -53,6 +53,9 @@ class _Reader:
             word = self._words.popleft()
             if word in ("-h", "--help"):
                 self._read.common["help"] = ""
+            elif word == "--" and self._command.passes_on is not None:
+                self._read.passed_on += [word, *self._words]
+                self._words.clear()
             elif word.startswith("-") and word != "-":
                 self._option(word)
             else:
