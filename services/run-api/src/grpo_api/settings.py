@@ -50,7 +50,7 @@ class RunApiSettings(CommandSettings):
     redis_url: Annotated[RedisUrl, Shown(default=_DEFAULT_REDIS)] = Field(
         SecretStr(_DEFAULT_REDIS),
         description="Redis that holds the run's state: redis://, rediss:// or unix://. Use the "
-        "variable if the URL holds a password, because other users can read command lines",
+        "environment variable for a URL with a password: other users can read command lines",
     )
     run_id: str = Field(
         DEFAULT_RUN_ID,
@@ -62,33 +62,40 @@ class RunApiSettings(CommandSettings):
         description="Largest request body, both as sent and after decompression",
     )
     body_deadline_s: float = Field(
-        60.0, gt=0.0, le=3600.0, description="Seconds in which a request body must arrive, or 408"
+        60.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds in which a request body must arrive; a slower one is answered 408",
     )
     max_queued_groups: int = Field(
         100_000,
         ge=1,
-        description="Groups in the queue above which submissions are delayed. From half of it on, "
-        "environments are slowed down",
+        description="Size of the queue, in groups, above which submissions are delayed. "
+        "Environments are slowed down when it is half full",
     )
     max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="The same limit in compressed bytes. It counts partial groups too",
+        description="Size of the queue, in compressed bytes, above which submissions are delayed. "
+        "Groups that arrived in part count too",
     )
     max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="Compressed bytes of batches that were handed out and not acknowledged. At "
-        "this limit the trainer must acknowledge one before it gets the next",
+        description="Limit on the compressed bytes of batches that were handed out and not "
+        "acknowledged. At the limit, the trainer must acknowledge a batch to get the next one",
     )
     full_queue_wait_s: float = Field(
         20.0,
         ge=0.0,
         le=60.0,
-        description="Seconds a full queue delays a submission, then 503",
+        description="Seconds that a submission waits for a full queue before it is answered 503",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0.0, le=300.0, description="Seconds a request waits for Redis to return, then 503"
+        10.0,
+        gt=0.0,
+        le=300.0,
+        description="Seconds that a request waits for an absent Redis before it is answered 503",
     )
     environment_timeout_s: float = Field(
         60.0,
@@ -101,11 +108,12 @@ class RunApiSettings(CommandSettings):
         10,
         ge=1,
         le=3600,
-        description="Seconds that requests in flight may take after a stop signal, then 503",
+        description="Seconds that requests in flight may take after a stop signal; the rest are "
+        "answered 503",
     )
     token: SecretStr | None = Field(
         None,
-        description="Token that clients must send as Authorization: Bearer <token>. Without one "
+        description="Token that clients must send as Authorization: Bearer <token>. Without one, "
         "everybody who reaches the port may send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(

@@ -127,12 +127,13 @@ class ServerSettings(CommandSettings):
         "--no-await-weights serves --model under a new policy version instead",
     )
     write_back_hold_s: float = Field(
-        20.0, gt=0, description="Seconds that one request is held until then"
+        20.0, gt=0, description="Seconds that a request waits for the weights to be written back"
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a trainer may take to write back; then requests are refused",
+        description="Seconds that a trainer may take to write weights back; after them requests "
+        "are refused",
     )
     enable_lora: bool = Field(
         False,
@@ -157,7 +158,7 @@ class ServerSettings(CommandSettings):
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Key that clients must send as Authorization: Bearer <key>. Without one "
+        description="Key that clients must send as Authorization: Bearer <key>. Without one, "
         "everybody who reaches a port may send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
@@ -168,7 +169,7 @@ class ServerSettings(CommandSettings):
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds for requests in flight before a restart, then 503",
+        description="Seconds that requests in flight may take before a restart; the rest get 503",
     )
     stop_grace_s: float = Field(
         8.0, gt=0, description="Seconds that the engine may take to stop before it is killed"

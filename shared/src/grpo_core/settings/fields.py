@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
@@ -10,11 +10,16 @@ from pydantic import AfterValidator, BeforeValidator
 T = TypeVar("T")
 
 
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
+def _level(value: Any) -> Any:
+    upper = str(value).upper()
+    return upper if upper in get_args(_Level) else value
+
+
+LogLevel = Annotated[_Level, BeforeValidator(_level)]
+"""In capitals; lower case is accepted."""
 
 
 def _split(value: Any) -> Any:

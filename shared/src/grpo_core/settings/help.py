@@ -63,7 +63,7 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with options as keys; variables and options given here win over it",
+        help="YAML file with options as keys. Environment variables and options win over it",
     )
     group.add_argument(
         "--dry-run",
@@ -77,7 +77,7 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
 def _described(option: Option, variable: str | None) -> str:
     notes = [f"default: {option.default}" if option.default else "required"]
     if variable:
-        notes.append(f"variable {variable}")
+        notes.append(f"environment: {variable}")
     return f"{(option.info.description or '').rstrip('.')} ({'; '.join(notes)})"
 
 
@@ -104,8 +104,8 @@ def _epilog(settings_type: type[CommandSettings]) -> str:
     parts = []
     if command.env_prefix:
         parts.append(
-            f"Each option can also be set as a variable: {command.env_prefix}<OPTION>, in capitals "
-            "and with underscores."
+            "Each option can also be set as an environment variable: "
+            f"{command.env_prefix}<OPTION>, in capitals and with underscores."
         )
     if command.examples:
         parts.append("Examples:\n" + "\n".join(f"  {example}" for example in command.examples))

@@ -82,10 +82,10 @@ class EnvServerSettings(CommandSettings):
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Longest sequence (prompt and completion) in tokens. Groups that contain a "
-        "sequence of this length are dropped. The trainer's limit applies if it is smaller",
+        description="Length, in tokens of prompt and completion, from which on a group is dropped. "
+        "The trainer's limit applies if it is smaller",
     )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task: 8 or 256")] = Field(
+    max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
         None, ge=1, description="Tokens after which a completion ends and is graded as it is"
     )
     temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
@@ -103,8 +103,8 @@ class EnvServerSettings(CommandSettings):
     )
     drop_equal_scores: bool = Field(
         True,
-        description="Drop groups whose scores are all equal. Their advantages are zero, so a step "
-        "learns nothing from them. Their rewards still count in the reported mean",
+        description="Drop groups whose scores are all equal, because their advantages are zero. "
+        "Their rewards still count in the reported mean",
     )
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
