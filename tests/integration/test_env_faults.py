@@ -117,7 +117,7 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
             assert taken == {0}  # the environment process is the same, so it lost no state
 
             httpx.get(f"{url}/reset_data").raise_for_status()
-            process.wait_until(lambda: "environment.unknown" in log.read_text(), DEADLINE_S)
+            process.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
             assert process.wait(DEADLINE_S) == 0

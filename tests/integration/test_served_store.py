@@ -133,7 +133,7 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
             assert len(record.deadlines_s) == 1
         # The last write may take longer, because no later write replaces it.
         assert record.deadlines_s == [None, 0.2]
-    assert events[-1]["event"] == "served_weights.not_saved"
+    assert events[-1]["event"] == "served_version.not_saved"
 
 
 async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(

@@ -98,5 +98,5 @@ def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"r": null}'])
 def test_a_configuration_that_is_none_is_refused(adapter: Path, text: str) -> None:
     (adapter / ADAPTER_CONFIG).write_text(text)
-    with pytest.raises(UnusableWeights, match="not a LoRA configuration"):
+    with pytest.raises(UnusableWeights, match="is not a LoRA configuration"):
         adapter_rank(adapter)

@@ -39,7 +39,12 @@ _log = structlog.get_logger()
 
 TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register returned")]
 After = Annotated[
-    int, Query(ge=0, le=_MAX_BATCH_ID, description="id of the last batch that the trainer holds")
+    int,
+    Query(
+        ge=0,
+        le=_MAX_BATCH_ID,
+        description="id of the last batch that the trainer received; 0 if it received none",
+    ),
 ]
 WaitS = Annotated[
     float,
@@ -50,8 +55,8 @@ BatchesLeft = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="how many batches the run still needs after that one; replaces the registered "
-        "num_steps in the answers to environments",
+        description="how many batches the run still needs after the batch `after`; replaces "
+        "the registered num_steps in the answers to environments",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
@@ -172,7 +177,9 @@ async def acknowledge(
         raise Refused(409, str(error)) from error
     if acknowledged.released:
         _log.info(
-            "batches.acknowledged", through=acknowledged.batch_id, released=acknowledged.released
+            "batches.acknowledged",
+            last_batch_id=acknowledged.batch_id,
+            released=acknowledged.released,
         )
     return {
         "status": "success",

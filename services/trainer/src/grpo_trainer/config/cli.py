@@ -152,9 +152,10 @@ class CommandLine(
     command: ClassVar[Command] = COMMAND
 
     mode: ModeName = Field(
-        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
-        "trainer and server share one copy in memory. lora_only: the running server loads "
-        "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models"
+        description="Weight-sync mode, which decides how the server gets new weights. "
+        "shared_vllm: trainer and server share one copy in memory. lora_only: the "
+        "running server loads adapters. lora_restart: the server restarts with "
+        "each new adapter. none: the server restarts with each new whole model"
     )
 
     def mistakes(self) -> Iterator[Mistake]:

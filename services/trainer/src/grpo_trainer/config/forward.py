@@ -22,13 +22,13 @@ class ForwardOptions(BaseModel):
 
     packing: Choice = Field(
         "auto",
-        description="Compute the sequences of a micro-batch end to end, without padding. auto: on "
-        "a GPU if the model allows it, with flash attention if GPU and data type have it",
+        description="Pack the sequences of a micro-batch one after the other, without padding. "
+        "auto: on if the device is a GPU and the model supports packing",
     )
     fused_head: Choice = Field(
         "auto",
-        description="Compute logprobs without all logits in memory at once. auto: on a GPU if the "
-        "model allows it",
+        description="Compute logprobs without all logits in memory at once. auto: on if the "
+        "device is a GPU and the model supports it",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",

@@ -132,7 +132,9 @@ def _remove_stale(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_socket():
-        raise SocketTaken(f"--weights-socket {path}: not a socket; choose another path")
+        raise SocketTaken(
+            f"--weights-socket: {path} exists and is not a socket; choose another path"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -179,7 +181,7 @@ async def _serve_trainer(
     except (BridgeConflict, NotExported) as error:
         await asyncio.to_thread(send_refusal, connection, str(error))
     except EngineTimeout as error:
-        log.error("bridge.broken", reason=str(error))
+        log.error("engine.unresponsive", reason=str(error))
     except OSError as error:
         log.warning("trainer.connection_lost", session=session, reason=str(error))
     finally:
@@ -230,7 +232,7 @@ def _log_replaced(path: Path) -> None:
         other = read_bridge_config(path)
         log.warning(
             "bridge_config.replaced",
-            reason="the file of another server, or of a server that was killed, was there",
+            reason="another server, or a server that was killed, left its file at this path",
             path=str(path.absolute()),
             model=other.model,
             generation=other.generation,

@@ -184,7 +184,7 @@ class FileSync:
             "weights.published",
             version=tuple(version),
             seconds=round(time.monotonic() - started, 2),
-            difference=alignment.mean,
+            logprob_difference=alignment.mean,
         )
         return alignment
 
@@ -237,15 +237,18 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
     problems = []
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append(
-            "it accepts no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
+            "the server accepts no adapters: start vllm-api-server with --enable-lora "
+            "--max-lora-rank R"
         )
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
-        problems.append("it accepts adapters, not whole models: start it without --enable-lora")
+        problems.append(
+            "the server accepts adapters, not whole models: start it without --enable-lora"
+        )
     if info.weights_socket is not None:
-        problems.append("it shares its weights: start it without --share-weights")
+        problems.append("the server shares its weights: start it without --share-weights")
     if problems:
         raise PolicyMismatch(
-            f"the server at {url} does not fit this mode:\n  " + "\n  ".join(problems)
+            f"the server at {url} does not fit the trainer's mode:\n  " + "\n  ".join(problems)
         )
 
 
