@@ -45,15 +45,15 @@ class BridgeConfig(BaseModel):
 
 
 class BridgeConfigNotFound(GrpoError):
-    """No usable file was found. The message lists each path with its problem."""
+    """No usable vllm_bridge_config.json. The message lists each path with its problem."""
 
 
 class BridgeConfigUnreadable(GrpoError):
-    """The file at one path is not usable. The message is the reason, without the path."""
+    """A vllm_bridge_config.json is not usable. The message is the reason, without the path."""
 
 
 class BridgeConfigUnwritable(GrpoError):
-    """The file cannot be written to the requested path."""
+    """vllm_bridge_config.json cannot be written to the requested path."""
 
 
 def write_bridge_config(config: BridgeConfig, path: Path) -> None:

@@ -123,7 +123,7 @@ def test_json_lines_are_read_in_order_and_every_bad_line_is_listed(tmp_path: Pat
         "{": "not JSON",
         '{"answer": "#### 1"}': "the field question is empty",
         '{"question": "How?", "answer": "13"}': "the field answer has no '####' before the result",
-        '{"question": "How?", "answer": "#### many"}': "has 'many' after '####' instead of a number",
+        '{"question": "How?", "answer": "#### many"}': "'many' after '####' instead of a number",
     }
     assert read_problems(write_lines(tmp_path, *lines), "main", "train") == PROBLEMS
     with pytest.raises(DataUnusable) as failure:

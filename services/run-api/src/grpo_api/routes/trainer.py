@@ -168,7 +168,7 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Acknowledge every batch up to this one; none of them is handed out again."""
+    """Acknowledge every batch up to `batch_id`, so that run-api never hands them out again."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -190,7 +190,7 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
-    """The registered trainer's batch and longest sequence; both -1 until one has registered."""
+    """The trainer's batch size and longest sequence; -1 and -1 if no trainer has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -199,7 +199,7 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
-    """The registered trainer's group and project at Weights & Biases; null until then."""
+    """The trainer's group and project in Weights & Biases; null if no trainer has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}

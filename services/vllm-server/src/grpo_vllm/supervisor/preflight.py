@@ -39,7 +39,7 @@ _POLL_S = 0.5
 
 
 class SharedMemoryTooSmall(GrpoError):
-    """vLLM's workers could not exchange messages."""
+    """/dev/shm is too small for the messages between vLLM's workers."""
 
 
 def require_shared_memory(engine_arguments: Sequence[str]) -> None:
