@@ -83,7 +83,7 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
     async with RedisServedStore(url, "run") as record:
         with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.1 s") as raised:
             await record.read(0.1)
-    assert "leave it out to serve the model" in str(raised.value)
+    assert "omit --redis-url to serve the model" in str(raised.value)
     assert "secret" not in str(raised.value)
 
 

@@ -256,7 +256,9 @@ class ServerSettings(CommandSettings):
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
         if taken := sorted(names & owned):
-            yield Mistake(None, f"{', '.join(taken)}: set by vllm-api-server itself; leave it out")
+            yield Mistake(
+                None, f"{', '.join(taken)}: vllm-api-server sets this itself; omit the option"
+            )
         if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
             yield Mistake(
                 "weights_socket",

@@ -137,9 +137,9 @@ def test_every_difference_to_the_model_is_listed(store: StateStore) -> None:
     with pytest.raises(StateMismatch) as told:
         require_fit(other, wider.model, now, "here")
     assert str(told.value).splitlines()[1:-1] == [
-        "  mode: saved shared_vllm, now lora_only",
-        "  optimizer: saved adafactor, now adamw",
-        "  lora alpha: saved 8, now 32",
+        "  mode: the checkpoint has shared_vllm, this run lora_only",
+        "  optimizer: the checkpoint has adafactor, this run adamw",
+        "  lora alpha: the checkpoint has 8, this run 32",
         "  more: not in the checkpoint",
         "  unused: not in the model",
         "  first: saved shape [4, 3], the model's [5, 3]",

@@ -227,7 +227,8 @@ class EnvServerSettings(CommandSettings):
         if (self.max_completion_tokens or 0) >= self.seq_len:
             yield Mistake(
                 "max_completion_tokens",
-                f"{self.max_completion_tokens} tokens and a prompt exceed --seq-len {self.seq_len}",
+                f"a prompt and {self.max_completion_tokens} completion tokens exceed --seq-len "
+                f"{self.seq_len}",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:

@@ -42,4 +42,4 @@ class ForwardOptions(BaseModel):
     def forward_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
         if self.head_kernel == LIGER and self.fused_head == "off":
-            yield Mistake("head_kernel", "liger needs the fused head; drop --fused-head off")
+            yield Mistake("head_kernel", "liger needs the fused head; omit --fused-head off")

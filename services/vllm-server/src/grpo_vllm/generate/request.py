@@ -27,7 +27,7 @@ MAX_STRUCTURED_BYTES = 16 * 1024
 """The engine compiles grammars one at a time. One of two megabytes would delay the others by
 minutes."""
 
-_SET_BY_SERVER = "set by the server; leave it out"
+_SET_BY_SERVER = "the server sets this parameter; omit it"
 REFUSED: Mapping[str, str] = {
     "output_kind": _SET_BY_SERVER,
     "skip_clone": _SET_BY_SERVER,
