@@ -23,6 +23,8 @@ SEED ?= 0
 MODEL ?=
 MODE ?= shared_vllm
 DEMO_FLAGS ?=
+# Directory of a run to continue, with the options it had; STEPS and DEMO_FLAGS win over them.
+RESUME ?=
 
 # Options of `make compare`, beside STEPS and SEED; empty: the default of grpo-compare.
 MODES ?=
@@ -68,7 +70,7 @@ help: ## List the targets
 	@echo "  Options: TASK=$(TASK) (or gsm8k, or both: arithmetic,gsm8k)  SEED=$(SEED)"
 	@echo "           DATA=<directory with train.jsonl, or hub id: for gsm8k>  STEPS=<number>"
 	@echo "           MODE=$(MODE) (or lora_only, lora_restart, none)  MODES=<several, for compare>"
-	@echo "           MODEL=<directory or hub id>  PYTHON=$(PYTHON)"
+	@echo "           MODEL=<directory or hub id>  RESUME=<run directory>  PYTHON=$(PYTHON)"
 	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
 
 .PHONY: install
@@ -92,7 +94,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 
 .PHONY: demo
 demo: install ## Train the tiny model on this machine: every service, one command
-	@$(BIN)/grpo-demo --mode $(MODE) --seed $(SEED) $(if $(STEPS),--steps $(STEPS)) $(TASK_FLAGS)
+	@$(BIN)/grpo-demo $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(RESUME),--resume $(RESUME) $(DEMO_FLAGS),--mode $(MODE) --seed $(SEED) $(TASK_FLAGS))
 
 .PHONY: compare
 compare: install ## Train in every mode, with one seed: a table and a plot of what each takes

@@ -100,7 +100,7 @@ TRAINER = f"""
 from stand_in_common import *
 note_pid("trainer")
 print(*sys.argv[1:], flush=True)
-api, steps = option("--atropos-url"), int(option("--training-steps"))
+api, steps = option("--run-api-url"), int(option("--steps"))
 post(api + "/trainer")
 while json.loads(fetch(api + "/environments")) == []:
     time.sleep(0.05)
@@ -112,7 +112,7 @@ with open(option("--metrics-file"), "a") as file:
         file.flush()
 save_path = pathlib.Path(option("--save-path"))
 save_path.mkdir(exist_ok=True, parents=True)
-facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--weight-bridge-mode")}}
+facts = {{"publishes": steps, "peak_cuda_bytes": None, "mode": option("--mode")}}
 (save_path / "benchmark.json").write_text(json.dumps(facts))
 if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
@@ -122,7 +122,7 @@ ENVIRONMENT = """
 from stand_in_common import *
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
-post(option("--env.rollout-server-url") + "/environment/" + sys.argv[1])
+post(option("--run-api-url") + "/environment/" + sys.argv[1])
 time.sleep(600)
 """
 

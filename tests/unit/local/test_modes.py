@@ -50,7 +50,7 @@ def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
 ) -> None:
     chosen = hand_off("--mode", mode)
     assert flags(chosen.server_flags()) == {"--run-id"} | server
-    assert flags(chosen.trainer_flags()) == {"--weight-bridge-mode", "--save-path"} | trainer
+    assert flags(chosen.trainer_flags()) == {"--mode", "--save-path"} | trainer
     words = chosen.server_flags() + chosen.trainer_flags()
     assert not [word for word in words if "secret" in word]
     assert chosen.environment() == {"REDIS_URL": "redis://:a-secret@127.0.0.1:1/0"}

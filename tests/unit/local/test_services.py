@@ -1,4 +1,4 @@
-"""What the services of a local run are told."""
+"""The command lines and variables of the services of a local run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local.defaults import sizes_for
 from grpo_local.process.health import HealthProbe
 from grpo_local.run_directory import RunDirectory
 from grpo_local.services import ServiceFactory
@@ -20,8 +19,9 @@ def test_one_token_reaches_every_service_and_no_command_line(
     monkeypatch.chdir(tmp_path)
     settings = load_settings(DemoSettings, ["--run-api-token", "a-secret"])
     with HealthProbe() as probe:
-        factory = ServiceFactory(settings, sizes_for(settings), RunDirectory(tmp_path), probe)
-        hand_off = factory.hand_off(2, Path("weights.sock"))
+        run = RunDirectory(tmp_path)
+        factory = ServiceFactory(settings, run, probe)
+        hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
         clients = [
             factory.run_api(1, 2),
             factory.vllm_server(3, "m", hand_off),

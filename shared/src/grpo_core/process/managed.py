@@ -18,6 +18,8 @@ from grpo_core.process.orphans import end_with_parent
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
+_SHOWN_CHARACTERS = 240
+"""Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
 
 
@@ -43,6 +45,7 @@ class ManagedProcess:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
+            self._log_start = log.tell()  # a resumed run appends to the logs of earlier processes
             self._child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -128,11 +131,13 @@ class ManagedProcess:
             self._child.wait()
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last log lines that are marked as errors; without any, the last lines."""
-        written = self.log_path.read_text(errors="replace").splitlines()
+        """The last log lines that are marked as errors; without any, the last lines, cut short."""
+        own = self.log_path.read_bytes()[self._log_start :]
+        written = own.decode(errors="replace").splitlines()
         # An interpreter may print more lines at exit than the error itself has.
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
-        return "\n".join((errors or written)[-lines:])
+        shown = errors or [line[:_SHOWN_CHARACTERS] for line in written]
+        return "\n".join(shown[-lines:])
 
 
 def describe_exit(code: int | None) -> str:

@@ -1,29 +1,50 @@
-"""Mistakes on the command lines of `grpo-demo`, `grpo-compare` and `grpo-run`."""
+"""Mistakes on the command lines of `grpo-demo`, `grpo-compare` and `grpo-run`, and their YAML."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from grpo_local.__main__ import compare, run
+from grpo_core.settings import load_settings, resolved_yaml
+from grpo_local.__main__ import compare, run, with_config_of_resumed_run
 from grpo_local.__main__ import main as demo
+from grpo_local.run_directory import RunDirectory
+from grpo_local.settings import DemoSettings
 
 MISTAKES = {
     demo: {
-        "--task gsm8k": "--data: gsm8k needs data: pass --data (with make: DATA=)",
-        "--task gsm8k --data /none": "--data: no such directory",
-        "--seq-len 100 --max-model-len 50": "less than --seq-len 100",
-        "--mode lora": "expected one of shared_vllm, lora_only, lora_restart, none",
+        "--stesp 3": "--stesp: no such option; did you mean --steps?",
+        "3": "'3': unexpected; every option begins with --",
+        "--task gsm8k": "gsm8k needs --data (with make: DATA=)",
+        "--task gsm8k --data ./none": "--data: no such directory: ./none",
+        "--model ./none": "--model: no such directory: ./none",
+        "--seq-len 100 --max-model-len 50": "--max-model-len 50 is less than --seq-len 100",
+        "--batch-size 50 --group-size 16": "--group-size 16 does not divide the 100 sequences",
+        "--max-completion-tokens 128": "--max-completion-tokens 128 leaves no room for a prompt",
+        "--log-level LOUD": "--log-level: expected one of DEBUG, INFO, WARNING, ERROR; got 'LOUD'",
+        "--mode lora": "expected one of shared_vllm, lora_only, lora_restart, none; got 'lora'",
+        "--run-dir /dev": "--run-dir /dev: not an empty directory; name a new one",
+        "--resume /dev": "--resume /dev: no config.yaml in it; name the directory of a run",
+        "--trainer.steps 3": "--trainer.steps: grpo-demo sets it; write --steps",
+        "--server.port 3": "--server.port: grpo-demo sets it; leave it out",
+        "--trainer.max-stalenes 3": "did you mean --trainer.max-staleness?",
+        "--env.temperature hot": "--env.temperature: expected a number, greater than 0; got 'hot'",
     },
     compare: {
         "--modes none,some": "--modes: expected one of shared_vllm",
-        "--side-by-side --gpu-ids 0,1": "2 --gpu-ids for 4 --modes",
-        "-- --mode none": "grpo-compare: --mode: the same for all, or set here",
+        "--side-by-side --gpu-ids 0,1": "--gpu-ids: 2 GPUs for 4 modes; name one each",
+        "--gpu-ids 0": "--gpu-ids: only with --side-by-side",
+        "--run-dir x": "--run-dir: not for a comparison; leave it out",
+        "--directory /dev": "--directory /dev: not an empty directory; name a new one",
+        "--modes none -- --lr x": "grpo-compare: --lr: expected a number, greater than 0; got 'x'",
     },
     run: {
-        "-- --lora_r=8 --save-path x": "grpo-run: --lora-r, --save-path: grpo-run's own; say it",
-        "--server-flags='half": "--server-flags: No closing quotation",
+        "-- --lora_r=8": "--trainer.lora-r: grpo-run sets it; write --lora-r",
+        "-- --weights-socket x": "--trainer.weights-socket: grpo-run sets it; leave it out",
+        "--env.seed 3": "--env.seed: grpo-run starts no such service",
+        "--server-flags='half": "--server-flags: expected words as in a shell (No closing",
         "--port 8000 --health-port 8000": "--port and --health-port are both 8000",
     },
 }
@@ -43,3 +64,57 @@ def test_a_mistake_ends_with_status_2_and_names_the_option(
         said = capsys.readouterr()
         assert (ended.value.code, said.out) == (2, ""), arguments
         assert problem in said.err
+        assert said.err.count("\n") == 1
+
+
+def test_the_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
+    words = [
+        "--mode",
+        "lora_only",
+        "--trainer.lora-layer-indices",
+        "0-1",
+        "--env.format-reward=0.1",
+    ]
+    words += ["--server.enable-prefix-caching", "--server.no-await-weights"]
+    settings = load_settings(DemoSettings, words)
+    config = tmp_path / "config.yaml"
+    config.write_text(resolved_yaml(settings.command, settings.resolved()))
+    again = load_settings(DemoSettings, ["--config", str(config)])
+    assert again.resolved() == settings.resolved()
+    assert again.sizes == settings.sizes
+    assert again.options_of("server") == {"enable-prefix-caching": (), "no-await-weights": ()}
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> RunDirectory:
+    """A run of 6 steps that was stopped after a checkpoint of step 4."""
+    run = RunDirectory(tmp_path / "stopped")
+    for number, step in ((1, 9), (2, 4)):
+        (run.checkpoints / "trainer_state" / f"{number:06}_step_{step}").mkdir(parents=True)
+    settings = load_settings(DemoSettings, ["--steps", "6", "--seed", "5", "--lr", "0.25"])
+    run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
+    (tmp_path / "latest").symlink_to("stopped")
+    return run
+
+
+def resumed(*words: str) -> DemoSettings:
+    return load_settings(DemoSettings, with_config_of_resumed_run(words))
+
+
+def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:
+    latest = stopped_run.path.with_name("latest")
+    settings = resumed("--lr", "0.5", "--resume", str(latest))
+    assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
+    assert settings.resume is not None
+    assert RunDirectory.of(settings.resume) == stopped_run
+
+
+def test_a_run_that_is_complete_or_still_running_is_not_resumed(
+    stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        resumed("--resume", str(stopped_run.path), "--steps", "4")
+    assert "all 4 steps are done; pass a larger --steps" in capsys.readouterr().err
+    with stopped_run.hold(), pytest.raises(SystemExit, match="2"):
+        resumed("--resume", str(stopped_run.path))
+    assert "this run is still running; stop it first" in capsys.readouterr().err

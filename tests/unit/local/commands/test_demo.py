@@ -120,7 +120,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_every_service_starts_and_ends_and_leaves_its_log(finished: Finished) -> None:
     assert (finished.status, finished.err) == (0, "")
-    ready = [line.split()[0] for line in finished.out.splitlines() if " after " in line]
+    ready = [line.split()[0] for line in finished.out.splitlines() if " ready after " in line]
     assert ready == ["redis", "model", *SERVICES[1:]]
     assert {path.stem for path in finished.run.logs.iterdir()} == {"model", *SERVICES}
     assert "loading stand-in-model " in (finished.run.logs / "vllm-server.log").read_text()
@@ -154,8 +154,8 @@ def test_every_task_has_an_environment_of_its_own(finished: Finished) -> None:
     for name in ENVIRONMENTS:
         said = (finished.run.logs / f"{name}.log").read_text()
         assert said.startswith(f"{name.removeprefix('environment-')} serve ")
-        assert "--env.max-token-length 2000 " in said
-    assert "--env.data data" in said
+        assert "--seq-len 2000 " in said
+    assert "--data data" in said
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,9 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(
         demo.process.send_signal(number)
         ended_with, _, err = demo.finish()
         assert ended_with == status
-        expected = f"stopped by {number.name}; every process of this run has ended; logs: run/logs"
-        assert err == f"{expected}\n"
+        first, second = err.splitlines()
+        assert first == f"stopped by {number.name}; every process of this run has ended"
+        assert second == "logs of all services: run/logs"
         assert demo.all_ended()
         assert is_alive(bystander.pid)
 
@@ -196,7 +197,7 @@ def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: 
         os.kill(demo.pid(name), signal.SIGKILL)
         status, out, err = demo.finish()
         assert status == 1
-        assert "ending every process" in out
+        assert "stopping all services" in out
         assert err.startswith("failed (ProcessFailed): ")
         assert f"{name} ended with SIGKILL" in err
         assert f"see run/logs/{name}.log" in err
@@ -233,9 +234,10 @@ def test_latest_follows_runs_in_the_default_place(
     assert Path("runs/latest").resolve() == second.path.resolve()
 
 
-def test_a_used_run_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    shown = Shown()
-    assert run_demo(load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), shown) == 1
-    assert shown.err.startswith(f"failed (RunDirectoryUnusable): {tmp_path} holds an earlier run")
+def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) -> None:
+    settings, shown = load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), Shown()
+    (tmp_path / "config.yaml").touch()
+    assert run_demo(settings, shown) == 1
+    expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: holds an earlier run"
+    assert shown.err.startswith(expected)
     assert shown.out == ""

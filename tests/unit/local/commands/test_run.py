@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_local.__main__ import with_names_of_trainer
 from grpo_local.commands.run import run_together
 from grpo_local.process.ports import free_port
 from grpo_local.settings import RunSettings
@@ -17,6 +18,8 @@ from tests.unit.local.shown import Shown
 SERVER = """
 import os, pathlib, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+if "--dry-run" in sys.argv:
+    sys.exit()
 print(*sys.argv[1:], flush=True)
 engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path("pids").write_text(f"{os.getpid()} {engine.pid}")
@@ -39,7 +42,7 @@ def end(number, _):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, end)
-does = sys.argv[-1]
+does = sys.argv[-1].rpartition("=")[2]
 if does == "--fail":
     sys.exit("no such module: lm_tail")
 if does == "--kill-the-server":
@@ -59,8 +62,8 @@ class Together:
     def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
         """The exit status, once server, engine and trainer have ended."""
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
-        settings = load_settings(RunSettings, [*given, *arguments])
-        status = run_together(settings, trainer, self.shown)
+        words = with_names_of_trainer([*given, *arguments, "--", *trainer])
+        status = run_together(load_settings(RunSettings, words), self.shown)
         pids = (self.folder / "pids").read_text().split()
         assert not any(is_alive(int(pid)) for pid in pids)
         return status
@@ -85,14 +88,15 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
     status = together.run(
         *("--mode", "lora_restart", "--vllm-restart-interval", "5", "--server-flags=--seed 3"),
         *("--save-path", "saved"),
+        *("--trainer.lr", "1", "--server.swap-space=2"),
         trainer=("--training-steps", "4"),
     )
     assert (status, together.shown.err) == (0, "")
     assert "vllm-server ready after" in together.shown.out
     served, trained = together.said("vllm-server"), together.said("trainer")
     assert f"--weights-dir {together.folder}/saved/served_weights --enable-lora" in served
-    assert "--seed 3" in served
-    for flags in ("--vllm-restart-interval 5", "--save-path saved", "--training-steps 4"):
+    assert "--seed 3 --swap-space=2" in served
+    for flags in ("--vllm-restart-interval 5", "--save-path saved", "--lr=1 --training-steps=4"):
         assert flags in trained
     assert trained.splitlines()[0] in together.shown.out
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
-from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.step_table import header_lines, step_line
+from grpo_local.report.metrics_file import MetricsFile, trim_records
+from grpo_local.report.step_table import COLUMNS, header_lines, legend_lines, step_line
 from grpo_local.report.summary import summarise
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
@@ -38,8 +38,21 @@ def test_every_line_is_read_once_however_it_is_written(cuts: set[int]) -> None:
 def test_a_complete_line_that_is_no_record_names_file_line_and_field(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(metrics_line(1) + metrics_line(2, **{"train/loss": "high"}))
-    with pytest.raises(ProtocolViolation, match=r"metrics\.jsonl line 2: train/loss: "):
+    with pytest.raises(ProtocolViolation, match=r"metrics\.jsonl line 2 .* missing train/loss"):
         MetricsFile(path).read_new()
+
+
+def test_records_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert trim_records(path, 2) == []
+    path.write_text(TEXT + '{"step": 4')
+    assert [record.step for record in trim_records(path, 2)] == [1, 2]
+    assert path.read_text() == metrics_line(1) + metrics_line(2)
+
+
+def test_the_legend_explains_each_column() -> None:
+    assert len(legend_lines()) == 1 + len(COLUMNS)
+    assert max(map(len, [*legend_lines(), *header_lines()])) <= 100
 
 
 def test_a_line_shows_each_value_under_its_title() -> None:

@@ -90,7 +90,6 @@ def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
     words = ["--mode", mode, "--steps", str(settings.steps), "--seed", str(settings.seed)]
     return Service(
         name=mode,
-        role="trains in one mode",
         command=[
             *(sys.executable, "-m", "grpo_local", *words, "--run-dir", str(run)),
             *settings.passed_on,

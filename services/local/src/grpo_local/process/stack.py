@@ -25,12 +25,12 @@ class Service:
     """How to start one process, and how to see that it is ready."""
 
     name: str
-    role: str
-    """Its task in a few words, for the user."""
     command: Sequence[str]
     healthy: Callable[[], bool]
     deadline_s: float
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    role: str = ""
+    """Its task in a few words, for the user."""
     may_finish: bool = False
     """An end with status 0 is no failure."""
 

@@ -91,7 +91,7 @@ def legend_lines() -> list[str]:
     """The meaning of each column."""
     width = max(len(column.title) for column in COLUMNS)
     meanings = (f"{_INDENT}{column.title:<{width}}  {column.meaning}" for column in COLUMNS)
-    return ["training; the columns are:", *meanings]
+    return [f"training; the columns are ({NOT_MEASURED}: not measured):", *meanings]
 
 
 def header_lines() -> list[str]:

@@ -103,6 +103,7 @@ class CompareSettings(CommandSettings):
             )
             for mode in self.modes
         ]
-        refused = [check.communicate()[1] for check in checks if check.wait() != 0]
-        lines = dict.fromkeys(line for told in refused for line in told.splitlines())
+        messages = [(check.communicate()[1], check.returncode) for check in checks]
+        refused = [text for text, status in messages if status != 0]
+        lines = dict.fromkeys(line for text in refused for line in text.splitlines())
         yield from (Mistake(None, line.removeprefix(_DEMO)) for line in lines)
