@@ -85,7 +85,7 @@ async def join_run(
         if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
-                "start one with the same run-api, or raise --trainer-deadline-s"
+                "start a trainer with the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
 

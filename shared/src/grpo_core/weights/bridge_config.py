@@ -175,7 +175,7 @@ def _refuse_foreign_file(path: Path) -> None:
     The socket that such a file names would belong to that user, too.
     """
     if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
-        raise PermissionError(1, f"it belongs to another user (uid {path.lstat().st_uid})")
+        raise PermissionError(1, f"{path} belongs to another user (uid {path.lstat().st_uid})")
 
 
 def _is_trusted(uid: int) -> bool:

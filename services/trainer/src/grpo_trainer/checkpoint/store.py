@@ -55,7 +55,7 @@ class SavedState:
         try:
             return TrainerState(self.record, load_file(self.directory / TENSORS))
         except (OSError, SafetensorError) as error:
-            raise _damaged(self.directory, f"{TENSORS}: {error}") from error
+            raise _damaged(self.directory, f"cannot read {TENSORS}: {error}") from error
 
 
 class StateStore:

@@ -189,7 +189,7 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
         raise ServedWeightsDiffer(
             f"{MISMATCH} {label} the server's logprobs differ from the trainer's by "
             f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
-            f"{tolerance:.2g}), and from the trainer's previous ones by "
+            f"{tolerance:.2g}), and from the trainer's logprobs at the previous check by "
             f"{alignment.previous:.2g}: the server does not serve the trained weights. Stop "
             "other processes that write them, and start the server with --share-weights"
         )

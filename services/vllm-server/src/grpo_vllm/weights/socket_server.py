@@ -142,7 +142,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
         else:
             raise SocketTaken(
-                f"--weights-socket {path}: another server listens there; choose another path"
+                f"--weights-socket {path}: another server listens on this path; choose another path"
             )
 
 
@@ -197,9 +197,9 @@ def make_private_directory(directory: Path) -> None:
     mode, own = stat.S_IMODE(found.st_mode), os.getuid()
     if found.st_uid != own or mode & 0o077:
         raise UnsafeSocketDirectory(
-            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
-            f"but only user {own} may enter it; choose a directory that does not exist yet, or run "
-            f"chown {own} and chmod 700 on this one"
+            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode "
+            f"{mode:04o}, but must belong to user {own} with mode 700; choose a directory that "
+            f"does not exist yet, or run chown {own} and chmod 700 on this directory"
         )
 
 

@@ -210,7 +210,7 @@ class FileSync:
                 raise PolicyMismatch(
                     f"the server at {self.bridge.base_url} serves version "
                     f"{tuple(info.policy_version)}, but the server of run "
-                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: they "
+                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: these "
                     "are two servers. Give server and trainer the same --redis-url and --run-id"
                 )
             time.sleep(POLL_S)
@@ -267,8 +267,8 @@ def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
         )
     if wanted not in ("auto", info.dtype):
         raise PolicyMismatch(
-            f"--dtype {wanted}, but the server's weights are in {info.dtype}; give both the "
-            "same --dtype, or the trainer --dtype auto"
+            f"--dtype {wanted}, but the server's weights are in {info.dtype}; start trainer and "
+            "server with the same --dtype, or the trainer with --dtype auto"
         )
     dtype: torch.dtype = getattr(torch, info.dtype)
     return dtype
