@@ -95,7 +95,7 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
             source.next_batch(0, batches_left=1)  # one environment is connected
         disconnect(http, second)
         settings.batch_deadline_s = DEADLINE_S
-        with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
+        with pytest.raises(NoEnvironmentLeft, match="2 environments that registered in this run"):
             source.next_batch(0, batches_left=1)
 
 

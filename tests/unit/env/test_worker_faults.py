@@ -94,11 +94,11 @@ IN_VAIN = {
     ),
     "an inference server that refuses every request": (
         *("POST /generate", answering(422, "unknown parameter"), []),
-        *(EveryGroupRefused, "generation.*unknown parameter"),
+        *(EveryGroupRefused, "inference server refused.*unknown parameter"),
     ),
     "a run-api that refuses every group": (
         *("POST /scored_data", answering(422, "no"), []),
-        *(EveryGroupRefused, "submission.*no"),
+        *(EveryGroupRefused, "run-api refused.*no"),
     ),
     "a run-api that takes no group and answers all else": (
         *("POST /scored_data", answering(503, "slow"), ["--env.run-api-deadline-s=0.5"]),

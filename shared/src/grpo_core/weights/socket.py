@@ -135,8 +135,8 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
         raise ServiceUnavailable(f"weight socket: {answer.refused}")
     if isinstance(answer.memory, MemfdMemory) != bool(fds):
         raise ProtocolViolation(
-            f"weight socket: the server's answer names {answer.memory.kind} memory, but has "
-            f"{len(fds)} file descriptors"
+            f"weight socket: the server sent {answer.memory.kind} memory with {len(fds)} file "
+            "descriptors"
         )
     return (fds[0] if fds else -1), answer
 
@@ -144,7 +144,8 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     if size > _MAX_GRANT_BYTES:
         raise ProtocolViolation(
-            f"weight socket: the server's answer has {size} bytes; the limit is {_MAX_GRANT_BYTES}"
+            f"weight socket: the server's answer of {size} bytes is above the limit of "
+            f"{_MAX_GRANT_BYTES}"
         )
     received = bytearray()
     while len(received) < size:
@@ -157,5 +158,5 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 def _closed_early() -> ServiceUnavailable:
     return ServiceUnavailable(
-        "weight socket: the server closed the connection because it is ending; see the server's log"
+        "weight socket: the connection closed because the server is ending; see the server's log"
     )

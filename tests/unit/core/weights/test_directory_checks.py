@@ -77,9 +77,11 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
 
 def test_half_written_weights_are_refused(adapter: Path) -> None:
     (adapter / ADAPTER_WEIGHTS).unlink()
-    with pytest.raises(UnusableWeights, match=f"{ADAPTER_WEIGHTS} missing, so it is not"):
+    with pytest.raises(
+        UnusableWeights, match=f"not a complete adapter; missing: {ADAPTER_WEIGHTS}"
+    ):
         checked(adapter)
-    with pytest.raises(UnusableWeights, match=rf"{MODEL_CONFIG}, \*\.safetensors missing"):
+    with pytest.raises(UnusableWeights, match=rf"missing: {MODEL_CONFIG}, \*\.safetensors"):
         checked(adapter, kind=WeightKind.CHECKPOINT)
 
 

@@ -43,7 +43,7 @@ def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
     for _ in range(15):
         limit.refused("no")
 
-    with pytest.raises(EveryGroupRefused, match=r"generation of 16 groups in a row .*context"):
+    with pytest.raises(EveryGroupRefused, match=r"run-api refused 16 groups in a row.*context"):
         limit.refused("beyond the context")
 
 
