@@ -84,7 +84,7 @@ class UnusableSavePath(GrpoError):
 
 
 class CheckpointNotSaved(GrpoError):
-    """A model or a checkpoint could not be written. Earlier ones are intact."""
+    """A model or a checkpoint could not be written. Earlier checkpoints are intact."""
 
 
 class StateError(GrpoError):
@@ -100,7 +100,7 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """A checkpoint has another model, mode, adapter or optimizer. The message lists them."""
+    """A checkpoint has another model, mode, adapter or optimizer. The message lists the differences."""
 
 
 class StateOfAnotherRun(StateError):
@@ -160,7 +160,7 @@ class WeightSyncError(GrpoError):
 
 
 class PolicyMismatch(WeightSyncError):
-    """The server's parameters do not fit the trainer's model. The message lists them."""
+    """The server's parameters do not fit the trainer's model. The message lists the differences."""
 
 
 class UnreachableWeights(WeightSyncError):
@@ -168,7 +168,7 @@ class UnreachableWeights(WeightSyncError):
 
 
 class MovedParameters(WeightSyncError):
-    """Parameters are no longer in the shared memory. The message lists them."""
+    """Parameters are no longer in the shared memory. The message lists these parameters."""
 
 
 class TornWeights(WeightSyncError):

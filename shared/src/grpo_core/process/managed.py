@@ -24,7 +24,7 @@ _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
 
 
 class ProcessFailed(GrpoError):
-    """A child process ended, or did not become healthy in time. The message names its log."""
+    """A child process ended, or did not become healthy in time. The message names the log."""
 
 
 class ManagedProcess:
