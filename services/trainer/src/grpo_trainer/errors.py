@@ -100,7 +100,7 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """A checkpoint has another model, mode, adapter or optimizer. The message lists the differences."""
+    """The checkpoint has another model, mode, adapter or optimizer than the run."""
 
 
 class StateOfAnotherRun(StateError):
