@@ -160,8 +160,8 @@ class Trainee:
 def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:
     """Raises what the trainer raises if the policy or the machine does not allow the variant."""
     settings = settings_with(variant.optimizer)
-    for mistake in missing_packages(settings):
-        raise MissingPackage(mistake.message)
+    if missing := [message for _, message in missing_packages(settings)]:
+        raise MissingPackage("; ".join(missing))
     return Trainee(
         policy=policy,
         optimizer=build_optimizer(policy, settings),

@@ -1,4 +1,4 @@
-"""One run of the demo, and the model that comes out."""
+"""Runs the demo once, and loads the trained model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.e2e.left_over import processes_that_log_below
 
 DEADLINE_S = 1800
 NOISE = 1e-4
-"""Of log-probabilities of float32 weights, computed by two programs."""
+"""Largest difference between logprobs of the same float32 weights in two programs."""
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """`output`: what the user saw."""
+    """`output`: standard output of the command."""
 
     directory: Path
     output: str
@@ -29,9 +29,13 @@ class DemoRun:
         return [json.loads(line) for line in lines]
 
 
-def run_demo(directory: Path, *flags: str) -> DemoRun:
-    """To its good end, with no process left."""
-    command = [sys.executable, "-m", "grpo_local", "--run-dir", str(directory), *flags]
+def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun:
+    """Run it to its end, which must be a success and leave no process.
+
+    Args:
+        option: `--resume` if the directory is that of an earlier run
+    """
+    command = [sys.executable, "-m", "grpo_local", option, str(directory), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     logs = [f"{path}\n{path.read_text()[-5000:]}" for path in directory.glob("logs/*.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
@@ -47,8 +51,8 @@ def load_model(directory: Path) -> Any:
 
 
 def accuracy_of(model: Any, tokenizer: Path) -> float:
-    """Exact: the mean probability of the right answer over all sums, which is the expected reward
-    without sampling noise."""
+    """Mean probability of the correct answer over all sums: the expected reward, without sampling
+    noise."""
     from transformers import AutoTokenizer
 
     from grpo_tiny_model.model import expected_accuracy, sum_examples

@@ -1,4 +1,4 @@
-"""Processes that outlived their run."""
+"""Finds processes that outlived their run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def processes_that_log_below(logs: Path) -> list[int]:
-    """Every process of a run, engine included, keeps its log open as its standard output."""
+    """Ids of processes whose standard output is a file below `logs`, as is the case in a run."""
     resolved = logs.resolve()
     return [
         process.pid
@@ -20,5 +20,5 @@ def processes_that_log_below(logs: Path) -> list[int]:
 def standard_output(pid: int) -> Path:
     try:
         return Path(f"/proc/{pid}/fd/1").readlink()
-    except OSError:  # ended meanwhile, or not ours to look at
+    except OSError:  # it has ended, or belongs to another user
         return Path("/")

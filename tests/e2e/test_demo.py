@@ -1,6 +1,6 @@
-"""The whole system, as `make demo` runs it: five processes, a real model, which learns.
+"""Runs the whole system as `make demo` does and checks that the model learns.
 
-`make test` runs the mode that shares weights; `make test-full` every mode, with three seeds.
+`make test` runs `shared_vllm` with one seed, `make test-full` every mode with three seeds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, accuracy_of, load_mod
 
 STEPS = 30
 RESTART_EVERY_STEPS = 10
-"""The demo's default."""
+"""Default of `grpo-demo`."""
 MIN_RISE = 0.03
-"""Of the saved model's exact accuracy. Seen: 0.110 in shared_vllm, 0.061 to 0.086 in the other
-modes; a model that learns nothing stays at 0."""
+"""Rise of the saved model's exact accuracy. Measured: 0.110 in shared_vllm, 0.061 to 0.086 in the
+other modes. It is 0 if the model learns nothing."""
 FILES = {
-    *("metrics.jsonl", "reward.png", "logs/run-api.log", "logs/vllm-server.log"),
+    *("config.yaml", "metrics.jsonl", "reward.png", "logs/run-api.log", "logs/vllm-server.log"),
     *("logs/environment.log", "logs/trainer.log"),
 }
 
@@ -56,7 +56,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
     tiny_model: Path,  # noqa: ARG001
 ) -> ModeRun:
-    """It finds `tiny_model` in the cache."""
+    """The command finds `tiny_model` in the cache."""
     mode, seed = request.param
     flags = ("--mode", mode, "--seed", str(seed), "--steps", str(STEPS))
     made = run_demo(tmp_path_factory.mktemp("demo") / "run", *flags)
@@ -68,11 +68,11 @@ def test_after_every_publication_the_server_serves_the_trained_weights(run: Mode
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     probed = {int(r["step"]): r for r in records if "alignment/probe_max" in r}
     every = run.mode.publish_every_steps(RESTART_EVERY_STEPS, load_every_steps=1)
-    # Where memory is shared the server is asked after the first and every tenth.
+    # In shared_vllm the server's logprobs are checked after the first and every tenth step.
     asked = {1, *range(10, STEPS + 1, 10)} if run.mode.shares_memory else range(0, STEPS + 1, every)
     assert set(probed) == {*asked, STEPS} - {0}
     assert max(record["alignment/probe_max"] for record in probed.values()) < NOISE
-    # With the weights of the probe before, the check would have failed.
+    # With the weights of the previous check, this one would have failed.
     moved = [record["alignment/probe_moved"] for record in probed.values()]
     assert (min(moved[1:]) if run.mode.shares_memory else max(moved)) > 100 * NOISE
 
@@ -105,7 +105,7 @@ def test_engines_restart_as_often_as_asked_and_drop_nothing(run: ModeRun) -> Non
     restarts = STEPS // RESTART_EVERY_STEPS if run.mode.restarts_engine else 0
     assert run.server.restarts == restarts
     assert (run.server.dropped_requests, run.server.crashes) == (0, 0)
-    assert run.output.count("the engine restarted on the weights of step") == restarts
+    assert run.output.count("the engine restarted with the weights of step") == restarts
 
 
 def test_the_user_sees_progress_and_results(run: ModeRun) -> None:

@@ -1,4 +1,4 @@
-"""The demo on real text, word problems of GSM8K, and with somebody else's model."""
+"""Runs the demo on the word problems of GSM8K, and with a model of another architecture."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def test_word_problems_are_all_asked_and_every_step_trains_on_graded_answers(
         *("--batch-size", "16", "--gradient-accumulation-steps", "1"),
     )
     assert [record["step"] for record in run.records] == list(range(1, STEPS + 1))
-    # Some answers keep to a part of the form, hardly one is right.
+    # Some answers have part of the required form, hardly any is correct.
     assert all(0.0 < record["reward/mean"] < 0.5 for record in run.records)
     assert run.records[0]["alignment/probe_max"] < NOISE
     log = (run.directory / "logs" / "environment.log").read_text()
     assert f"kept={len(train.read_text(encoding='utf-8').splitlines())} " in log
     assert "too_long=0" in log
     assert "quarantined" not in log
-    assert f"{STEPS} steps on gsm8k" in run.output
+    assert f"GRPO on gsm8k with a tiny model: {STEPS} training steps" in run.output
 
 
 def make_model(directory: Path) -> None:
-    """Random bf16 weights over few letters, so that answers with a number at their end are common:
-    another architecture, tokenizer, template and data type."""
+    """Another architecture, tokenizer, template and data type than those of the tiny model.
+
+    Its vocabulary is so small that answers with a number at their end are common.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -178,7 +178,9 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 
 
 @pytest.mark.usefixtures("internals")
-def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
+def test_what_is_ours_reaches_vllm_in_no_other_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from grpo_core.weights.ref import WeightRef
     from grpo_vllm.engine.args import parsed_engine_arguments
     from grpo_vllm.settings import load_server_settings
@@ -189,13 +191,14 @@ def test_what_is_ours_reaches_vllm_in_no_other_form(tmp_path: Path) -> None:
 
     file = tmp_path / "vllm.yaml"
     file.write_text("api-key: k\n")
-    for flags in (
-        *(["--api-ke", "k"], ["--config", str(file)], ["--api-key", "k", "k2"]),
-        ["--logprobs-mod", "raw_logprobs"],
-    ):
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--api-ke", "k")
+    assert "did you mean --api-key?" in capsys.readouterr().err
+    for flags in (["--api-key", "k", "k2"], ["--logprobs-mod", "raw_logprobs"]):
         with pytest.raises(SystemExit, match="the server sets these options of vLLM itself"):
             parsed(*flags)
     assert parsed("--api-key", "k", "-tp", "2").api_key == ["k"]
+    assert parsed("--config", str(file)).api_key == ["k"]
 
 
 @pytest.mark.usefixtures("internals")

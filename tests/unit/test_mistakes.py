@@ -14,6 +14,7 @@ import pytest
 
 from grpo_api.__main__ import main as run_api
 from grpo_env.__main__ import main as env_server
+from grpo_local.__main__ import main as demo
 from grpo_trainer.__main__ import main as grpo
 from grpo_vllm.__main__ import main as vllm_api_server
 
@@ -74,6 +75,16 @@ MISTAKES = {
     ),
     "completion longer than the sequence": Mistake(
         env_server, f"{ENVIRONMENT} --seq-len 64 --max-completion-tokens 64", "exceed --seq-len 64"
+    ),
+    "batch that the group size does not divide": Mistake(
+        demo,
+        "--run-dir {tmp}/run --batch-size 3 --gradient-accumulation-steps 1",
+        "--group-size 8 does not divide the 3 sequences of a step",
+    ),
+    "option of a service": Mistake(
+        demo,
+        "--run-dir {tmp}/run --trainer.max-stalenes 4",
+        "--trainer.max-stalenes: no such option; did you mean --trainer.max-staleness?",
     ),
     "staleness below the interval": Mistake(
         grpo,

@@ -1,4 +1,4 @@
-"""Lines as the trainer writes them."""
+"""Makes records of training steps as the trainer writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_local.report.metrics_file import StepRecord
 
 
 def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
-    """One step of a run of 40 with easy numbers; `changes` replaces values by key."""
+    """One step of a run of 40 with round numbers. `changes` replaces values by key."""
     return {
         "step": step,
         "steps": 40,

@@ -1,4 +1,4 @@
-"""A screen whose words can be read."""
+"""A screen that keeps its output for tests."""
 
 from __future__ import annotations
 

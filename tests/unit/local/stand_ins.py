@@ -1,8 +1,8 @@
-"""Small programs in place of the services, so that the runner's own behaviour can be tested fast.
+"""Small programs that replace the services, so that the runner can be tested fast.
 
-They are found under the services' own module names, because their folder is first in PYTHONPATH.
-Each writes its process id to a file in STAND_IN_PIDS. With STAND_IN_TRAINER_LINGERS the trainer
-stays after its last step.
+They have the module names of the services, and their directory is first in PYTHONPATH. Each writes
+its process id to a file in STAND_IN_PIDS. If STAND_IN_TRAINER_LINGERS is set, the trainer does not
+end after its last step.
 """
 
 from __future__ import annotations

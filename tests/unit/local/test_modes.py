@@ -1,3 +1,5 @@
+"""Flags of server and trainer in each weight-sync mode."""
+
 from __future__ import annotations
 
 from pathlib import Path

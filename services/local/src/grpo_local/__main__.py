@@ -19,7 +19,7 @@ from grpo_local.settings.compare import SEPARATOR
 
 def main() -> None:
     """`grpo-demo`"""
-    settings = load_settings(DemoSettings, with_config_of_resumed_run(sys.argv[1:]))
+    settings = load_settings(DemoSettings, with_config_of_resumed_run(sys.argv[1:]), at_start=True)
 
     from grpo_local.commands.demo import run_demo
     from grpo_local.screen import Screen
@@ -29,7 +29,7 @@ def main() -> None:
 
 def run() -> None:
     """`grpo-run`"""
-    settings = load_settings(RunSettings, with_names_of_trainer(sys.argv[1:]))
+    settings = load_settings(RunSettings, with_names_of_trainer(sys.argv[1:]), at_start=True)
 
     from grpo_local.commands.run import run_together
     from grpo_local.screen import Screen
@@ -39,7 +39,7 @@ def run() -> None:
 
 def compare() -> None:
     """`grpo-compare`"""
-    settings = load_settings(CompareSettings, sys.argv[1:])
+    settings = load_settings(CompareSettings, sys.argv[1:], at_start=True)
 
     from grpo_local.commands.compare_modes import compare_modes
     from grpo_local.screen import Screen

@@ -20,7 +20,7 @@ _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
 _SHOWN_CHARACTERS = 240
 """Of a line. The record of a training step has thousands."""
-_MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b")
+_MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
 
 
 class ProcessFailed(GrpoError):

@@ -10,9 +10,11 @@ import pytest
 from grpo_core.settings import load_settings, resolved_yaml
 from grpo_local.__main__ import compare, run, with_config_of_resumed_run
 from grpo_local.__main__ import main as demo
+from grpo_local.process.ports import free_port
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import DemoSettings
 
+PORT = str(free_port())
 MISTAKES = {
     demo: {
         "--stesp 3": "--stesp: no such option; did you mean --steps?",
@@ -45,10 +47,10 @@ MISTAKES = {
         "-- --weights-socket x": "--trainer.weights-socket: grpo-run sets it; leave it out",
         "--env.seed 3": "--env.seed: grpo-run starts no such service",
         "--server-flags='half": "--server-flags: expected words as in a shell (No closing",
-        "--port 8000 --health-port 8000": "--port and --health-port are both 8000",
+        f"--health-port {PORT}": f"--port and --health-port are both {PORT}",
     },
 }
-REQUIRED = {run: ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0"]}
+REQUIRED = {run: ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", PORT]}
 
 
 @pytest.mark.parametrize("command", MISTAKES, ids=["demo", "compare", "run"])
@@ -98,7 +100,7 @@ def stopped_run(tmp_path: Path) -> RunDirectory:
 
 
 def resumed(*words: str) -> DemoSettings:
-    return load_settings(DemoSettings, with_config_of_resumed_run(words))
+    return load_settings(DemoSettings, with_config_of_resumed_run(words), at_start=True)
 
 
 def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:

@@ -1,4 +1,4 @@
-"""`grpo-compare` over processes that stand in for the runs. A real comparison is in tests/e2e."""
+"""`grpo-compare` with a small program that replaces the runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ def note(event):
     with open(here / "events", "a") as file:
         file.write(f"{event} {mode}\\n")
 
-if "--dry-run" in sys.argv:
-    sys.exit()
 here, run = pathlib.Path(os.environ["STAND_IN"]), pathlib.Path(option("--run-dir"))
 mode = option("--mode")
 told = os.environ.get("STAND_IN_DOES", "").split(",")
@@ -50,7 +48,7 @@ note("ends")
 
 
 def facts() -> RunFacts:
-    """20 steps of 1.5 s, of which 0.05 s publish and 0.3 s wait; 5000 tokens in 40 s."""
+    """Facts of 20 steps of 1.5 s each, with 0.05 s to publish and 0.3 s of waiting."""
     records = [record(step, **{"reward/mean": step / STEPS}) for step in range(1, STEPS + 1)]
     return RunFacts(
         mode="none",

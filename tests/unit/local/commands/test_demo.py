@@ -1,4 +1,4 @@
-"""The whole command as a user runs it, with a real Redis and stand-ins for the other services."""
+"""`grpo-demo` as a user runs it, with a real Redis and stand-ins for the other services."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAST_SERVICE = "environment"
 
 
 def hang_up_by_default() -> None:
-    """Under nohup, whose children ignore it, too."""
+    """Also if the tests run under nohup, whose children ignore SIGHUP."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -191,7 +191,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(
     ],
 )
 def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: str) -> None:
-    """Long before the trainer would end the run, with status 0."""
+    """The stand-in trainer lingers, so only the death can end the run."""
     with started(tmp_path, "--run-dir", "run", STAND_IN_TRAINER_LINGERS="1") as demo:
         demo.wait_for_steps()
         os.kill(demo.pid(name), signal.SIGKILL)
@@ -205,7 +205,7 @@ def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: 
 
 
 def follow(folder: Path, code: str, deadline_s: float = 300.0) -> None:
-    """A trainer that has done 2 of 5 steps and runs `code`."""
+    """Follow a trainer that has taken 2 of 5 steps and runs `code`."""
     run = RunDirectory(folder)
     run.metrics.write_text(metrics_line(1) + metrics_line(2))
     sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)

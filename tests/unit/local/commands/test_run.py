@@ -1,4 +1,4 @@
-"""`grpo-run` over real processes that stand in for server and trainer."""
+"""`grpo-run` with small programs that replace server and trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.unit.local.shown import Shown
 SERVER = """
 import os, pathlib, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-if "--dry-run" in sys.argv:
-    sys.exit()
 print(*sys.argv[1:], flush=True)
 engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path("pids").write_text(f"{os.getpid()} {engine.pid}")
@@ -60,7 +58,7 @@ class Together:
     shown: Shown
 
     def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
-        """The exit status, once server, engine and trainer have ended."""
+        """Returns the exit status after server, engine and trainer have ended."""
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
         words = with_names_of_trainer([*given, *arguments, "--", *trainer])
         status = run_together(load_settings(RunSettings, words), self.shown)

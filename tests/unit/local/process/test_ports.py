@@ -1,3 +1,5 @@
+"""Free ports are given once and stay outside the range of clients."""
+
 from __future__ import annotations
 
 import contextlib

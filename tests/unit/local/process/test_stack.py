@@ -1,6 +1,9 @@
+"""Processes of a run: start, health, failures and stop."""
+
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +21,7 @@ from grpo_local.services import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 
 FOREVER_S = 3600.0
-"""Whoever waits for so long does not end before the test run does."""
+"""A deadline that no test reaches."""
 FAMILY = f"""
 import pathlib, subprocess, sys, time
 for new_session in (False, True):
@@ -65,7 +68,7 @@ def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Sta
 
 
 def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 60.0)  # a late answer counts as none
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 60.0)  # a late answer would count as no answer
     base = url(free_port())
     environments = '[{"name": "gsm8k_hard_0"}, {"name": "sums_1"}]'
     with HealthProbe() as probe:
@@ -159,7 +162,7 @@ def test_leaving_ends_every_descendant_and_no_stranger(
 
 
 def on_sigterm(action: str) -> str:
-    """Code of a process that touches its first argument once it can be told to end."""
+    """Code of a process that handles SIGTERM, and creates the file of its first argument."""
     return (
         "import os, pathlib, signal, sys, time\n"
         f"def end(*_): {action}\n"
@@ -199,9 +202,10 @@ def test_a_stop_signal_ends_a_wait_and_a_second_one_the_patience(tmp_path: Path)
 
 
 def test_the_end_of_a_log_begins_with_its_errors(tmp_path: Path) -> None:
-    """An interpreter prints a lot on its way out."""
-    prints = 'printf "start\\nERROR disk full\\n[error    ] E\\n"; seq 1 100; exit 3'
+    """Other lines after them, as an interpreter prints at exit, are left out."""
+    lines = ("[--log-level {ERROR,INFO}]", "ERROR disk full", "[error    ] E", "x: error: no -y")
+    prints = f"printf '%s\\n' {shlex.join(lines)}; seq 1 100; exit 3"
     process = ManagedProcess("it", ["sh", "-c", prints], tmp_path / "it.log")
     assert process.wait(FOREVER_S) == 3
     process.kill()
-    assert process.log_tail(lines=2).splitlines() == ["ERROR disk full", "[error    ] E"]
+    assert process.log_tail().splitlines() == [*lines[1:]]

@@ -1,4 +1,4 @@
-"""What the trainer writes for every step, and what a user sees of it."""
+"""Records of training steps: read from the file, shown as a table, summed up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "".join(metrics_line(step) for step in range(1, 4))
 
 @given(cuts=st.sets(st.integers(0, len(TEXT))))
 def test_every_line_is_read_once_however_it_is_written(cuts: set[int]) -> None:
-    """And none before its end is there."""
+    """No line is read before it is complete."""
     edges = [0, *sorted(cuts), len(TEXT)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "metrics.jsonl")

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import AfterValidator, Field
 
 from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
+from grpo_core.settings.machine import not_writable
 from grpo_local.modes import ModeName
-from grpo_local.run_directory import unusable
+from grpo_local.run_directory import RUNS, unusable
 from grpo_local.service_options import words_of_sections
 from grpo_local.settings.fields import each_once
 
@@ -73,9 +74,15 @@ class CompareSettings(CommandSettings):
     def passed_on(self) -> list[str]:
         return [word for word in self.run_options if word != SEPARATOR]
 
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.directory is not None and (problem := unusable(self.directory, "--directory")):
+    def start_mistakes(self) -> Iterator[Mistake]:
+        if problem := not_writable(self.directory or RUNS):
+            yield Mistake("directory", problem)
+        elif self.directory is not None and (problem := unusable(self.directory, "--directory")):
             yield Mistake(None, problem)
+        if not any(self.mistakes()):
+            yield from self._mistakes_of_runs()
+
+    def mistakes(self) -> Iterator[Mistake]:
         if self.gpu_ids and not self.side_by_side:
             yield Mistake("gpu_ids", "only with --side-by-side; add it or leave this out")
         elif self.gpu_ids and len(self.gpu_ids) != len(self.modes):
@@ -83,11 +90,8 @@ class CompareSettings(CommandSettings):
                 "gpu_ids", f"{len(self.gpu_ids)} GPUs for {len(self.modes)} modes; name one each"
             )
         given = {word.partition("=")[0].replace("_", "-") for word in self.run_options}
-        taken = sorted(given & SET_FOR_EACH_RUN)
-        for name in taken:
+        for name in sorted(given & SET_FOR_EACH_RUN):
             yield Mistake(None, f"{name}: not for a comparison; leave it out")
-        if not taken:
-            yield from self._mistakes_of_runs()
 
     def _mistakes_of_runs(self) -> Iterator[Mistake]:
         """Messages of `grpo-demo --dry-run` in each mode, each once."""

@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
-from grpo_core.settings.machine import missing_directory, missing_model
+from grpo_core.settings.machine import missing_directory, missing_model, not_writable
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
-from grpo_local.run_directory import RunDirectory, unusable
+from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
 from grpo_local.settings.fields import each_once
 from grpo_local.settings.with_services import WithServiceOptions
@@ -222,22 +222,18 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         del values["run_dir"], values["resume"]
         return values
 
-    def _own_mistakes(self) -> Iterator[Mistake]:
-        if self.model is not None and (problem := missing_model(self.model)):
-            yield Mistake("model", problem)
-        yield from self._mistakes_of_data()
-        yield from self._mistakes_of_sizes()
-        yield from self._mistakes_of_directory()
-
-    def _mistakes_of_data(self) -> Iterator[Mistake]:
-        if self.data is not None and (problem := missing_directory(self.data)):
-            yield Mistake("data", problem)
-        elif self.data is None and "gsm8k" in self.task:
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.data is None and "gsm8k" in self.task:
             yield Mistake(
                 None,
                 "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
                 "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
+
+        yield from self._mistakes_of_sizes()
+        if self.resume is not None and self.run_dir is not None:
+            yield Mistake("run_dir", "--resume names the directory; leave this out")
+        yield from super().mistakes()
 
     def _mistakes_of_sizes(self) -> Iterator[Mistake]:
         sizes = self.sizes
@@ -262,13 +258,17 @@ class DemoSettings(WithServiceOptions, ModeOptions):
                 "the server would refuse prompts; raise it or lower --seq-len",
             )
 
-    def _mistakes_of_directory(self) -> Iterator[Mistake]:
+    def _machine_mistakes(self) -> Iterator[Mistake]:
+        if self.model is not None and (problem := missing_model(self.model)):
+            yield Mistake("model", problem)
+        if self.data is not None and (problem := missing_directory(self.data)):
+            yield Mistake("data", problem)
         if self.resume is None:
-            if self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
+            if problem := not_writable(self.run_dir or RUNS):
+                yield Mistake("run_dir", problem)
+            elif self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
                 yield Mistake(None, problem)
             return
-        if self.run_dir is not None:
-            yield Mistake("run_dir", "--resume names the directory; leave this out")
         run = RunDirectory.of(self.resume)
         if run.is_in_use():
             yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from grpo_core.redis.keys import DEFAULT_RUN_ID
 from grpo_core.redis.url import RedisUrl
 from grpo_core.settings import Command, CommaSeparated, HttpUrl, LogLevel, Mistake, Shown
-from grpo_core.settings.machine import missing_model
+from grpo_core.settings.machine import cannot_listen, missing_model, not_writable
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
 from grpo_local.settings.with_services import WithServiceOptions
@@ -105,11 +105,19 @@ class RunSettings(WithServiceOptions, ModeOptions):
             raise ValueError(f"expected words as in a shell ({error})") from None
         return value
 
-    def _own_mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
+    def mistakes(self) -> Iterator[Mistake]:
         if self.port == self.health_port:
             yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
+        yield from super().mistakes()
+
+    def _machine_mistakes(self) -> Iterator[Mistake]:
+        if problem := missing_model(self.model):
+            yield Mistake("model", problem)
+        for name, path in (("save_path", self.save_path), ("log_dir", self.log_dir)):
+            if problem := not_writable(path):
+                yield Mistake(name, problem)
+        if problem := cannot_listen(self.host, self.port):
+            yield Mistake("port", problem)
 
     def hand_off(self, weights_socket: Path, bridge_config: Path) -> HandOff:
         return HandOff(

@@ -45,17 +45,17 @@ class WithServiceOptions(CommandSettings):
         given = options_by_service(self.service_options)
         return values | {service: section(options) for service, options in given.items()}
 
-    def mistakes(self) -> Iterator[Mistake]:
-        found = [*self._own_mistakes(), *self._mistakes_of_words()]
+    def start_mistakes(self) -> Iterator[Mistake]:
+        found = [*self._machine_mistakes()]
         yield from found
-        if not found:
+        if not found and not any(self.mistakes()):
             yield from self._mistakes_of_services()
 
     @abstractmethod
-    def _own_mistakes(self) -> Iterator[Mistake]:
-        """Mistakes in the options of the command itself."""
+    def _machine_mistakes(self) -> Iterator[Mistake]:
+        """Mistakes that depend on this machine, in the options of the command itself."""
 
-    def _mistakes_of_words(self) -> Iterator[Mistake]:
+    def mistakes(self) -> Iterator[Mistake]:
         try:
             given = options_by_service(self.service_options)
         except UnexpectedWord as word:
