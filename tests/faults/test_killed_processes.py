@@ -140,7 +140,7 @@ WITNESSES = {
     ],
     REDIS: [Witness(TRAINER, ("--service-deadline-s", "10"), "Redis did not answer within")],
     ENVIRONMENT: [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")],
-    TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "no batch was taken")],
+    TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "the trainer took no batch")],
     SERVER: [
         Witness(TRAINER, ("--server-return-deadline-s", "10"), "did not come back within"),
         Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server failed"),

@@ -24,7 +24,7 @@ def nested(levels: int) -> list[Any]:
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "prompt": [
-        ({"prompt": ""}, "prompt: empty"),
+        ({"prompt": ""}, "prompt: expected at least one token"),
         ({"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}, "prompt: expected"),
         ({"prompt": {"prompt_token_ids": [1, 99999]}}, "prompt_token_ids[1]"),
         ({"prompt": {"prompt_token_ids": [1] * 600}}, "600 tokens"),

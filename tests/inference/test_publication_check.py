@@ -103,5 +103,5 @@ def test_keys_and_values_that_outlive_a_swap_are_found(
             trainer.hold(second)
             trainer.check.prime()
             version = faulty.publish(adapters[1])
-            with pytest.raises(ServedWeightsDiffer, match="still in its KV cache"):
+            with pytest.raises(ServedWeightsDiffer, match="still in the server's KV cache"):
                 trainer.check.require(version, "swapped")

@@ -205,7 +205,9 @@ FAULTS = {
         sabotage=train_a_copy,
     ),
     "an update that is not written": Fault(
-        ServedWeightsDiffer, "do not hold what the optimizer computed", sabotage=write_only_once
+        ServedWeightsDiffer,
+        "do not have the values that the optimizer computed",
+        sabotage=write_only_once,
     ),
     "a batch handed out twice": Fault(
         DuplicatedBatch,

@@ -255,8 +255,8 @@ def test_another_model_than_the_served_one_is_refused_with_every_difference(
     other = Recipe(layers=5, width=64, tie_word_embeddings=False)
     build_model(len(build_tokenizer()), other).save_pretrained(tmp_path)
     message = refusal_to_attach(shared_server, tmp_path, "auto")
-    assert "lm_head.weight: not on the server" in message
-    assert "model.layers.4.mlp.up_proj.weight: not on the server" in message
+    assert "lm_head.weight: the server has no such parameter" in message
+    assert "model.layers.4.mlp.up_proj.weight: the server has no such parameter" in message
     assert "model.norm.weight: served shape [128], policy shape [64]" in message
 
 

@@ -95,7 +95,7 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
             source.next_batch(0, batches_left=1)  # one environment is connected
         disconnect(http, second)
         settings.batch_deadline_s = DEADLINE_S
-        with pytest.raises(NoEnvironmentLeft, match="2 registered in this run"):
+        with pytest.raises(NoEnvironmentLeft, match="2 environments that registered in this run"):
             source.next_batch(0, batches_left=1)
 
 
@@ -117,7 +117,7 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
             assert taken == {0}  # the environment process is the same, so it lost no state
 
             httpx.get(f"{url}/reset_data").raise_for_status()
-            process.wait_until(lambda: "environment.unknown" in log.read_text(), DEADLINE_S)
+            process.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
             register_trainer(trainer, num_steps=2)
             take(trainer, 2)
             assert process.wait(DEADLINE_S) == 0

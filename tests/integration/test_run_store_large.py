@@ -128,7 +128,7 @@ async def test_a_large_group_that_redis_forgot_is_not_taken(
         await run.link.call("DEL", *await run.staged())
 
     run.link.before[script] = it_is_forgotten
-    with pytest.raises(StoreUnavailable, match="send them again"):
+    with pytest.raises(StoreUnavailable, match="send the groups again"):
         await run.submit(1, size=size, env_id=env_id, **LARGE)
     assert await run.status() == (0, 0)
     await run.submit(1, size=size, env_id=env_id, **LARGE)

@@ -83,7 +83,7 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
     async with RedisServedStore(url, "run") as record:
         with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.1 s") as raised:
             await record.read(0.1)
-    assert "leave it out to serve the model" in str(raised.value)
+    assert "omit --redis-url to serve the model" in str(raised.value)
     assert "secret" not in str(raised.value)
 
 
@@ -133,7 +133,7 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
             assert len(record.deadlines_s) == 1
         # The last write may take longer, because no later write replaces it.
         assert record.deadlines_s == [None, 0.2]
-    assert events[-1]["event"] == "served_weights.not_saved"
+    assert events[-1]["event"] == "served_version.not_saved"
 
 
 async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(

@@ -57,7 +57,9 @@ MISTAKES = {
     ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
     "option of another mode": Mistake(
-        grpo, f"{TRAINER} --lora-r 8", "--lora-r: only for mode lora_only or lora_restart"
+        grpo,
+        f"{TRAINER} --lora-r 8",
+        "--lora-r: this option applies only in mode lora_only or lora_restart",
     ),
     "mode without Redis": Mistake(
         grpo, "--model m --mode none", "--redis-url: mode none needs the server's Redis"

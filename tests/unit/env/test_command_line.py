@@ -103,6 +103,6 @@ def test_sigterm_during_generation_ends_politely_and_takes_the_ready_file_along(
             process.kill()
             process.wait()
     assert process.returncode == 0
-    assert "stopped by a signal" in errors
+    assert "environment.stopped" in errors
     assert api.disconnected == [0]
     assert not ready.exists()

@@ -86,7 +86,7 @@ def answering(status: int, detail: str) -> Route:
 IN_VAIN = {
     "an inference server that stays broken": (
         *("POST /generate", answering(500, "broken"), ["--openai.request-deadline-s=0.6"]),
-        *(ServiceUnavailable, r"vllm-server failed for [\d.]+ s in a row"),
+        *(ServiceUnavailable, r"vllm-server answered no request successfully for [\d.]+ s"),
     ),
     "a server without generate": (
         *("POST /generate", answering(404, "Not Found"), []),
@@ -94,15 +94,15 @@ IN_VAIN = {
     ),
     "an inference server that refuses every request": (
         *("POST /generate", answering(422, "unknown parameter"), []),
-        *(EveryGroupRefused, "generation.*unknown parameter"),
+        *(EveryGroupRefused, "inference server refused.*unknown parameter"),
     ),
     "a run-api that refuses every group": (
         *("POST /scored_data", answering(422, "no"), []),
-        *(EveryGroupRefused, "submission.*no"),
+        *(EveryGroupRefused, "run-api refused.*no"),
     ),
     "a run-api that takes no group and answers all else": (
         *("POST /scored_data", answering(503, "slow"), ["--env.run-api-deadline-s=0.5"]),
-        *(ServiceUnavailable, r"run-api failed for [\d.]+ s in a row.*slow"),
+        *(ServiceUnavailable, r"run-api answered no request successfully for [\d.]+ s.*slow"),
     ),
     "a run-api that went away": (
         *("GET /status-env", answering(503, "no Redis"), ["--env.run-api-deadline-s=0.5"]),
@@ -137,6 +137,6 @@ async def test_a_trainer_that_takes_no_batch_any_more_ends_the_work() -> None:
     api = RunApi()
     api.takes_batches = False
 
-    with pytest.raises(NoTrainer, match=r"no batch was taken for 0\.5 s"):
+    with pytest.raises(NoTrainer, match=r"the trainer took no batch for 0\.5 s"):
         await run(api, right_and_wrong, "--env.trainer-deadline-s=0.5")
     assert api.disconnected == [0]

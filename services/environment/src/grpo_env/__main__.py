@@ -73,7 +73,7 @@ async def _serve_until_signal(settings: EnvServerSettings, task: Task, encode: E
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     await asyncio.wait([work])
     if work.cancelled():
-        log.info("stopped by a signal")
+        log.info("environment.stopped", reason="stop signal")
     else:
         work.result()
 

@@ -85,7 +85,7 @@ async def join_run(
         if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
-                "start one with the same run-api, or raise --trainer-deadline-s"
+                "start a trainer with the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
 
@@ -109,7 +109,7 @@ class StallDetector:
             self._step, self._since = step, self._clock()
         elif self._clock() - self._since >= self._deadline_s:
             raise NoTrainer(
-                f"no batch was taken for {self._deadline_s:g} s, and the queue is full for this "
-                "environment; check that the trainer runs and that the other environments submit "
-                "groups (/status and /environments of run-api)"
+                f"the trainer took no batch for {self._deadline_s:g} s, and the queue is full "
+                "for this environment; check that the trainer runs and that the other "
+                "environments submit groups (/status and /environments of run-api)"
             )

@@ -79,7 +79,7 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         path.touch()
     except OSError as error:
         raise ReadyFileNotWritten(
-            f"--ready-file {path}: {error}; choose a path that this user can write"
+            f"--ready-file: cannot create {path}: {error}; choose a path that this user can write"
         ) from error
     try:
         yield
@@ -197,7 +197,7 @@ class Worker:
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-        log.warning("environment.unknown", env_id=env_id, reason="run-api was reset")
+        log.warning("registration.lost", env_id=env_id, reason="run-api was reset")
         self._membership = None
         await asyncio.sleep(_POLL_S)
         return None

@@ -59,25 +59,25 @@ class RunApiSettings(CommandSettings):
     max_body_bytes: Annotated[int, Shown(default="33554432, which is 32 MiB")] = Field(
         32 * 1024 * 1024,
         ge=1024,
-        description="Largest request body, both as sent and after decompression",
+        description="Largest request body in bytes, before and after decompression",
     )
     body_deadline_s: float = Field(
         60.0,
         gt=0.0,
         le=3600.0,
-        description="Seconds in which a request body must arrive; a slower one is answered 408",
+        description="Seconds in which a request body must arrive; a slower request is answered 408",
     )
     max_queued_groups: int = Field(
         100_000,
         ge=1,
         description="Size of the queue, in groups, above which submissions are delayed. "
-        "Environments are slowed down when it is half full",
+        "Environments are slowed down when the queue has half this size",
     )
     max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="Size of the queue, in compressed bytes, above which submissions are delayed. "
-        "Groups that arrived in part count too",
+        description="Size of the queue, in compressed bytes, above which submissions are "
+        "delayed. Partial groups count too",
     )
     max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
@@ -108,18 +108,19 @@ class RunApiSettings(CommandSettings):
         10,
         ge=1,
         le=3600,
-        description="Seconds that requests in flight may take after a stop signal; the rest are "
-        "answered 503",
+        description="Seconds that requests in flight may take after a stop signal; slower "
+        "requests are answered 503",
     )
     token: SecretStr | None = Field(
         None,
-        description="Token that clients must send as Authorization: Bearer <token>. Without one, "
-        "everybody who reaches the port may send requests",
+        description="Token that clients must send as Authorization: Bearer <token>. Without a "
+        "token, everybody who reaches the port may send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="Further host names under which clients may address this server, separated by "
-        "commas. Addresses, names without a dot, private names and this machine's are allowed",
+        description="Further host names under which clients may address this server, separated "
+        "by commas. IP addresses, names without a dot, private names and names of "
+        "this machine are always allowed",
     )
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
 

@@ -72,7 +72,7 @@ class UnusableGroup(GrpoError):
 
 
 class DuplicatedBatch(GrpoError):
-    """All groups of a batch were in one earlier batch of this process."""
+    """All groups of a batch were already in one earlier batch."""
 
 
 class RolloutMismatch(GrpoError):
@@ -84,7 +84,7 @@ class UnusableSavePath(GrpoError):
 
 
 class CheckpointNotSaved(GrpoError):
-    """A model or a checkpoint could not be written. Earlier ones are intact."""
+    """A model or a checkpoint could not be written. Earlier checkpoints are intact."""
 
 
 class StateError(GrpoError):
@@ -100,7 +100,7 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """A checkpoint has another model, mode, adapter or optimizer. Lists every difference."""
+    """The checkpoint has another model, mode, adapter or optimizer than the run."""
 
 
 class StateOfAnotherRun(StateError):
@@ -108,15 +108,15 @@ class StateOfAnotherRun(StateError):
 
 
 class MissingPackage(GrpoError):
-    """An option needs a package that is not installed. Names the install command."""
+    """An option needs a package that is not installed. The message has the install command."""
 
 
 class NoSuchDevice(GrpoError):
-    """This process cannot see the GPU that an option names."""
+    """The trainer cannot use the GPU that an option names."""
 
 
 class FastPathRefused(GrpoError):
-    """The model does not support a faster computation that was requested. Gives the reason."""
+    """The model does not support an option for faster computation. The message gives the reason."""
 
 
 class UnusableOptimizer(GrpoError):
@@ -124,15 +124,15 @@ class UnusableOptimizer(GrpoError):
 
 
 class NoInferenceServer(GrpoError):
-    """No inference server answers, or the one that was started ended. Names the start command."""
+    """No inference server answers, or the server that grpo started has ended."""
 
 
 class NoEnvironmentLeft(GrpoError):
-    """All environments left, and none came back within --environment-return-deadline-s."""
+    """All environments left the run, and none came back within --environment-return-deadline-s."""
 
 
 class StaleData(GrpoError):
-    """Until the deadline, every group was older than --max-staleness allows."""
+    """Every group that arrived before the deadline was older than --max-staleness allows."""
 
 
 class WandbUnavailable(GrpoError):
@@ -152,7 +152,7 @@ class NonFiniteGradient(NonFiniteStep):
 
 
 class PolicyDiverged(GrpoError):
-    """Several batches in a row ended with `NonFiniteStep`."""
+    """For several batches in a row, the loss or the gradient was NaN or infinite."""
 
 
 class WeightSyncError(GrpoError):
@@ -160,15 +160,15 @@ class WeightSyncError(GrpoError):
 
 
 class PolicyMismatch(WeightSyncError):
-    """The server's parameters do not fit the trainer's model. Lists every difference."""
+    """The server's parameters do not fit the trainer's model. The message lists the differences."""
 
 
 class UnreachableWeights(WeightSyncError):
-    """This process cannot share the server's GPU memory. Lists every reason."""
+    """The trainer cannot map the server's GPU memory. The message lists every reason."""
 
 
 class MovedParameters(WeightSyncError):
-    """Parameters are no longer in the memory shared with the server. Lists all of them."""
+    """Parameters are no longer in the shared memory. The message lists these parameters."""
 
 
 class TornWeights(WeightSyncError):
@@ -180,7 +180,7 @@ class LostServer(WeightSyncError):
 
 
 class WeightsRefused(WeightSyncError):
-    """The server refuses the new weights, gives the reason, and serves the previous ones."""
+    """The server refuses the new weights and keeps serving the previous ones."""
 
 
 class NotPublished(WeightSyncError):

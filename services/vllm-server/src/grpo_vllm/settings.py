@@ -102,43 +102,52 @@ class ServerSettings(CommandSettings):
     ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
     control_host: str = Field("127.0.0.1", description="Address of the control and health ports")
     control_port: Annotated[int | None, Shown(default="the public port, if only on loopback")] = (
-        Field(None, ge=1, le=65535, description="TCP port of the routes that pause and resume")
+        Field(
+            None,
+            ge=1,
+            le=65535,
+            description="TCP port of the routes that pause and resume sampling",
+        )
     )
     max_pause_lease_s: float = Field(
-        120.0, gt=0, description="Longest pause that a trainer may request"
+        120.0, gt=0, description="Longest pause, in seconds, that a trainer may request"
     )
     bridge_config_path: Annotated[Path | None, Shown(default="in --logdir")] = Field(
-        None, description=f"File {FILE_NAME}, which describes the shared weights"
+        None, description=f"Path of {FILE_NAME}, the file that describes the shared weights"
     )
     logdir: Annotated[Path, Shown(default="the current directory")] = Field(
         Path("."), description=f"Directory for {FILE_NAME}"
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis that records the weights of the run, so that a restarted server waits "
-        "for them. Without it the server serves --model after a restart",
+        description="Redis that records which weights the server serves, so that a restarted "
+        "server waits for these weights. Without Redis, a restarted server serves "
+        "--model",
     )
     redis_deadline_s: float = Field(
         10.0, gt=0, description="Seconds that Redis may take to answer at the start"
     )
     await_weights: bool = Field(
         True,
-        description="After a restart, hold requests until a trainer has written the weights back. "
-        "--no-await-weights serves --model under a new policy version instead",
+        description="After a restart, hold requests until a trainer has written the weights "
+        "back. With --no-await-weights, the server serves --model under a new "
+        "policy version instead",
     )
     write_back_hold_s: float = Field(
-        20.0, gt=0, description="Seconds that a request waits for the weights to be written back"
+        20.0,
+        gt=0,
+        description="Seconds that a request waits for a trainer to write the weights back",
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a trainer may take to write weights back; after them requests "
-        "are refused",
+        description="Seconds that a trainer may take to write the weights back, before the "
+        "server refuses requests",
     )
     enable_lora: bool = Field(
         False,
         description="Load LoRA adapters. The model's name then means the newest adapter, and "
-        "<name>@base the model itself",
+        "<name>@base the base model",
     )
     max_lora_rank: int = Field(
         16, description=f"Largest rank of an adapter, one of {', '.join(map(str, LORA_RANKS))}"
@@ -146,30 +155,33 @@ class ServerSettings(CommandSettings):
     max_loras: int = Field(4, ge=2, description="Adapters that one batch of requests may mix")
     weights_dir: Annotated[Path | None, Shown(default="none, and weights are not loaded")] = Field(
         None,
-        description="Directory from which adapters and models may be loaded, the trainer's "
-        "<save path>/served_weights",
+        description="The only directory from which the server loads adapters and models: <save "
+        "path>/served_weights of the trainer",
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,
         ge=1,
         le=65535,
         validate_default=True,
-        description="TCP port of /healthz, /readyz and /status, which answer during restarts too",
+        description="TCP port of the routes /healthz, /readyz and /status, which answer during "
+        "restarts too",
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Key that clients must send as Authorization: Bearer <key>. Without one, "
+        description="Key that clients must send as Authorization: Bearer <key>. Without a key, "
         "everybody who reaches a port may send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="Further host names under which clients may address this server, separated by "
-        "commas. Addresses, names without a dot, private names and this machine's are allowed",
+        description="Further host names under which clients may address this server, separated "
+        "by commas. IP addresses, names without a dot, private names and names of "
+        "this machine are always allowed",
     )
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds that requests in flight may take before a restart; the rest get 503",
+        description="Seconds that requests in flight may take before a restart of the engine; "
+        "slower requests are answered 503",
     )
     stop_grace_s: float = Field(
         8.0, gt=0, description="Seconds that the engine may take to stop before it is killed"
@@ -180,8 +192,8 @@ class ServerSettings(CommandSettings):
     restart_limit: int = Field(
         5,
         ge=1,
-        description="Engine failures in a row, without newer weights, after which the server stops "
-        "restarting it and answers 503",
+        description="Number of engine failures in a row after which the server stops "
+        "restarting the engine and answers 503",
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
@@ -244,7 +256,9 @@ class ServerSettings(CommandSettings):
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
         if taken := sorted(names & owned):
-            yield Mistake(None, f"{', '.join(taken)}: set by vllm-api-server itself; leave it out")
+            yield Mistake(
+                None, f"{', '.join(taken)}: vllm-api-server sets this itself; omit the option"
+            )
         if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
             yield Mistake(
                 "weights_socket",

@@ -231,7 +231,8 @@ class BridgeClient(ServiceClient):
         entries = answer.prompt_logprobs or []
         if len(entries) != len(token_ids):
             raise ProtocolViolation(
-                f"{SERVICE}: received {len(entries)} prompt_logprobs for {len(token_ids)} tokens"
+                f"{SERVICE}: the answer of /generate has {len(entries)} prompt_logprobs for "
+                f"{len(token_ids)} tokens"
             )
         return [
             (entry or {})[token] for token, entry in zip(token_ids[1:], entries[1:], strict=True)

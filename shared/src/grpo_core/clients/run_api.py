@@ -116,8 +116,8 @@ class TrainerClient(ServiceClient):
             look(found)
             if deadline.has_passed:
                 raise ServiceUnavailable(
-                    f"{SERVICE}: no batch within {deadline_s:g} s; check that environments run and "
-                    f"send groups: see {self.base_url}/status and their logs"
+                    f"{SERVICE}: no batch within {deadline_s:g} s; check in {self.base_url}/status "
+                    "and in the environments' logs that environments run and send groups"
                 )
             # `meanwhile` may wait for a restarting server, for which environments wait too.
             with deadline.suspended():

@@ -64,7 +64,9 @@ def parse(model: type[M], answer: dict[str, Any] | None) -> M:
     try:
         return model.model_validate(answer)
     except ValidationError as error:
-        raise ProtocolViolation(f"{SERVICE}: invalid answer: {problems_of(error)}") from error
+        raise ProtocolViolation(
+            f"{SERVICE} sent an invalid answer: {problems_of(error)}"
+        ) from error
 
 
 def named_refusal(error: RequestRefused) -> RequestRefused:
@@ -76,7 +78,8 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
         return UnknownBatch(said, error.status, error.kinds)
     if _SUPERSEDED in error.kinds:
         return TrainerSuperseded(
-            f"{said}. The other trainer gets the batches that this one's checkpoint lacks",
+            f"{said}. The newer trainer gets the batches that the checkpoint of this "
+            "trainer does not include",
             error.status,
             error.kinds,
         )
@@ -91,16 +94,16 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
     """
     if answer.get("status") == "error":
         raise ProtocolViolation(
-            f"{SERVICE}: {answer.get('message')} This trainer was registered before: someone "
-            "called /reset_data, or Redis lost its data and needs --appendonly yes"
+            f"{SERVICE}: {answer.get('message')} The registration of this trainer is lost: "
+            "someone called /reset_data, or Redis lost its data and needs --appendonly yes"
         )
     if answer["batch"] is None:
         return parse(EnvironmentCount, answer.get("environments"))
     batch_id = answer.get("batch_id")
     if not isinstance(batch_id, int) or batch_id <= after:
         raise ProtocolViolation(
-            f"{SERVICE}: expected a batch after {after}, received batch {batch_id}; check that the "
-            "URL is that of run-api"
+            f"{SERVICE}: expected a batch after {after}, received batch {batch_id}; check "
+            "that the URL belongs to run-api"
         )
     try:
         groups = [ScoredGroup.model_validate(group) for group in answer["batch"]]

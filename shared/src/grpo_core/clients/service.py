@@ -123,7 +123,8 @@ class ServiceClient(ClosesOnExit):
         except (httpx.TransportError, TransientAnswer) as error:
             if self.has_ended():
                 raise ServiceUnavailable(
-                    f"{self._service} at {self.base_url} has ended ({error}); see its log"
+                    f"{self._service} at {self.base_url} has ended ({error}); read the log of "
+                    f"{self._service}"
                 ) from error
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers

@@ -24,7 +24,7 @@ _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
 
 
 class ProcessFailed(GrpoError):
-    """A child process ended, or did not become healthy in time. The message names its log."""
+    """A child process ended, or did not become healthy in time. The message names the log."""
 
 
 class ManagedProcess:
@@ -82,7 +82,7 @@ class ManagedProcess:
         while (code := self.exit_code) is None:
             if hurry() or deadline.has_passed:
                 raise ProcessFailed(
-                    f"{self.name} still runs after {timeout_s:g} s; see {self.log_path}"
+                    f"{self.name} is still running after {timeout_s:g} s; see {self.log_path}"
                 )
             time.sleep(_EXIT_POLL_S)
         return code
@@ -107,8 +107,8 @@ class ManagedProcess:
                 )
             if time.monotonic() - started > deadline_s:
                 raise ProcessFailed(
-                    f"{self.name} not healthy after {deadline_s:g} s; see {self.log_path}\n"
-                    f"{self.log_tail()}"
+                    f"{self.name} is not healthy after {deadline_s:g} s; see "
+                    f"{self.log_path}\n{self.log_tail()}"
                 )
             time.sleep(_HEALTH_POLL_S)
 

@@ -68,9 +68,9 @@ class RedisConnection(ClosesOnExit):
         """Sleep between two attempts. Raises `ServiceUnavailable` once the deadline has passed."""
         if deadline.has_passed:
             raise ServiceUnavailable(
-                f"Redis at {self._where} not usable for {deadline.seconds:g} s "
-                f"({str(error) or type(error).__name__}); check that it runs, and that --redis-url "
-                "is the same as for the inference server"
+                f"Redis at {self._where} was not usable for {deadline.seconds:g} s "
+                f"({str(error) or type(error).__name__}); check that Redis runs, and that "
+                "trainer and inference server have the same --redis-url"
             ) from error
         time.sleep(RETRY_S)
 

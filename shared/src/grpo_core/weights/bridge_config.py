@@ -45,15 +45,15 @@ class BridgeConfig(BaseModel):
 
 
 class BridgeConfigNotFound(GrpoError):
-    """No usable file was found. The message lists each path with its problem."""
+    """No usable vllm_bridge_config.json. The message lists each path with its problem."""
 
 
 class BridgeConfigUnreadable(GrpoError):
-    """The file at one path is not usable. The message is the reason, without the path."""
+    """A vllm_bridge_config.json is not usable. The message is the reason, without the path."""
 
 
 class BridgeConfigUnwritable(GrpoError):
-    """The file cannot be written to the requested path."""
+    """vllm_bridge_config.json cannot be written to the requested path."""
 
 
 def write_bridge_config(config: BridgeConfig, path: Path) -> None:
@@ -93,7 +93,10 @@ def find_bridge_config(
             continue
         if generation is None or config.generation == generation:
             return config
-        problems.append(f"{path}: generation {config.generation}, of another or an earlier server")
+        problems.append(
+            f"{path}: the file describes generation {config.generation}, which another or "
+            "an earlier engine shared"
+        )
     wanted = f" of generation {generation}" if generation else ""
     raise BridgeConfigNotFound(
         f"Could not find {FILE_NAME}{wanted}. Checked:\n  " + "\n  ".join(problems) + "\n"
@@ -110,13 +113,17 @@ def read_bridge_config(path: Path) -> BridgeConfig:
             content = file.read(_MAX_FILE_BYTES)
         return BridgeConfig.model_validate(json.loads(content))
     except FileNotFoundError:
-        raise BridgeConfigUnreadable("no such file") from None
+        raise BridgeConfigUnreadable("the file does not exist") from None
     except OSError as error:
-        raise BridgeConfigUnreadable(f"not readable: {error.strerror or error}") from error
+        raise BridgeConfigUnreadable(
+            f"the file cannot be read: {error.strerror or error}"
+        ) from error
     except ValidationError as error:
-        raise BridgeConfigUnreadable(f"not of this format: {problems_of(error)}") from error
+        raise BridgeConfigUnreadable(
+            f"the file has invalid fields: {problems_of(error)}"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise BridgeConfigUnreadable(f"not JSON: {error}") from error
+        raise BridgeConfigUnreadable(f"the file is not JSON: {error}") from error
 
 
 def _candidates(explicit: Path | None, environment: Mapping[str, str]) -> list[Path]:
@@ -168,7 +175,7 @@ def _refuse_foreign_file(path: Path) -> None:
     The socket that such a file names would belong to that user, too.
     """
     if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
-        raise PermissionError(1, f"belongs to another user (uid {path.lstat().st_uid})")
+        raise PermissionError(1, f"{path} belongs to another user (uid {path.lstat().st_uid})")
 
 
 def _is_trusted(uid: int) -> bool:

@@ -22,7 +22,7 @@ MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 
 class UnusableWeights(GrpoError):
-    """A directory of weights cannot be served. The message names it, the reason and the fix."""
+    """A directory of weights cannot be served. The message names directory, reason and fix."""
 
 
 def directory_digest(directory: Path) -> str:
@@ -57,9 +57,9 @@ def check_weights(weights: WeightRef, below: Path) -> Path:
         found = directory_digest(directory)
     if found != weights.digest:
         raise UnusableWeights(
-            f"{directory}: its checksum is {found[:12]}…, but the trainer sent "
-            f"{weights.digest[:12]}…; the files changed after they were written, or this path is "
-            "another directory on the server's host"
+            f"{directory}: the directory has checksum {found[:12]}…, but the trainer sent "
+            f"{weights.digest[:12]}…; the files changed after they were written, or this "
+            "path is another directory on the server's host"
         )
     return directory
 
@@ -76,7 +76,8 @@ def inside(path: str, below: Path) -> Path:
         )
     if not is_there:
         raise UnusableWeights(
-            f"{path}: no such directory here; trainer and server must see it under the same path"
+            f"{path}: the server has no such directory; trainer and server must see the "
+            "weights under the same path"
         )
     return directory
 
@@ -87,7 +88,7 @@ def require_complete(kind: WeightKind, directory: Path) -> None:
         missing = _missing(kind, directory)
     if missing:
         raise UnusableWeights(
-            f"{directory}: {', '.join(missing)} missing, so it is not a complete {kind.value}"
+            f"{directory} is not a complete {kind.value}; missing: {', '.join(missing)}"
         )
 
 
@@ -104,7 +105,7 @@ def _readable(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
-        raise UnusableWeights(f"{path}: {error}") from error
+        raise UnusableWeights(f"cannot read {path}: {error}") from error
 
 
 def adapter_rank(directory: Path) -> int:
@@ -118,7 +119,7 @@ def adapter_rank(directory: Path) -> int:
         return max(int(r) for r in [config["r"], *(config.get("rank_pattern") or {}).values()])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnusableWeights(
-            f"{directory / ADAPTER_CONFIG}: not a LoRA configuration: {error!r}"
+            f"{directory / ADAPTER_CONFIG} is not a LoRA configuration: {error!r}"
         ) from error
 
 
@@ -127,6 +128,7 @@ def require_rank(directory: Path, max_rank: int) -> None:
     rank = adapter_rank(directory)
     if rank > max_rank:
         raise UnusableWeights(
-            f"{directory}: rank {rank}, the server accepts at most {max_rank}; train with a lower "
-            f"--lora-r, or start the server with --max-lora-rank {rank} or more"
+            f"{directory}: the adapter has rank {rank}, but the server accepts at most "
+            f"{max_rank}; train with a lower --lora-r, or start the server with "
+            f"--max-lora-rank {rank} or more"
         )

@@ -114,8 +114,8 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
         for fd in fds:
             os.close(fd)
         raise ProtocolViolation(
-            f"weight socket: received {len(header)} bytes, expected at least {_LENGTH.size}; check "
-            "that it is the socket of vllm-api-server"
+            f"weight socket: received {len(header)} bytes, expected at least "
+            f"{_LENGTH.size}; check that the path is the socket of vllm-api-server"
         )
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
@@ -124,7 +124,9 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
         for fd in fds:
             os.close(fd)
         if isinstance(error, ValidationError):
-            raise ProtocolViolation(f"weight socket: {problems_of(error)}") from error
+            raise ProtocolViolation(
+                f"weight socket: the server's answer is invalid: {problems_of(error)}"
+            ) from error
         raise
 
 
@@ -133,7 +135,8 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
         raise ServiceUnavailable(f"weight socket: {answer.refused}")
     if isinstance(answer.memory, MemfdMemory) != bool(fds):
         raise ProtocolViolation(
-            f"weight socket: received {answer.memory.kind} memory with {len(fds)} file descriptors"
+            f"weight socket: the server sent {answer.memory.kind} memory with {len(fds)} file "
+            "descriptors"
         )
     return (fds[0] if fds else -1), answer
 
@@ -141,7 +144,8 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     if size > _MAX_GRANT_BYTES:
         raise ProtocolViolation(
-            f"weight socket: a grant of {size} bytes is above the limit of {_MAX_GRANT_BYTES}"
+            f"weight socket: the server's answer of {size} bytes is above the limit of "
+            f"{_MAX_GRANT_BYTES}"
         )
     received = bytearray()
     while len(received) < size:
@@ -154,5 +158,5 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 def _closed_early() -> ServiceUnavailable:
     return ServiceUnavailable(
-        "weight socket: closed before the grant was sent, because the server is ending; see its log"
+        "weight socket: the connection closed because the server is ending; see the server's log"
     )

@@ -106,7 +106,7 @@ def test_a_size_that_fills_no_batch_is_refused_whoever_sends_it(
 def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -> None:
     most = MAX_BUFFERED_GROUPS * 4 // 3
     full = state(*[3] * most)
-    with pytest.raises(GroupRefused, match="sequences buffered in parts of 3") as refused:
+    with pytest.raises(GroupRefused, match="sequences buffered in partial groups of 3") as refused:
         place(arrivals(3), full)
     assert refused.value.at("tokens").status == 409
     assert place(arrivals(2), full).buffered_sequences == [most * 3 + 2]

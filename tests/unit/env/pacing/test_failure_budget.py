@@ -31,19 +31,19 @@ def test_failures_in_a_row_are_allowed_until_the_deadline_after_the_first() -> N
     budget.failed(ServiceUnavailable("three"))
     assert budget.delay_s == pytest.approx(5.0)
     clock.now += 0.1
-    with pytest.raises(ServiceUnavailable, match=r"vllm-server failed for 10 s in a row.*four"):
+    with pytest.raises(ServiceUnavailable, match=r"no request successfully for 10 s.*four"):
         budget.failed(ServiceUnavailable("four"))
 
 
 def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
-    limit = RefusalLimit("generation")
+    limit = RefusalLimit("run-api")
     for _ in range(15):
         limit.refused("no")
     limit.accepted()
     for _ in range(15):
         limit.refused("no")
 
-    with pytest.raises(EveryGroupRefused, match=r"generation of 16 groups in a row .*context"):
+    with pytest.raises(EveryGroupRefused, match=r"run-api refused 16 groups in a row.*context"):
         limit.refused("beyond the context")
 
 
@@ -56,7 +56,7 @@ def test_a_stall_is_allowed_until_the_deadline() -> None:
         clock.now += 9.9
         stall.observe(step, idle)
     clock.now += 0.1
-    with pytest.raises(NoTrainer, match="no batch was taken for 10 s"):
+    with pytest.raises(NoTrainer, match="the trainer took no batch for 10 s"):
         stall.observe(step=4, idle=True)
 
 

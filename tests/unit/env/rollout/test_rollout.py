@@ -108,7 +108,8 @@ async def test_answers_without_a_grade_are_never_scored_and_quarantine_the_group
     assert quarantined.reason is FailureReason.QUARANTINED_REWARD
     assert quarantined.rewards == (0.5, -1.0)
     assert quarantined.detail == (
-        "completion 1: score nan; completion 2: no number in the answer; completion 3: score inf"
+        "completion 1: the score is nan; completion 2: no number in the answer; "
+        "completion 3: the score is inf"
     )
 
 

@@ -120,10 +120,12 @@ def test_json_lines_are_read_in_order_and_every_bad_line_is_listed(tmp_path: Pat
     ]
     lines = [json.dumps(row) for row in good]
     bad = {
-        "{": "not JSON",
-        '{"answer": "#### 1"}': "question is empty",
-        '{"question": "How?", "answer": "13"}': "answer has no '####' before its result",
-        '{"question": "How?", "answer": "#### many"}': "expected a number after '####', got 'many'",
+        "{": "the row is not JSON",
+        '{"answer": "#### 1"}': "the field question is empty",
+        '{"question": "How?", "answer": "13"}': "the field answer has no '####' before the result",
+        '{"question": "How?", "answer": "#### many"}': (
+            "the field answer has 'many' after '####' instead of a number"
+        ),
     }
     assert read_problems(write_lines(tmp_path, *lines), "main", "train") == PROBLEMS
     with pytest.raises(DataUnusable) as failure:
@@ -150,7 +152,7 @@ def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
 def test_what_is_neither_a_directory_nor_a_hub_id_or_is_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match="/no/such/directory: no such directory"):
         read_problems("/no/such/directory", "main", "train")
-    with pytest.raises(DataUnusable, match=r"train\.jsonl: no rows"):
+    with pytest.raises(DataUnusable, match=r"train\.jsonl contains no rows"):
         read_problems(write_lines(tmp_path), "main", "train")
 
 
@@ -187,7 +189,7 @@ def test_an_endless_computation_is_not_graded_and_the_next_one_is(
 ) -> None:
     with monkeypatch.context() as short:
         short.setattr(grader, "_deadline_s", 1.0)
-        with pytest.raises(NotGraded, match="not graded within 1 s"):
+        with pytest.raises(NotGraded, match="was not graded within 1 s"):
             grader.is_equal("9^9^9^9^9", "18")
     assert grader.is_equal("18", "18")
 

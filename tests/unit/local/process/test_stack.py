@@ -99,7 +99,7 @@ def test_death_while_starting_names_the_log_and_shows_its_end(stack: Stack) -> N
 
 
 def test_a_deadline_that_passes_is_a_failure(stack: Stack) -> None:
-    with pytest.raises(ProcessFailed, match=r"slow not healthy after 0\.2 s; see .*slow\.log"):
+    with pytest.raises(ProcessFailed, match=r"slow is not healthy after 0\.2 s; see .*slow\.log"):
         stack.start([script("slow", SLEEP, healthy=lambda: False, deadline_s=0.2)])
 
 

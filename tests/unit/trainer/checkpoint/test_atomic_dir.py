@@ -100,7 +100,7 @@ def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(atomic_dir, "LOCK_DEADLINE_S", 0.0)
     with (
         hold_save_path(tmp_path),
-        pytest.raises(UnusableSavePath, match="another trainer uses it"),
+        pytest.raises(UnusableSavePath, match="another trainer uses this directory"),
         hold_save_path(tmp_path),
     ):
         pass

@@ -66,7 +66,7 @@ def test_the_two_states_that_were_saved_last_are_kept(steps: list[int]) -> None:
 def test_a_full_disk_is_named_and_leaves_the_previous_state(store: StateStore) -> None:
     side = Side(width=400)
     side.save(store, step=10)
-    told = r"000002_step_20 could not be written: .* make room"
+    told = r"000002_step_20 could not be written: .* free disk space"
     with files_of_at_most(2000), pytest.raises(CheckpointNotSaved, match=told):
         side.save(store, step=20)
     assert names(store.directory) == ["000001_step_10"]
@@ -114,7 +114,7 @@ def cut_off(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "harm", "told"),
     [
-        (TENSORS, flip_a_bit, f"{TENSORS}: its content has changed"),
+        (TENSORS, flip_a_bit, f"the content of {TENSORS} has changed"),
         (RECORD, cut_off, RECORD),
     ],
 )
@@ -137,9 +137,9 @@ def test_every_difference_to_the_model_is_listed(store: StateStore) -> None:
     with pytest.raises(StateMismatch) as told:
         require_fit(other, wider.model, now, "here")
     assert str(told.value).splitlines()[1:-1] == [
-        "  mode: saved shared_vllm, now lora_only",
-        "  optimizer: saved adafactor, now adamw",
-        "  lora alpha: saved 8, now 32",
+        "  mode: the checkpoint has shared_vllm, this run lora_only",
+        "  optimizer: the checkpoint has adafactor, this run adamw",
+        "  lora alpha: the checkpoint has 8, this run 32",
         "  more: not in the checkpoint",
         "  unused: not in the model",
         "  first: saved shape [4, 3], the model's [5, 3]",

@@ -41,6 +41,6 @@ def test_a_directory_without_a_model_is_refused_and_left_as_it_is(
     if name == "empty":
         (tmp_path / name).mkdir()
     before = names(tmp_path)
-    with pytest.raises(ModelNotFound, match=r"no config.json there; name a directory with a model"):
+    with pytest.raises(ModelNotFound, match=r"has no config.json; name a directory with a model"):
         provide(str(tmp_path / name))
     assert names(tmp_path) == before

@@ -32,9 +32,17 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mode", "flags", "told"),
     [
-        ("none", "--pause-lease-s 3", "--pause-lease-s: only for mode shared_vllm"),
-        ("shared_vllm", "--vllm-restart-interval 3", "leave it out in shared_vllm"),
-        ("lora_only", "--vllm-restart-interval 5 --adapter-sync-interval 4", "one of the two"),
+        (
+            "none",
+            "--pause-lease-s 3",
+            "--pause-lease-s: this option applies only in mode shared_vllm",
+        ),
+        ("shared_vllm", "--vllm-restart-interval 3", "not in mode shared_vllm"),
+        (
+            "lora_only",
+            "--vllm-restart-interval 5 --adapter-sync-interval 4",
+            "only one of these options",
+        ),
         ("none", "--max-staleness 1", "up to 2 steps old"),
         ("none", "--redis-url http://x", "--redis-url"),
         ("shared_vllm", "--use-wandb", "--wandb-project: "),

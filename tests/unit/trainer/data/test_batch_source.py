@@ -37,6 +37,8 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
         watch.excluding(lambda: sleep(1000.0))
         watch.check(GONE)
         sleep(1.0)
-        with pytest.raises(NoEnvironmentLeft, match=r"2 registered in this run.* within 60 s"):
+        with pytest.raises(
+            NoEnvironmentLeft, match=r"2 environments that registered in this run.* within 60 s"
+        ):
             watch.check(GONE)
     assert [entry["event"] for entry in logs] == ["environments.left"] * 2

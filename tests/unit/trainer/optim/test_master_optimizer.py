@@ -175,7 +175,7 @@ def test_options_that_exclude_each_other_are_all_told_at_once(
         settings("--fused-step", *MASTERS, *EIGHT_BITS, mode="lora_only")
     assert stopped.value.code == 2
     told = capsys.readouterr().err
-    assert "--master-dtype: an adapter, as in lora_only, is trained in float32" in told
+    assert "--master-dtype: mode lora_only trains an adapter, which must be in float32" in told
     assert "--fused-step: needs --optimizer adamw\n" in told
     assert "--fused-step: needs --master-dtype float32" in told
 

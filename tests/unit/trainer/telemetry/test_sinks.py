@@ -154,8 +154,8 @@ def test_a_run_has_the_settings_every_record_and_its_end(
 @pytest.mark.parametrize(
     ("does", "why"),
     [
-        ({"log": "os._exit(3)"}, "its process is gone"),
-        ({"log": HANG}, "it reads no records any more"),
+        ({"log": "os._exit(3)"}, "the process of W&B ended"),
+        ({"log": HANG}, "W&B reads no more records"),
         ({"finish": HANG}, "did not finish the run"),
     ],
     ids=["dies", "hangs", "hangs at the end"],

@@ -106,7 +106,7 @@ def test_the_gpu_of_a_server_is_counted_among_those_that_the_trainer_sees(
     assert server_process._environment(chosen)["CUDA_VISIBLE_DEVICES"] == seen
     if inherited is not None:
         beyond = chosen.model_copy(update={"vllm_gpu": 2})
-        with pytest.raises(NoSuchDevice, match=f"--vllm-gpu 2: .*{inherited} has 2 GPUs"):
+        with pytest.raises(NoSuchDevice, match=f"--vllm-gpu 2: .*{inherited} lists 2 GPUs"):
             server_process._environment(beyond)
 
 

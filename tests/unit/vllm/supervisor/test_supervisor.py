@@ -207,7 +207,10 @@ def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict
         "File name too long": (server.weights / ("x" * 300), digest),
         "not a complete adapter": (half, digest),
         "checksum": (server.adapter("other-bytes"), digest),
-        "rank 64, the server accepts at most 16": (server.adapter("large", rank=64), {}),
+        "the adapter has rank 64, but the server accepts at most 16": (
+            server.adapter("large", rank=64),
+            {},
+        ),
         "not newer than": (server.adapter("old"), {"step": str(served_step)}),
     }
 

@@ -84,10 +84,10 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
         find(root, "g1")
     _, *lines, advice = str(raised.value).splitlines()
     problems = {
-        "explicit": "no such file",
-        "logs": "generation old, of another or an earlier server",
-        "cwd": "not of this format: dtype: Field required",
-        "common": "not readable: belongs to another user",
+        "explicit": "the file does not exist",
+        "logs": "the file describes generation old, which another or an earlier engine shared",
+        "cwd": "the file has invalid fields: dtype: Field required",
+        "common": "the file cannot be read: ",
     }
     for line, (place, problem) in zip(lines, problems.items(), strict=True):
         assert line.startswith(f"  {root / place / FILE_NAME}: {problem}")

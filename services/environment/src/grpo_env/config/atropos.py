@@ -80,10 +80,13 @@ def one_policy(servers: list[Any]) -> dict[str, Any]:
     }
     if differing:
         raise ValueError(
-            f"the servers under openai differ in {', '.join(sorted(differing))}; all of them serve "
-            "one policy, so only base_url may differ"
+            f"the servers under openai differ in {', '.join(sorted(differing))}; only "
+            "base_url may differ, because all servers serve one policy"
         )
     urls = [server["base_url"] for server in servers if "base_url" in server]
     if urls and len(urls) < len(servers):
-        raise ValueError("a server under openai has no base_url, others have one")
+        raise ValueError(
+            "a server under openai has no base_url, but other servers have one; give every "
+            "server its base_url"
+        )
     return first | ({"base_url": urls} if urls else {})

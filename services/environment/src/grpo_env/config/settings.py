@@ -75,15 +75,18 @@ class EnvServerSettings(CommandSettings):
     )
 
     task: TaskName = Field(description="Task to sample: arithmetic or gsm8k")
-    action: Literal["serve"] = Field("serve", description="serve: run until the run is complete")
+    action: Literal["serve"] = Field(
+        "serve", description="serve: sample groups until the run is complete"
+    )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
     group_size: int = Field(8, ge=1, description="Completions sampled for each prompt")
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Length, in tokens of prompt and completion, from which on a group is dropped. "
-        "The trainer's limit applies if it is smaller",
+        description="Number of tokens in prompt and completion at which a sequence is too "
+        "long, so that its group is dropped. The trainer's limit applies if it is "
+        "smaller",
     )
     max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
         None, ge=1, description="Tokens after which a completion ends and is graded as it is"
@@ -95,16 +98,16 @@ class EnvServerSettings(CommandSettings):
     max_batches_offpolicy: int = Field(
         3,
         ge=1,
-        description="Batches that may be queued or in progress. More keep the trainer busier, "
-        "fewer keep the data fresher",
+        description="Batches that may be queued or in progress. More batches keep the trainer "
+        "busier, fewer batches keep the data fresher",
     )
     max_concurrent_groups: int = Field(
         8, ge=1, le=64, description="Groups that all environments together sample at once"
     )
     drop_equal_scores: bool = Field(
         True,
-        description="Drop groups whose scores are all equal, because their advantages are zero. "
-        "Their rewards still count in the reported mean",
+        description="Drop groups whose scores are all equal, because the advantages of such a "
+        "group are zero. Its rewards still count in the reported mean",
     )
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
@@ -112,37 +115,42 @@ class EnvServerSettings(CommandSettings):
     data: Annotated[str | None, Shown(default="openai/gsm8k from the hub")] = Field(
         None,
         min_length=1,
-        description="Problems of gsm8k: a directory with train.jsonl, or a data set on the hub",
+        description="Data set of gsm8k: a directory that contains train.jsonl, or an id on the "
+        "Hugging Face hub",
     )
     data_config: Annotated[str | None, Shown(default="main")] = Field(
-        None, description="Configuration of a data set on the hub"
+        None, description="Configuration of the data set from the Hugging Face hub"
     )
     format_reward: float = Field(
         0.3,
         ge=0.0,
         lt=1.0,
         allow_inf_nan=False,
-        description="Largest reward for the form of an answer, in gsm8k. A correct answer gets 1",
+        description="Largest reward that gsm8k gives for the format of an answer. A correct "
+        "answer gets 1",
     )
     wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
         None, min_length=1, description="Name of this environment in metrics and logs"
     )
     weight: Weight = Field(
         1.0,
-        description="Share of the sampling slots, relative to other environments. -1: use all "
-        "slots, and leave the shares of others as they are",
+        description="Weight of this environment when environments share "
+        "--max-concurrent-groups among themselves. -1: this environment samples "
+        "--max-concurrent-groups groups at once, in addition to the others",
     )
     min_batch_allocation: float | None = Field(
         None,
         ge=0.0,
         le=1.0,
         allow_inf_nan=False,
-        description="Smallest share of every batch for this environment, from 0 to 1. Batches wait "
-        "for it",
+        description="Fraction of every batch that this environment must fill, from 0 to 1. A "
+        "batch is complete only with this fraction",
     )
-    seed: int = Field(0, description="Seed of the order of prompts")
+    seed: int = Field(0, description="Random seed for the order of the prompts")
     run_api_deadline_s: float = Field(
-        120.0, gt=0.0, description="Seconds to retry a run-api that cannot be reached"
+        120.0,
+        gt=0.0,
+        description="Seconds for which the environment retries a run-api that cannot be reached",
     )
     trainer_deadline_s: float = Field(
         1800.0,
@@ -152,7 +160,8 @@ class EnvServerSettings(CommandSettings):
     next_run_deadline_s: float = Field(
         0.0,
         ge=0.0,
-        description="Seconds to wait for a trainer if the run is complete",
+        description="Seconds to wait for a trainer that continues the run, if the run is "
+        "complete before this environment joins",
     )
     ready_file: Path | None = Field(
         None,
@@ -161,10 +170,14 @@ class EnvServerSettings(CommandSettings):
     inference_url: CommaSeparated[InferenceUrl] = Field(
         ("http://localhost:9001",),
         min_length=1,
-        description="URL of the inference server. Several servers, separated by commas, share the "
-        "requests in every mode but shared_vllm",
+        description="URL of the inference server. Several servers, separated by commas, share "
+        "the requests; mode shared_vllm allows only one server",
     )
-    model: str = Field(min_length=1, description="Served model: a directory or an id on the hub")
+    model: str = Field(
+        min_length=1,
+        description="Model that the inference server serves: a directory or an id on the "
+        "Hugging Face hub",
+    )
     vllm_api_key: SecretStr | None = Field(
         None, description="API key that the inference server requires"
     )
@@ -174,8 +187,8 @@ class EnvServerSettings(CommandSettings):
     request_deadline_s: float = Field(
         300.0,
         gt=0.0,
-        description="Seconds for the completions of one prompt, and to retry a server that cannot "
-        "be reached",
+        description="Seconds in which a server must answer with the completions of one prompt, "
+        "retries included",
     )
     start_deadline_s: float = Field(
         1800.0, gt=0.0, description="Seconds to wait at the start until the server is ready"
@@ -214,7 +227,8 @@ class EnvServerSettings(CommandSettings):
         if (self.max_completion_tokens or 0) >= self.seq_len:
             yield Mistake(
                 "max_completion_tokens",
-                f"{self.max_completion_tokens} tokens and a prompt exceed --seq-len {self.seq_len}",
+                f"a prompt and {self.max_completion_tokens} completion tokens exceed --seq-len "
+                f"{self.seq_len}",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:

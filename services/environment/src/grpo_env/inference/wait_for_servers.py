@@ -60,8 +60,8 @@ class HealthClient(AsyncServiceClient):
                 last = failure
             if deadline.has_passed:
                 raise ServiceUnavailable(
-                    f"{SERVICE} at {self.base_url} is not healthy after {deadline_s:g} s; the "
-                    f"last error was: {str(last) or type(last).__name__}; read its log, check "
+                    f"{SERVICE} at {self.base_url} is not healthy after {deadline_s:g} s; the last "
+                    f"error was: {str(last) or type(last).__name__}; read the server's log, check "
                     "--inference-url, or raise --start-deadline-s"
                 ) from last
             await asyncio.sleep(_POLL_S)
@@ -90,7 +90,9 @@ class HealthClient(AsyncServiceClient):
             return _BridgeInfo.model_validate_json(answer.content).shared_weights
         except ValidationError as error:
             fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
-            raise ProtocolViolation(f"{SERVICE}: /bridge/info: invalid {fields}") from error
+            raise ProtocolViolation(
+                f"{SERVICE}: the answer of /bridge/info has invalid fields: {fields}"
+            ) from error
 
 
 async def wait_for_servers(
@@ -108,7 +110,7 @@ async def wait_for_servers(
             await server.wait_until_healthy(deadline_s)
             if len(urls) > 1 and await server.shares_weights():
                 raise SharedWeightsHaveOneServer(
-                    f"the trainer writes the weights of {server.base_url} in place, so the other "
-                    f"{len(urls) - 1} of --inference-url would keep old weights; give only that "
-                    "server, or use another weight-sync mode than shared_vllm"
+                    f"the trainer writes the weights of {server.base_url} in place, so the "
+                    f"{len(urls) - 1} other servers of --inference-url would keep old weights; "
+                    f"name only {server.base_url} there, or use another mode than shared_vllm"
                 )

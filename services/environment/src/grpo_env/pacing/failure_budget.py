@@ -13,7 +13,7 @@ MAX_REFUSED_IN_A_ROW = 16
 
 
 class EveryGroupRefused(GrpoError):
-    """A service refuses all groups, so a setting is wrong rather than one rollout."""
+    """A service refused sixteen groups in a row, so the cause is probably a setting."""
 
 
 class FailureBudget:
@@ -48,8 +48,8 @@ class FailureBudget:
         failing_s = self._last_failure - self._failing_since
         if failing_s >= self._deadline_s:
             raise ServiceUnavailable(
-                f"{self._service} failed for {round(failing_s, 1):g} s in a row, the last time "
-                f"with: {error}; read its log"
+                f"{self._service} answered no request successfully for {round(failing_s, 1):g} "
+                f"s; the last error was: {error}; read the log of {self._service}"
             ) from error
 
     @property
@@ -81,6 +81,6 @@ class RefusalLimit:
         self._in_a_row += 1
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise EveryGroupRefused(
-                f"{self._service} of {self._in_a_row} groups in a row was refused, the last time "
-                f"with: {detail}"
+                f"{self._service} refused {self._in_a_row} groups in a row; the last reason "
+                f"was: {detail}"
             )

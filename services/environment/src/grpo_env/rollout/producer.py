@@ -51,8 +51,8 @@ class GroupProducer:
         self._inference = inference
         self._submissions = submissions
         self._rewards = RewardSample()
-        self._generation_refusals = RefusalLimit("generation")
-        self._submission_refusals = RefusalLimit("submission")
+        self._generation_refusals = RefusalLimit("the inference server")
+        self._submission_refusals = RefusalLimit("run-api")
         self.env_id = -1
         self.progress = Progress()
 
@@ -70,8 +70,8 @@ class GroupProducer:
         if not count.kept:
             raise NoPromptFits(
                 f"all {count.skipped} prompts are too long: with a completion of "
-                f"{plan.max_completion_tokens} tokens they exceed {plan.max_token_length} tokens; "
-                "raise --seq-len and the trainer's limit, or lower "
+                f"{plan.max_completion_tokens} tokens they exceed {plan.max_token_length} "
+                "tokens; raise --seq-len of the environment and of the trainer, or lower "
                 "--max-completion-tokens"
             )
         log.info(

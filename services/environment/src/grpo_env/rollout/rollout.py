@@ -89,7 +89,7 @@ async def roll_out(
         return RolloutFailure(
             FailureReason.REFUSED,
             f"the prompt has {len(prompt_ids)} tokens, but a sequence must be below "
-            f"{plan.max_token_length}; raise --seq-len and the trainer's limit",
+            f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
     params = {
         "temperature": plan.temperature,
@@ -115,7 +115,9 @@ def _completions(
     if answer.prompt_token_ids != prompt_ids:
         problems.append("prompt_token_ids that differ from the request")
     if problems:
-        raise ProtocolViolation("vllm-server: /generate answered " + "; ".join(problems))
+        raise ProtocolViolation(
+            "vllm-server: the answer of /generate contains " + "; ".join(problems)
+        )
     return completions
 
 
@@ -144,7 +146,7 @@ def grade_all(item: Item, answers: Sequence[Answer]) -> Grades:
         if math.isfinite(score):
             scores.append(score)
         else:
-            quarantined.append(f"completion {index}: score {score}")
+            quarantined.append(f"completion {index}: the score is {score}")
     return Grades(tuple(scores), tuple(quarantined))
 
 
@@ -160,7 +162,7 @@ async def _judge(
     reasons = sorted({completion.finish_reason for completion in completions} - _FINISHED)
     if reasons:
         # The server aborted the sampling, so the text is not the policy's whole answer.
-        detail = f"finish reasons {', '.join(reasons)}"
+        detail = f"the server ended a completion with finish reason {', '.join(reasons)}"
         return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
     # In a thread, because slow grading would block the event loop and so all other groups.
     answers = [Answer(c.text, finished=c.finish_reason == _STOPPED) for c in completions]
@@ -179,7 +181,10 @@ def _reason_to_drop(
         return FailureReason.QUARANTINED_REWARD, "; ".join(grades.quarantined)
     longest = prompt_length + max(len(completion.token_ids) for completion in completions)
     if longest >= plan.max_token_length:
-        return FailureReason.TOO_LONG, f"{longest} tokens, maximum {plan.max_token_length}"
+        return (
+            FailureReason.TOO_LONG,
+            f"a sequence has {longest} tokens; the limit is {plan.max_token_length}",
+        )
     if plan.drop_equal_scores and len(set(grades.scores)) == 1:
         return FailureReason.EQUAL_SCORES, f"all {grades.scores[0]}"
     return None

@@ -75,7 +75,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataUnusable(f"{path}: {error}") from error
+        raise DataUnusable(f"cannot read {path}: {error}") from error
     # Not splitlines(), because a JSON string may contain Unicode line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -117,7 +117,7 @@ def _problems(rows: Iterable[_Row], source: str) -> list[Problem]:
             f"{source}: {len(wrong)} of {len(wrong) + len(found)} rows are invalid:\n{listed}"
         )
     if not found:
-        raise DataUnusable(f"{source}: no rows")
+        raise DataUnusable(f"{source} contains no rows")
     return found
 
 
@@ -127,16 +127,16 @@ def _problem(row: Any) -> Problem:
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {error}") from error
+            raise ValueError(f"the row is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError("not an object with the fields question and answer")
+        raise ValueError("the row is not an object with the fields question and answer")
     fields = [row.get("question"), row.get("answer")]
     question, answer = (field if isinstance(field, str) else "" for field in fields)
     if not question.strip():
-        raise ValueError("question is empty")
+        raise ValueError("the field question is empty")
     if MARK not in answer:
-        raise ValueError(f"answer has no {MARK!r} before its result")
+        raise ValueError(f"the field answer has no {MARK!r} before the result")
     gold = answer.rpartition(MARK)[2].strip().replace(",", "")
     if not _GOLD.fullmatch(gold):
-        raise ValueError(f"expected a number after {MARK!r}, got {gold[:40]!r}")
+        raise ValueError(f"the field answer has {gold[:40]!r} after {MARK!r} instead of a number")
     return Problem(question, gold)

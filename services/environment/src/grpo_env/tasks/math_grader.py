@@ -53,7 +53,7 @@ class MathGrader(ClosesOnExit):
             ) from error
         if not works:
             self.close()
-            raise GraderUnusable("math-verify finds that 2 does not equal 2; reinstall it")
+            raise GraderUnusable("math-verify finds that 2 does not equal 2; reinstall math-verify")
 
     def is_equal(self, answer: str, gold: str) -> bool:
         """False also if `answer` is not an expression.
@@ -65,9 +65,13 @@ class MathGrader(ClosesOnExit):
         try:
             return bool(verdict.result())
         except TimeoutError as error:
-            raise NotGraded(f"{answer!r}: not graded within {self._deadline_s:g} s") from error
+            raise NotGraded(
+                f"the answer {answer!r} was not graded within {self._deadline_s:g} s"
+            ) from error
         except OSError as error:  # pebble's ProcessExpired
-            raise NotGraded(f"{answer!r} crashed the grading process: {error!r}") from error
+            raise NotGraded(
+                f"the answer {answer!r} crashed the grading process: {error!r}"
+            ) from error
 
     def close(self) -> None:
         self._pool.stop()  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ _WHEN = {
     400: "Content-Encoding names gzip, but the body is not valid gzip",
     401: "The token is missing or wrong",
     403: "The request comes from a web page of another site",
-    404: "No such batch or environment",
+    404: "No batch or environment has the given id",
     408: "The body did not arrive within the deadline; the connection is closed",
     409: "The request conflicts with the state of the run",
     413: "The body is too large",

@@ -101,7 +101,7 @@ class Intake:
         if outcome is NotPlaced.MOVED:
             outcome = await self._place_in_turn(submission, limits)
         if outcome is NotPlaced.UNSTAGED:
-            raise StoreUnavailable("storing the groups took too long; send them again")
+            raise StoreUnavailable("storing the groups took too long; send the groups again")
         return outcome
 
     async def _place_in_turn(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
@@ -111,14 +111,18 @@ class Intake:
         but one must start over.
         """
         patience_s = self._patience.placing_s
-        reason = f"earlier groups were not placed within {patience_s:g} s; send these again"
+        reason = (
+            f"earlier groups were not added to the queue within {patience_s:g} s; send the "
+            "new groups again"
+        )
         async with in_turn(self._turns, patience_s, reason):
             for _ in range(_MAX_PLACEMENTS):
                 outcome = await self._place(submission, limits)
                 if outcome is not NotPlaced.MOVED:
                     return outcome
         raise StoreUnavailable(
-            f"the run changed {_MAX_PLACEMENTS} times during placement; send the groups again"
+            f"the run changed {_MAX_PLACEMENTS} times while the groups were added to the "
+            "queue; send the groups again"
         )
 
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:

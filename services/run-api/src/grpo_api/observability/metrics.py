@@ -26,8 +26,8 @@ _GAUGES = {
         "oldest_queued_group_age_seconds",
         "Age of the oldest group in the queue; 0 if the queue is empty.",
     ),
-    "buffered_parts": ("buffered_parts", "Parts of groups in environments' buffers."),
-    "buffered_bytes": ("buffered_bytes", "Stored bytes of the parts in environments' buffers."),
+    "buffered_parts": ("buffered_parts", "Partial groups that run-api holds."),
+    "buffered_bytes": ("buffered_bytes", "Stored bytes of the partial groups."),
     "leased_batches": ("leased_batches", "Batches handed out and not acknowledged."),
     "leased_bytes": ("leased_bytes", "Stored bytes of unacknowledged batches."),
     "oldest_lease_age_s": (
@@ -36,7 +36,7 @@ _GAUGES = {
     ),
     "environments_alive": (
         "environments_alive",
-        "Environments that did not disconnect and polled lately.",
+        "Connected environments: those that polled recently and did not disconnect.",
     ),
     "environments_registered": (
         "environments_registered",

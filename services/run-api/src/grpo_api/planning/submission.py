@@ -96,8 +96,8 @@ def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
         raise GroupRefused(
             index,
             f"this group has {own} sequences, but environment {arrival.env_id} registered "
-            f"group_size {size}; send groups of {size} sequences, or smaller parts that add up to "
-            "it",
+            f"group_size {size}; send groups of {size} sequences, or partial groups that "
+            f"add up to {size}",
         )
     if reason := why_unservable(size, state.batch_size):
         raise GroupRefused(index, reason)
@@ -125,9 +125,10 @@ def _check_room(index: int, arrival: Arrival, waiting: Buffer, group_size: int) 
     if held + size > MAX_BUFFERED_GROUPS * group_size:
         raise GroupRefused(
             index,
-            f"environment {arrival.env_id} has {held} sequences buffered in parts of {size}, and "
-            f"none of them add up to its group_size {group_size}; send parts that do, or drop the "
-            "buffered ones with POST /disconnect-env",
+            f"environment {arrival.env_id} has {held} sequences buffered in partial groups "
+            f"of {size}, and these partial groups never add up to group_size {group_size}; "
+            "send partial groups that do, or drop the buffered ones with POST "
+            "/disconnect-env",
             is_final=False,
         )
 

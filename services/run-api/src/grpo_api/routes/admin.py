@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 @router.get("/")
 async def root() -> Greeting:
-    """The greeting of the archived server: its clients take it for a sign of life."""
+    """The greeting of Atropos' server, which its clients use as a health check."""
     return {"message": "AtroposLib API"}
 
 
@@ -42,7 +42,7 @@ async def health(services: Services) -> Healthy:
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """200 while this process runs, even without Redis: restarting run-api would not fix Redis."""
+    """200 while run-api runs, even without Redis: restarting run-api would not repair Redis."""
     return {"status": "ok"}
 
 
@@ -80,7 +80,7 @@ async def status(services: Services) -> RunStatus:
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
 async def reset_data(services: Services) -> PlainTextResponse:
-    """Delete the run: registration, step, environments, buffers, queue and leased batches."""
+    """Delete the run: registration, step, environments, partial groups, queue and batches."""
     await services.store.reset()
     _log.info("run.reset")
     return PlainTextResponse("Reset successful")

@@ -50,7 +50,7 @@ async def register_environment(
         env_id=registered.env_id,
         name=registered.name,
         group_size=registration.group_size,
-        minimum=registration.min_batch_allocation,
+        min_batch_allocation=registration.min_batch_allocation,
     )
     if registration.min_batch_allocation:
         _warn_of_scaled_minimums(await services.store.environments.view())
@@ -76,7 +76,8 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         _log.warning(
             "minimums.scaled_down",
             env_ids=scaled,
-            hint="the min_batch_allocation of all environments do not fit one batch; lower them",
+            hint="the min_batch_allocation of all environments exceed one batch together; "
+            "lower these values",
         )
 
 
@@ -84,12 +85,14 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
 async def disconnect_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> Succeeded | Failed:
-    """Remove an environment, and the parts of groups that it has waiting. The status is 200 for
-    an unknown `env_id` too."""
+    """Remove an environment and its partial groups. The status is 200 for an unknown `env_id`
+    too."""
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
-    _log.info("environment.disconnected", env_id=environment.env_id, parts_dropped=parts_dropped)
+    _log.info(
+        "environment.disconnected", env_id=environment.env_id, partial_groups_dropped=parts_dropped
+    )
     return {"status": "success"}
 
 
@@ -100,7 +103,7 @@ async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
     """Tell an environment how far the run is and how full the queue is, so that it can pace itself.
-    Sizes are in groups of its own size. The body belongs to a GET, as in Atropos."""
+    Sizes are in groups of the environment's size. The GET request has a body, as in Atropos."""
     run = await services.store.environments.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:

@@ -49,7 +49,7 @@ class DirectRoute(APIRoute):
 
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
-    """Submit one group, or a part of one. 409 until a trainer has registered."""
+    """Submit one group or a partial group. The status is 409 until a trainer has registered."""
     key = checked_key(request.headers.get("idempotency-key", idempotency_key))
     try:
         (buffered,) = await _submit(request, services_of(request), decode_group, key)
@@ -77,7 +77,7 @@ router.add_api_route(
 async def scored_data_list(
     request: Request, services: Services, idempotency_key: IdempotencyKey = None
 ) -> GroupsReceived:
-    """Submit a list of up to 1024 groups: all are taken, or none."""
+    """Submit a list of up to 1024 groups. run-api accepts either all groups of the list or none."""
     try:
         outcomes = await _submit(request, services, decode_groups, idempotency_key)
     except GroupRefused as error:
@@ -94,7 +94,7 @@ async def scored_data_list(
 async def latest_example(
     services: Services, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
 ) -> Any:
-    """The group queued last, even if it has been handed out since."""
+    """The newest group that was queued, even if it has been handed out since."""
     payload = await services.store.payloads.latest()
     if payload is None:
         return {name: [] for name in NoExample.model_fields}

@@ -66,7 +66,7 @@ class GroupReceived(TypedDict):
 
 
 class GroupBuffered(TypedDict):
-    """The group is a part. `buffer_size`: sequences in its environment's buffer."""
+    """The group is partial. `buffer_size`: sequences in all partial groups of the environment."""
 
     status: Literal["buffered"]
     buffer_size: int
@@ -94,7 +94,7 @@ class _Streamed(BaseModel):
 
 
 class ServedGroup(ScoredGroup):
-    """A group in a batch. Keys that the sender left out are null."""
+    """A group in a batch. Fields that its environment did not send are null."""
 
     model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 

@@ -39,7 +39,12 @@ _log = structlog.get_logger()
 
 TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register returned")]
 After = Annotated[
-    int, Query(ge=0, le=_MAX_BATCH_ID, description="id of the last batch that the trainer holds")
+    int,
+    Query(
+        ge=0,
+        le=_MAX_BATCH_ID,
+        description="id of the last batch that the trainer received; 0 if it received none",
+    ),
 ]
 WaitS = Annotated[
     float,
@@ -50,8 +55,8 @@ BatchesLeft = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="how many batches the run still needs after that one; replaces the registered "
-        "num_steps in the answers to environments",
+        description="how many batches the run still needs after the batch `after`; replaces "
+        "the registered num_steps in the answers to environments",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
@@ -163,7 +168,7 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Acknowledge every batch up to this one; none of them is handed out again."""
+    """Acknowledge every batch up to `batch_id`, so that run-api never hands them out again."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -172,7 +177,9 @@ async def acknowledge(
         raise Refused(409, str(error)) from error
     if acknowledged.released:
         _log.info(
-            "batches.acknowledged", through=acknowledged.batch_id, released=acknowledged.released
+            "batches.acknowledged",
+            last_batch_id=acknowledged.batch_id,
+            released=acknowledged.released,
         )
     return {
         "status": "success",
@@ -183,7 +190,7 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
-    """The registered trainer's batch and longest sequence; both -1 until one has registered."""
+    """The trainer's batch size and longest sequence; -1 and -1 if no trainer has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -192,7 +199,7 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
-    """The registered trainer's group and project at Weights & Biases; null until then."""
+    """The trainer's group and project in Weights & Biases; null if no trainer has registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}

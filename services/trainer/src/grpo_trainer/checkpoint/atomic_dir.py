@@ -67,8 +67,8 @@ def _take(lock: IO[str], save_path: Path) -> None:
         except BlockingIOError:
             if deadline.has_passed:
                 raise UnusableSavePath(
-                    f"--save-path {save_path}: another trainer uses it; stop that trainer, or "
-                    "choose another directory for this run"
+                    f"--save-path {save_path}: another trainer uses this directory; stop that "
+                    "trainer, or choose another directory for this run"
                 ) from None
             time.sleep(_LOCK_POLL_S)
         except OSError as error:
@@ -100,8 +100,9 @@ def whole_directory(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove(staging)
         raise CheckpointNotSaved(
-            f"{target} could not be written: {error}; make room or choose another --save-path, "
-            "then start the trainer again: it resumes from its newest checkpoint"
+            f"{target} could not be written: {error}; free disk space or choose another "
+            "--save-path; if you then start the trainer again, it resumes from its newest "
+            "checkpoint"
         ) from error
 
 
@@ -120,8 +121,8 @@ def write_whole(target: Path, text: str) -> None:
         _sync_directory(target.parent)
     except OSError as error:
         raise CheckpointNotSaved(
-            f"{target} could not be written: {error}; make room, or choose another directory, "
-            "then start the trainer again"
+            f"{target} could not be written: {error}; free disk space, or choose another "
+            "directory, then start the trainer again"
         ) from error
 
 

@@ -35,8 +35,8 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
         raise StateMismatch(
             f"{saved.directory} is a checkpoint of {saved.record.model_name}, not of "
-            f"{settings.model}; pass --resume {saved.directory} if both are the same model, "
-            "--resume never to train from the start, or another --save-path"
+            f"{settings.model}; pass --resume {saved.directory} if the two names mean the "
+            "same model, --resume never to train from the start, or another --save-path"
         )
     return saved
 
@@ -103,7 +103,8 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
             "run.differs",
             checkpoint=str(saved.directory),
             unknown_batch=at.batch_id,
-            hint="run-api has another run than the checkpoint; training continues with its data",
+            hint="the checkpoint belongs to another run than the one at run-api; training "
+            "continues with run-api's data",
         )
     at = at if known else replace(at, batch_id=0)
     api.resume_after(at.batch_id)
@@ -127,8 +128,8 @@ def _named_state(path: Path) -> SavedState:
     saved = StateStore(path).newest()
     if saved is None:
         raise NoSuchState(
-            f"--resume {path}: no {RECORD} there, and no checkpoint below it; name a directory in "
-            "trainer_state/, or a --save-path"
+            f"--resume {path}: this directory has no {RECORD} and contains no checkpoint; "
+            "name a directory in trainer_state/, or the --save-path of a run"
         )
     return saved
 

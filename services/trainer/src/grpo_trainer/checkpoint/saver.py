@@ -161,7 +161,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
         model_megabytes=_megabytes(model_bytes),
         states=states,
         state_megabytes=_megabytes(state_bytes),
-        hint="lower --keep-checkpoints or raise --checkpoint-interval to need less",
+        hint="to need less disk space, lower --keep-checkpoints or raise --checkpoint-interval",
     )
 
 

@@ -171,7 +171,11 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
         pairs += [
             (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
         ]
-    return [f"{what}: saved {then}, now {this}" for what, then, this in pairs if then != this]
+    return [
+        f"{what}: the checkpoint has {then}, this run {this}"
+        for what, then, this in pairs
+        if then != this
+    ]
 
 
 def _shapes(policy: CausalLM) -> dict[str, tuple[int, ...]]:

@@ -55,7 +55,7 @@ class SavedState:
         try:
             return TrainerState(self.record, load_file(self.directory / TENSORS))
         except (OSError, SafetensorError) as error:
-            raise _damaged(self.directory, f"{TENSORS}: {error}") from error
+            raise _damaged(self.directory, f"cannot read {TENSORS}: {error}") from error
 
 
 class StateStore:
@@ -100,9 +100,9 @@ def read_state(directory: Path) -> SavedState:
     try:
         record = StateRecord.model_validate_json((directory / RECORD).read_bytes())
     except OSError as error:
-        raise _damaged(directory, f"{RECORD}: {error}") from error
+        raise _damaged(directory, f"cannot read {RECORD}: {error}") from error
     except ValidationError as error:
-        raise _damaged(directory, f"{RECORD}: {_problems_of(error)}") from error
+        raise _damaged(directory, f"{RECORD} is invalid: {_problems_of(error)}") from error
     return SavedState(directory, record)
 
 
@@ -122,13 +122,13 @@ def _problem(path: Path, written: FileFacts) -> str | None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         size_bytes = path.stat().st_size
     except OSError as error:
-        return f"{path.name}: {error}"
+        return f"cannot read {path.name}: {error}"
     if size_bytes != written.size_bytes:
-        return f"{path.name}: has {size_bytes} bytes, but {written.size_bytes} were written"
+        return f"{path.name} has {size_bytes} bytes, but {written.size_bytes} were written"
     return (
         None
         if digest == written.sha256
-        else f"{path.name}: its content has changed since it was written"
+        else f"the content of {path.name} has changed since the checkpoint was written"
     )
 
 

@@ -34,7 +34,7 @@ M = TypeVar("M", bound=BaseModel)
 
 CONFIG_FILE = "config.yaml"
 """Below --save-path: the resolved configuration."""
-SINGLE_PROCESS = "the trainer is one process; leave it out"
+SINGLE_PROCESS = "the trainer is one process; omit this option"
 COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
@@ -152,9 +152,10 @@ class CommandLine(
     command: ClassVar[Command] = COMMAND
 
     mode: ModeName = Field(
-        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
-        "trainer and server share one copy in memory. lora_only: the running server loads "
-        "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models"
+        description="Weight-sync mode, which decides how the server gets new weights. "
+        "shared_vllm: trainer and server share one copy in memory. lora_only: the "
+        "running server loads adapters. lora_restart: the server restarts with "
+        "each new adapter. none: the server restarts with each new whole model"
     )
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -165,10 +166,14 @@ class CommandLine(
         both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
             yield Mistake(
-                "adapter_sync_interval", "differs from --vllm-restart-interval; give one of the two"
+                "adapter_sync_interval",
+                "differs from --vllm-restart-interval, which has the same meaning in this "
+                "mode; give only one of these options",
             )
         if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
-            yield Mistake("master_dtype", f"an adapter, as in {self.mode}, is trained in float32")
+            yield Mistake(
+                "master_dtype", f"mode {self.mode} trains an adapter, which must be in float32"
+            )
         yield from self.optimizer_conflicts()
         yield from self.forward_conflicts()
         # Right before a publication the newest data is this old.
@@ -189,7 +194,10 @@ class CommandLine(
         if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
             yield Mistake("metrics_file", problem)
         if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
-            yield Mistake("resume", f"no such directory: {self.resume}; auto finds the newest")
+            yield Mistake(
+                "resume",
+                f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
+            )
         yield from missing_packages(self)
 
     def _options_of_other_modes(self) -> Iterator[Mistake]:
@@ -198,7 +206,9 @@ class CommandLine(
             modes = [mode for mode, kind in MODES.items() if name in kind.model_fields]
             if modes and name in self.model_fields_set and name not in own:
                 yield Mistake(
-                    name, f"only for mode {' or '.join(modes)}; leave it out in {self.mode}"
+                    name,
+                    f"this option applies only in mode {' or '.join(modes)}, not in mode "
+                    f"{self.mode}",
                 )
 
     def settings(self) -> TrainerSettings:

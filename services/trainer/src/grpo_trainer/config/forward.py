@@ -22,13 +22,13 @@ class ForwardOptions(BaseModel):
 
     packing: Choice = Field(
         "auto",
-        description="Compute the sequences of a micro-batch end to end, without padding. auto: on "
-        "a GPU if the model allows it, with flash attention if GPU and data type have it",
+        description="Pack the sequences of a micro-batch one after the other, without padding. "
+        "auto: on if the device is a GPU and the model supports packing",
     )
     fused_head: Choice = Field(
         "auto",
-        description="Compute logprobs without all logits in memory at once. auto: on a GPU if the "
-        "model allows it",
+        description="Compute logprobs without all logits in memory at once. auto: on if the "
+        "device is a GPU and the model supports it",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",
@@ -42,4 +42,4 @@ class ForwardOptions(BaseModel):
     def forward_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
         if self.head_kernel == LIGER and self.fused_head == "off":
-            yield Mistake("head_kernel", "liger needs the fused head; drop --fused-head off")
+            yield Mistake("head_kernel", "liger needs the fused head; omit --fused-head off")

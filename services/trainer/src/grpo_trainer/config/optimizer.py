@@ -25,7 +25,9 @@ class OptimizerOptions(BaseModel):
         "bytes per weight and the package bitsandbytes",
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this L2 norm")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Largest L2 norm of the gradient; a larger gradient is scaled down"
+    )
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Data type of the master weights. bfloat16 halves their memory and needs "

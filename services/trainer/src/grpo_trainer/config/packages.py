@@ -26,7 +26,7 @@ def _needs(options: RunOptions) -> Iterator[tuple[str, str, str, str]]:
     if options.optimizer == "adamw_8bit":
         yield "optimizer", "adamw_8bit ", "bitsandbytes", f"pip install {BITSANDBYTES_PIN}"
     if options.fused_step:
-        yield "fused_step", "", "triton", "CUDA builds of torch for Linux bring it"
+        yield "fused_step", "", "triton", "CUDA builds of torch for Linux include triton"
     if options.head_kernel == LIGER:
         yield "head_kernel", "liger ", "liger_kernel", f"pip install {LIGER_PIN}"
     if options.use_wandb:

@@ -59,17 +59,21 @@ class SharedVllmSettings(ModeOptions):
         Path | None, Shown(default="searched for in $LOGDIR, . and /tmp/atropos_bridge")
     ] = Field(
         None,
-        description="The server's vllm_bridge_config.json. Needed if the trainer cannot open the "
-        "socket path that the server reports",
+        description="Path of the server's vllm_bridge_config.json. Needed if the trainer "
+        "cannot open the socket path that the server reports",
     )
     pause_lease_s: float = Field(
-        30.0, gt=0, description="Seconds after which the server resumes if an update hangs"
+        30.0,
+        gt=0,
+        description="Seconds after which the server resumes sampling if the trainer does not "
+        "finish an update",
     )
     verify_every_steps: int = Field(
         10,
         ge=0,
-        description="Steps between two comparisons of served and trained logprobs; 0 turns them "
-        "off. Other modes compare after every publication",
+        description="Steps between two comparisons of the server's logprobs with the trainer's "
+        "in mode shared_vllm; 0 turns the comparisons off. Other modes compare "
+        "after every publication",
     )
 
     @property
@@ -119,13 +123,14 @@ class HandOffSettings(ModeOptions):
     vllm_restart_interval: int = Field(
         3,
         ge=1,
-        description="Steps between two restarts of the engine, in lora_restart and none. In "
-        "lora_only another name of --adapter-sync-interval",
+        description="Steps between two restarts of the engine in the modes lora_restart and "
+        "none. In mode lora_only, another name for --adapter-sync-interval",
     )
     publish_deadline_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds until the server must serve new weights, a restart included",
+        description="Seconds in which the server must start to serve published weights, a "
+        "restart included",
     )
 
     @property
@@ -138,7 +143,7 @@ class LoraOnlySettings(HandOffSettings, LoraSettings):
 
     mode: ModeName = "lora_only"
     adapter_sync_interval: int = Field(
-        1, ge=1, description="Steps between two adapters that the server loads, in lora_only"
+        1, ge=1, description="Steps between two publications of an adapter in mode lora_only"
     )
 
     @property
@@ -152,7 +157,7 @@ class RestartSettings(HandOffSettings):
 
     vllm_flags: str = Field(
         "",
-        description="Further options of a server that grpo starts, in one string: "
+        description="Further options for a server that grpo starts, in one string: "
         "--vllm-flags='--enforce-eager --block-size 16'",
     )
 
@@ -205,7 +210,9 @@ def _numbers_in(parts: Iterable[str]) -> tuple[int, ...]:
         found = _RANGE.fullmatch(part)
         first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
         if first > last:
-            raise ValueError(f"{part}: a range goes from the lower to the higher number")
+            raise ValueError(
+                f"{part}: the first number of a range must be the lower one, as in 0-3"
+            )
         numbers.update(range(first, last + 1))
     if not numbers:
         raise ValueError("expected numbers and ranges, for example 0-3,28-31")

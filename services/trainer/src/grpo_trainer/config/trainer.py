@@ -37,21 +37,24 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis through which trainer and server exchange weights. Required in every "
-        "mode but shared_vllm",
+        description="Redis through which trainer and server exchange weights. Required in "
+        "every mode except shared_vllm",
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
 
     vllm_gpu: Annotated[int | None, Shown(default="the first")] = Field(
         None,
         ge=0,
-        description="GPU of a server that grpo starts, counted from 0 within CUDA_VISIBLE_DEVICES",
+        description="GPU for a server that grpo starts, counted from 0 within CUDA_VISIBLE_DEVICES",
     )
     gpu_memory_utilization: float = Field(
-        0.45, gt=0, le=1, description="Share of the GPU's memory for a server that grpo starts"
+        0.45,
+        gt=0,
+        le=1,
+        description="Fraction of the GPU's memory that a server started by grpo may use",
     )
     max_model_len: Annotated[int | None, Shown(default="the model's limit, at most 4096")] = Field(
-        None, ge=1, description="Longest sequence of a server that grpo starts, in tokens"
+        None, ge=1, description="Longest sequence, in tokens, that a server started by grpo accepts"
     )
 
     steps: int = Field(10, ge=1, description="Training steps (optimizer updates) of the run")
@@ -66,18 +69,21 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         2048, ge=2, description="Longest sequence in tokens. Longer ones are truncated"
     )
     clip_eps: float = Field(
-        0.2, gt=0, lt=1, description="Clip importance ratios outside [1 - this, 1 + this]"
+        0.2,
+        gt=0,
+        lt=1,
+        description="Clip importance ratios below 1 minus this number and above 1 plus this number",
     )
     seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers")
 
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
-        "auto", description="Data type of the weights. auto: the server's"
+        "auto", description="Data type of the weights. auto: the data type of the server's weights"
     )
     device: str = Field(
         AUTO_DEVICE,
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Device to train on: cpu, cuda or cuda:N. auto: in shared_vllm the device of "
-        "the served weights, otherwise a GPU if there is one",
+        description="Device to train on: cpu, cuda or cuda:N. auto: in mode shared_vllm the "
+        "device of the served weights, otherwise a GPU if there is one",
     )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
@@ -88,7 +94,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         "http://127.0.0.1:9001", description="URL of the inference server"
     )
     service_deadline_s: float = Field(
-        60.0, gt=0, description="Seconds to retry a service that cannot be reached"
+        60.0,
+        gt=0,
+        description="Seconds for which the trainer retries a service that cannot be reached",
     )
     server_return_deadline_s: float = Field(
         300.0, gt=0, description="Seconds to wait for an inference server that restarts"
@@ -112,8 +120,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     checkpoint_interval: int = Field(
         3,
         ge=0,
-        description="Steps between two exported models (step_<n>/ or adapter_step_<n>/); 0 exports "
-        "the final one only. Environments save their own state as often",
+        description="Steps between two exported models (step_<n>/ or adapter_step_<n>/); 0 "
+        "exports the final one only. Environments save their own state at the same "
+        "interval",
     )
     keep_checkpoints: int = Field(
         2, ge=1, description="Exported models to keep besides the final one; older ones are deleted"
@@ -133,14 +142,20 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         None, description="File that receives one JSON object per step"
     )
     benchmark: bool = Field(
-        False, description="Print where the time went at the end, and write benchmark.json"
+        False,
+        description="At the end, print the time of each part of the training, and write "
+        "benchmark.json",
     )
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases")
     wandb_project: str = Field(
-        "", validate_default=True, description="Project in Weights & Biases, also of environments"
+        "",
+        validate_default=True,
+        description="Project in Weights & Biases, for trainer and environments",
     )
     wandb_group: Annotated[str, Shown(default="8 random letters with --use-wandb")] = Field(
-        "", validate_default=True, description="Group in Weights & Biases, also of environments"
+        "",
+        validate_default=True,
+        description="Group in Weights & Biases, for trainer and environments",
     )
     wandb_key_file: Annotated[
         Path | None, Shown(default="$WANDB_API_KEY, or the login of `wandb login`")

@@ -80,9 +80,10 @@ class BatchSource:
             )
             if filtered.stale_groups and time.monotonic() - began >= settings.batch_deadline_s:
                 raise StaleData(
-                    f"{stale} groups arrived in {settings.batch_deadline_s:g} s, and all are more "
-                    f"than --max-staleness {settings.max_staleness} steps old. Shorten the queue "
-                    "(fewer or slower environments), or raise --max-staleness"
+                    f"all {stale} groups that arrived in {settings.batch_deadline_s:g} s were "
+                    f"sampled by weights more than {settings.max_staleness} steps old, the limit "
+                    "of --max-staleness. Shorten the queue (fewer or slower environments), or "
+                    "raise --max-staleness"
                 )
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
@@ -103,7 +104,9 @@ class BatchSource:
             leased = ask()
         except LeasesFull as full:
             log.warning(
-                "leases.full", reason=str(full), hint="saving a checkpoint early to release them"
+                "leases.full",
+                reason=str(full),
+                hint="the trainer saves a checkpoint early, so that run-api can release batches",
             )
             if not self.saver.release_batches():
                 raise
@@ -114,7 +117,7 @@ class BatchSource:
                 "batches.missing",
                 first=last_batch + 1,
                 last=leased.id - 1,
-                reason="they were acknowledged by a newer checkpoint than the one of this run",
+                reason="a newer checkpoint than the resumed one acknowledged these batches",
             )
         return leased
 
@@ -178,14 +181,15 @@ class EnvironmentWatch:
                 "environments.left",
                 registered=environments.registered,
                 deadline_s=self._return_deadline_s,
-                hint="start one, or raise --environment-return-deadline-s",
+                hint="start an environment, or raise --environment-return-deadline-s",
             )
         elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
-                f"no environment is connected to run-api: {environments.registered} registered in "
-                f"this run, all have left or stopped polling, and none came back within "
-                f"{self._return_deadline_s:g} s. Find in their logs why they ended, and start "
-                "them and the trainer again, or raise --environment-return-deadline-s"
+                f"no environment is connected to run-api: of the {environments.registered} "
+                "environments that registered in this run, all left or stopped polling, and "
+                f"none came back within {self._return_deadline_s:g} s. Read the environments' "
+                "logs for the cause and start the environments and the trainer again, or raise "
+                "--environment-return-deadline-s"
             )
 
     def excluding(self, work: Callable[[], None]) -> None:

@@ -95,8 +95,9 @@ def _check_sampling(index: int, group: ScoredGroup) -> None:
     if truncating:
         raise UnusableGroup(
             UnusableReason.SAMPLING,
-            f"group {index}: sampled with {', '.join(sorted(truncating))}, which changes the "
-            "distribution that the logprobs describe; sample with the temperature only",
+            f"group {index} was sampled with {', '.join(sorted(truncating))}, so its "
+            "logprobs describe another distribution; set no sampling parameter except the "
+            "temperature",
         )
 
 
@@ -175,8 +176,9 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
     ):
         raise UnusableGroup(
             UnusableReason.TEMPERATURE,
-            f"group {index}: temperature {found!r}; sample with a temperature from "
-            f"{MIN_TEMPERATURE:g} to {FLOAT32_MAX:.2g}: the importance ratio is undefined at 0",
+            f"group {index} was sampled with temperature {found!r}; sample with a "
+            f"temperature from {MIN_TEMPERATURE:g} to {FLOAT32_MAX:.2g}: the importance "
+            "ratio is undefined at 0",
         )
     return float(found)
 

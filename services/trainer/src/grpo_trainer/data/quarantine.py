@@ -63,9 +63,9 @@ class Quarantine:
         if isinstance(error, NonFiniteStep) and self.since_step == MAX_IN_A_ROW:
             raise PolicyDiverged(
                 f"step {step}: no step could be taken on {MAX_IN_A_ROW} batches in a row "
-                f"({error}). Inspect them in {self._directory}; the next start skips them. If they "
-                "look right, the policy has diverged: lower the learning rate, or resume from an "
-                "older checkpoint (--resume DIRECTORY)"
+                f"({error}). Inspect these batches in {self._directory}; the next start skips "
+                "them. If the batches look right, the policy has diverged: lower the learning "
+                "rate, or resume from an older checkpoint (--resume DIRECTORY)"
             ) from error
 
     def step_taken(self) -> None:

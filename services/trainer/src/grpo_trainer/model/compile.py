@@ -27,8 +27,8 @@ def require_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in candidates):
         raise MissingPackage(
             f"--compile needs a compiler on {device.type}, but there is no "
-            f"{' or '.join(candidates)}: apt-get install build-essential, name one in "
-            f"${variable}, or omit --compile"
+            f"{' or '.join(candidates)}: run apt-get install build-essential, name a compiler "
+            f"in ${variable}, or omit --compile"
         )
 
 

@@ -55,8 +55,8 @@ def provide(model: str) -> Path:
     directory = Path(model)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
-            f"{model}: no config.json there; name a directory with a model in "
-            "transformers' format, or a hub id"
+            f"{model} has no config.json; name a directory with a model in transformers' "
+            "format, or an id on the Hugging Face hub"
         )
     return directory
 

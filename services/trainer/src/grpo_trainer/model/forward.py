@@ -149,7 +149,8 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
     if options.head_kernel == LIGER:
         if device.type != "cuda":
             raise FastPathRefused(
-                f"--head-kernel liger needs a GPU, and the weights are on {device}; omit it"
+                f"--head-kernel liger needs a GPU, but the weights are on {device}; omit "
+                "--head-kernel"
             )
         return liger_arithmetic()
     return Arithmetic.compiled() if options.compile else EAGER
@@ -163,7 +164,9 @@ def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -
 
 def _require_none(model: CausalLM, obstacles: list[str]) -> None:
     if obstacles:
-        raise FastPathRefused(f"{type(model).__name__} does not support it: {'; '.join(obstacles)}")
+        raise FastPathRefused(
+            f"the model {type(model).__name__} does not support this option: {'; '.join(obstacles)}"
+        )
 
 
 class _Probe:
@@ -180,8 +183,8 @@ class _Probe:
         tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
-                f"{type(base_model(self._policy)).__name__} gives other results with "
-                f"it: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
+                f"{type(base_model(self._policy)).__name__} gives other results with this "
+                f"option: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
             )
 
     def differentiate(self, forward: ForwardPass) -> None:

@@ -46,14 +46,16 @@ def obstacles(model: CausalLM) -> list[str]:
     """
     config = model.config.get_text_config()
     found = [
-        f"it changes its logits by {name} = {value}"
+        f"the model changes its logits by {name} = {value}"
         for name in _CHANGES_LOGITS
         if (value := getattr(config, name, None)) not in (None, 1.0)
     ]
     head = model.get_output_embeddings()
     kind = type(head)
     if kind is not nn.Linear:
-        found.append(f"its head is a {kind.__module__}.{kind.__name__} instead of one matrix")
+        found.append(
+            f"the model's head is a {kind.__module__}.{kind.__name__} instead of one matrix"
+        )
     return found
 
 

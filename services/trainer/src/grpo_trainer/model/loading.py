@@ -57,7 +57,8 @@ def device_to_load_on(wanted: str) -> torch.device:
         )
     if index >= count:
         raise NoSuchDevice(
-            f"--device {wanted}: this process sees {count} GPUs, numbered from 0; choose one"
+            f"--device {wanted}: this process sees {count} GPUs, numbered from 0; choose one of "
+            "these GPUs"
         )
     return _current(torch.device("cuda", index))
 

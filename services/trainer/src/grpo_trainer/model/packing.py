@@ -104,19 +104,21 @@ def obstacles(model: CausalLM) -> list[str]:
     """
     config = model.config.get_text_config()
     found = [
-        f"its attention has {name} = {value}"
+        f"the model's attention has {name} = {value}"
         for name in _CHANGES_SCORES
         if (value := getattr(config, name, None))
     ]
     foreign = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if foreign:
-        found.append(f"it has layers other than attention: {', '.join(sorted(foreign))}")
+        found.append(f"the model has layers other than attention: {', '.join(sorted(foreign))}")
     if not getattr(config, "is_causal", True):
-        found.append("its attention is not causal")
+        found.append("the model's attention is not causal")
     if config._attn_implementation not in (DEFAULT, NAME):
-        found.append(f"transformers computes its attention as {config._attn_implementation!r}")
+        found.append(
+            f"transformers computes the model's attention as {config._attn_implementation!r}"
+        )
     if not getattr(model, "_supports_flash_attn", False):
-        found.append("flash kernels do not support its attention")
+        found.append("flash kernels do not support the model's attention")
     return found
 
 
@@ -135,7 +137,7 @@ def enable(model: CausalLM) -> None:
     )
     model.set_attn_implementation(NAME)
     if model.config.get_text_config()._attn_implementation != NAME:
-        raise FastPathRefused("its layers do not use transformers' attention")
+        raise FastPathRefused("the model's layers do not use transformers' attention")
 
 
 @dataclass(frozen=True)

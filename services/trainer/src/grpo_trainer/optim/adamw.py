@@ -214,7 +214,7 @@ class AdamW8bit(UpdateRule):
         except (RuntimeError, AttributeError) as error:
             raise _no_kernel(device, str(error)) from error
         if not furthest < 1e-3:
-            raise _no_kernel(device, f"a test step of size 1 is wrong by {furthest:.3g}")
+            raise _no_kernel(device, f"the result of a test step is wrong by {furthest:.3g}")
 
 
 def _unquantised(weights: Tensor) -> State:

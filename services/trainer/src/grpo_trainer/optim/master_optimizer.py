@@ -76,7 +76,8 @@ class MasterOptimizer:
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"step {step}: gradient norm is {norm}; the weights of the previous step are "
-                "intact. Lower the learning rate, or look for extreme ratios in the last metrics"
+                "intact. Lower the learning rate, or look for extreme importance ratios in the "
+                "last metrics"
             )
         lr, scale = self.learning_rate(step), clip_factor / self._scale
         options = StepOptions(lr, self._weight_decay, scale)

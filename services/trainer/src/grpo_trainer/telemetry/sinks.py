@@ -73,8 +73,8 @@ def rotate_records(path: Path) -> None:
         path.rename(aside)
     except OSError as error:
         raise CheckpointNotSaved(
-            f"{path} holds records of another run and cannot be renamed: {error}; move it away, or "
-            "pass another --metrics-file"
+            f"{path} contains records of another run and cannot be renamed: {error}; move "
+            "this file away, or pass another --metrics-file"
         ) from error
     log.info("metrics.rotated", file=str(aside))
 

@@ -115,9 +115,9 @@ class WandbSink:
         try:
             self._send({"record": record})
         except BlockingIOError:
-            self._give_up("it reads no records any more; its pipe is full")
+            self._give_up("W&B reads no more records, and its pipe is full")
         except OSError as error:
-            self._give_up(f"its process is gone ({error})")
+            self._give_up(f"the process of W&B ended ({error})")
 
     def close(self, failed: bool, deadline_s: float = FINISH_DEADLINE_S) -> None:
         """Finish the run, as failed or not, and end the child. Never raises."""
@@ -127,10 +127,10 @@ class WandbSink:
             self._send({"finish": int(failed)})
             status = self._child.wait(deadline_s)
         except (OSError, subprocess.TimeoutExpired) as error:
-            self._give_up(f"it did not finish the run ({error})")
+            self._give_up(f"W&B did not finish the run ({error})")
             return
         if status:
-            self._give_up(f"its process ended with status {status}")
+            self._give_up(f"the process of W&B ended with status {status}")
         self._release()
 
     def abandon(self) -> None:
@@ -152,8 +152,8 @@ class WandbSink:
         log.warning(
             "wandb.failed",
             reason=why,
-            hint="training continues without it; see its messages above; `wandb sync` uploads the "
-            "records in ./wandb, and --metrics-file keeps every record",
+            hint="training continues without W&B; see the messages of W&B above; `wandb sync` "
+            "uploads the records in ./wandb, and --metrics-file keeps every record",
         )
         self.abandon()
 
@@ -174,8 +174,8 @@ class WandbSink:
 
 
 _ADVICE = (
-    "see its messages above. Log in with `wandb login`, or set WANDB_MODE=offline and upload "
-    "later with `wandb sync`, or omit --use-wandb"
+    "see the messages of W&B above. Log in with `wandb login`, or set "
+    "WANDB_MODE=offline and upload later with `wandb sync`, or omit --use-wandb"
 )
 
 

@@ -170,10 +170,10 @@ def require_written(optimizer: MasterOptimizer, step: int) -> None:
     unwritten = optimizer.unwritten_parameters()
     if unwritten:
         raise ServedWeightsDiffer(
-            f"{MISMATCH} After step {step}, {unwritten} of "
-            f"{len(optimizer.masters)} parameters do not hold what the optimizer computed, so "
-            "stale weights are served: the update was not written, or another process wrote over "
-            "it. Stop that process and start the trainer again"
+            f"{MISMATCH} After step {step}, {unwritten} of {len(optimizer.masters)} "
+            "parameters do not have the values that the optimizer computed, so the server "
+            "serves stale weights: the update was not written, or another process wrote "
+            "over it. Stop that process and start the trainer again"
         )
 
 
@@ -189,9 +189,9 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
         raise ServedWeightsDiffer(
             f"{MISMATCH} {label} the server's logprobs differ from the trainer's by "
             f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
-            f"{tolerance:.2g}), and from those of the previous check by {alignment.previous:.2g}: "
-            "the server does not serve the trained weights. Stop other processes that write "
-            "them, and start the server with --share-weights"
+            f"{tolerance:.2g}), and from the trainer's logprobs at the previous check by "
+            f"{alignment.previous:.2g}: the server does not serve the trained weights. Stop "
+            "other processes that write them, and start the server with --share-weights"
         )
 
 

@@ -138,10 +138,10 @@ class PublicationCheck:
             )
         elif not (alignment.sampled_mean or 0.0) <= self.bound.value:
             problems.append(
-                f"the logprobs of tokens that the server samples differ from the trainer's by "
+                "the logprobs of tokens that the server samples differ from the trainer's by "
                 f"{alignment.sampled_mean:.4f} on average (tolerance {self.bound.value:.2g}), "
-                f"although those of fixed tokens agree ({alignment.mean:.2g}). Likely cause: keys "
-                "and values of the previous weights are still in its KV cache"
+                f"although those of fixed tokens agree ({alignment.mean:.2g}). Likely cause: "
+                "keys and values of the previous weights are still in the server's KV cache"
             )
         if named != {version}:
             names = ", ".join(str(tuple(v)) for v in sorted(named))
@@ -153,13 +153,13 @@ class PublicationCheck:
     def _cause(self, served: Tensor, alignment: Alignment) -> str:
         base, previous, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
         if FAR_BETTER * base < mean and base <= previous:
-            return "it serves the model that it was started with, without any training"
+            return "the server serves the model that it was started with, without any training"
         if FAR_BETTER * previous < mean:
-            return "it still serves the weights of the previous publication"
+            return "the server still serves the weights of the previous publication"
         return (
-            "it serves weights of another run, or was started with another model than --model "
-            f"(mean difference to the model it should have been started with: {base:.2g}, to the "
-            f"previous publication: {previous:.2g})"
+            "the server serves weights of another run, or was started with another model "
+            "than --model (mean difference to the model it should have been started with: "
+            f"{base:.2g}, to the previous publication: {previous:.2g})"
         )
 
     def _sampled_difference(self, completion: Completion) -> Tensor:

@@ -159,7 +159,7 @@ class RolloutCheck:
                 length = int(part.position[part.sequence == number].max()) + 1
                 differences.append(self._from_server(batch.tokens(number, length)))
         except GrpoError as error:
-            return ServerAnswer(None, f"no answer ({error})")
+            return ServerAnswer(None, f"the server did not answer ({error})")
         mean = float(torch.cat(differences).mean())
         return ServerAnswer(mean, f"{mean:.2g}")
 

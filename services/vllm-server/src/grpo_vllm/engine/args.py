@@ -44,7 +44,10 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
     # Here, not in the plugin: only this process has the options. vLLM's other processes inherit
     # its environment.
     if arguments.enable_lora and switch_lora_pdl_off():
-        log.info("lora.pdl_disabled", reason="Triton cannot compile it on this GPU")
+        log.info(
+            "lora.pdl_disabled",
+            reason="Triton cannot compile programmatic dependent launch (PDL) on this GPU",
+        )
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
     return arguments

@@ -55,7 +55,10 @@ class ForkServer:
             try:
                 await asyncio.to_thread(send_plan, sending, plan)
             except OSError as error:
-                log.error("fork_server.killed", reason=f"it accepted no plan: {error}")
+                log.error(
+                    "fork_server.killed",
+                    reason=f"the fork server did not receive the engine's settings: {error}",
+                )
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
         return engine

@@ -27,7 +27,7 @@ MAX_STRUCTURED_BYTES = 16 * 1024
 """The engine compiles grammars one at a time. One of two megabytes would delay the others by
 minutes."""
 
-_SET_BY_SERVER = "set by the server; leave it out"
+_SET_BY_SERVER = "the server sets this parameter; omit it"
 REFUSED: Mapping[str, str] = {
     "output_kind": _SET_BY_SERVER,
     "skip_clone": _SET_BY_SERVER,
@@ -114,11 +114,11 @@ def _encode(text: str, model_config: Any, tokenizer: Any) -> list[int]:
 
 def _check_prompt(token_ids: list[int], model_config: Any) -> None:
     if not token_ids:
-        raise BadGenerateRequest("prompt: empty")
+        raise BadGenerateRequest("prompt: expected at least one token")
     if len(token_ids) >= model_config.max_model_len:
         raise BadGenerateRequest(
-            f"prompt: {len(token_ids)} tokens leave no room in a context of "
-            f"{model_config.max_model_len}"
+            f"prompt: {len(token_ids)} tokens leave no room for a completion in a context "
+            f"of {model_config.max_model_len} tokens"
         )
     vocabulary = model_config.get_vocab_size()
     for i, token in enumerate(token_ids):

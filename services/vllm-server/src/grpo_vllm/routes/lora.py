@@ -70,7 +70,7 @@ class AdapterControl:
         version = request.policy_version or served.next_epoch()
         if version < served:
             raise BridgeConflict(
-                f"policy version {tuple(version)} is older than the served {tuple(served)}"
+                f"policy version {tuple(version)} is older than the served version {tuple(served)}"
             )
         loaded = await switch.load(directory, version)
         if version > served:
@@ -83,7 +83,10 @@ class AdapterControl:
         if current is None:
             raise BridgeConflict("no adapter is loaded")
         if request.adapter_name not in ("", current.name, switch.served_name):
-            raise BridgeConflict(f"adapter {request.adapter_name} is not loaded; {current.name} is")
+            raise BridgeConflict(
+                f"adapter {request.adapter_name} is not loaded; the loaded adapter is "
+                f"{current.name}"
+            )
         await switch.unload()
         # The server returns to the model during a run, so the version must be one that no trainer
         # has used.

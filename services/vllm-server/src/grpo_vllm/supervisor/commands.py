@@ -66,7 +66,7 @@ class CommandHandler:
         command = self._state.take_launched()
         if command is None:
             return
-        log.info("restart.answered", command=named(command), outcome=state.value)
+        log.info("restart_command.answered", command=named(command), outcome=state.value)
         # In the background: Redis may be down, and the engine must be watched meanwhile.
         task = asyncio.create_task(self._answer(command, state, reason))
         self._answers.add(task)
@@ -90,7 +90,7 @@ class CommandHandler:
         elif command.action is Action.LOAD_ADAPTER and current.serving:
             await self._load(command, weights)
         elif current.phase in (SupervisorPhase.SERVING, SupervisorPhase.FAILED):
-            log.info("restart.accepted", command=named(command))
+            log.info("restart_command.accepted", command=named(command))
             await self._answer(command, OutcomeState.ACCEPTED)
             current.request(Restart(command, weights))
         else:
@@ -144,7 +144,7 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
     _require_mode(command.action, settings)
     if command.version <= served.version and not _is_repetition(command, served):
         raise UnusableWeights(
-            f"policy version {tuple(command.version)} is not newer than the served "
+            f"policy version {tuple(command.version)} is not newer than the served version "
             f"{tuple(served.version)}; use a new version for new weights"
         )
     assert settings.weights_dir is not None, "_require_mode checks this"
@@ -158,18 +158,17 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
 def _require_mode(action: Action, settings: ServerSettings) -> None:
     if settings.share_weights:
         raise UnusableWeights(
-            f"{action.value}: a trainer writes this server's weights in place; start the server "
-            "without --share-weights"
+            f"the server refuses {action.value}, because a trainer writes the server's "
+            "weights in place; start the server without --share-weights"
         )
     if settings.weights_dir is None:
         raise UnusableWeights(
-            f"{action.value}: this server cannot load weights from disk; start it with "
-            "--weights-dir"
+            f"the server refuses {action.value}, because it was started without --weights-dir"
         )
     wants_lora = action is not Action.RESTART_WITH_CHECKPOINT
     if wants_lora != settings.enable_lora:
         flag = "with --enable-lora" if wants_lora else "without --enable-lora"
-        raise UnusableWeights(f"{action.value}: start the server {flag} to use this command")
+        raise UnusableWeights(f"the server refuses {action.value}; start the server {flag}")
 
 
 def _is_repetition(command: Command, served: WeightRef) -> bool:

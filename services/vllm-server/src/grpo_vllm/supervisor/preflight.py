@@ -39,7 +39,7 @@ _POLL_S = 0.5
 
 
 class SharedMemoryTooSmall(GrpoError):
-    """vLLM's workers could not exchange messages."""
+    """/dev/shm is too small for the messages between vLLM's workers."""
 
 
 def require_shared_memory(engine_arguments: Sequence[str]) -> None:
@@ -112,7 +112,9 @@ async def memory_is_back(before_mib: list[int]) -> bool:
     now = lowest = await asyncio.to_thread(gpu_memory_mib)
     while _exceeds(now, before_mib, by_mib=SLACK_MIB):
         if settled.has_passed:
-            log.info("gpu_memory.used_by_others", used_mib=now, before_mib=before_mib)
+            log.info(
+                "gpu_memory.used_by_others", used_mib=now, used_before_last_engine_mib=before_mib
+            )
             return True
         if deadline.has_passed:
             return False

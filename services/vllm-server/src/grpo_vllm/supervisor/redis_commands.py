@@ -73,7 +73,7 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
                 try:
                     command = Command.from_wire(fields)
                 except ProtocolViolation as error:
-                    log.warning("command.invalid", place=place, reason=str(error))
+                    log.warning("command.invalid", stream_id=place, reason=str(error))
                     continue
                 if not await self._is_answered(command):
                     self._places[command.id] = place

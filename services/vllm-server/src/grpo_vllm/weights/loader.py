@@ -108,7 +108,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if not current_platform.is_cuda():
             raise UnshareableWeights(
                 "--share-weights works on CPU and on NVIDIA GPUs, not on "
-                f"{current_platform.device_name}; start without it"
+                f"{current_platform.device_name}; start the server without --share-weights"
             )
         memory = WeightMemory(model.parameters())
         obstacle = why_not_exportable(memory)

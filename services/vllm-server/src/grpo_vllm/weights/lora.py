@@ -110,11 +110,14 @@ class AdapterSwitch:
         except TimeoutError:
             self._in_background(self._remove(request))
             raise AdapterRefused(
-                f"{request.lora_path}: not loaded within {LOAD_DEADLINE_S:g} s; see the server log"
+                f"the adapter {request.lora_path} was not loaded within {LOAD_DEADLINE_S:g} s; "
+                "see the server log"
             ) from None
         except Exception as error:  # the engine raises any error of its worker unchanged
             self._in_background(self._remove(request))
-            raise AdapterRefused(f"{request.lora_path}: {error}") from error
+            raise AdapterRefused(
+                f"the engine cannot load the adapter {request.lora_path}: {error}"
+            ) from error
 
     def _retire(self, former: LoadedAdapter | None) -> None:
         if former is not None:
@@ -167,7 +170,9 @@ class AdapterNames(MutableMapping[str | None, Any]):
         return int(self._switch.current is not None)
 
     def __setitem__(self, name: str | None, request: Any) -> None:
-        raise AdapterRefused(f"adapter {name}: load it with POST /lora/load")
+        raise AdapterRefused(f"adapter {name} cannot be loaded in this way; use POST /lora/load")
 
     def __delitem__(self, name: str | None) -> None:
-        raise AdapterRefused(f"adapter {name}: unload it with POST /lora/unload")
+        raise AdapterRefused(
+            f"adapter {name} cannot be unloaded in this way; use POST /lora/unload"
+        )

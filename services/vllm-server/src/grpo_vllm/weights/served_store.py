@@ -101,7 +101,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
             self._catching_up.cancel()
             await asyncio.wait([self._catching_up])
             if self._latest and not await self._write(self._latest, LAST_ATTEMPT_DEADLINE_S):
-                log.warning("served_weights.not_saved", redis=self._where)
+                log.warning("served_version.not_saved", redis=self._where)
         await super().close()
 
     async def read(self, deadline_s: float) -> ServedWeights | None:
@@ -120,9 +120,9 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         except FAILURES as error:
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
-                f"({error or type(error).__name__}), so the weights that this run served last are "
-                "unknown. Start Redis, correct --redis-url, or leave it out to serve the model "
-                "from disk"
+                f"({error or type(error).__name__}), so the weights that this run served last "
+                "are unknown. Start Redis, correct --redis-url, or omit --redis-url to serve "
+                "the model from disk"
             ) from error
         return _parse(self._key, fields) if fields else None
 
@@ -131,7 +131,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         self._latest = served
         if self._catching_up is None and not await self._write(served):
             log.warning(
-                "served_weights.save_delayed",
+                "served_version.save_delayed",
                 redis=self._where,
                 reason="Redis does not answer",
             )
@@ -145,7 +145,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
             if latest is not None and await self._write(latest):
                 written = latest
         self._catching_up = None
-        log.info("served_weights.saved", redis=self._where)
+        log.info("served_version.saved", redis=self._where)
 
     async def _write(self, served: ServedWeights, within_s: float = ATTEMPT_DEADLINE_S) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}

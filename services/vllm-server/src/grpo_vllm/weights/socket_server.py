@@ -47,7 +47,7 @@ class UnsafeSocketDirectory(GrpoError):
 
 
 class NotExported(GrpoError):
-    """The worker cannot export its memory to this trainer. The message gives the reason."""
+    """The engine cannot share its memory with a trainer. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def _remove_stale(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_socket():
-        raise SocketTaken(f"--weights-socket {path}: not a socket; choose another path")
+        raise SocketTaken(
+            f"--weights-socket: {path} exists and is not a socket; choose another path"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -140,7 +142,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
         else:
             raise SocketTaken(
-                f"--weights-socket {path}: another server listens there; choose another path"
+                f"--weights-socket {path}: another server listens on this path; choose another path"
             )
 
 
@@ -179,7 +181,7 @@ async def _serve_trainer(
     except (BridgeConflict, NotExported) as error:
         await asyncio.to_thread(send_refusal, connection, str(error))
     except EngineTimeout as error:
-        log.error("bridge.broken", reason=str(error))
+        log.error("engine.unresponsive", reason=str(error))
     except OSError as error:
         log.warning("trainer.connection_lost", session=session, reason=str(error))
     finally:
@@ -195,9 +197,9 @@ def make_private_directory(directory: Path) -> None:
     mode, own = stat.S_IMODE(found.st_mode), os.getuid()
     if found.st_uid != own or mode & 0o077:
         raise UnsafeSocketDirectory(
-            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode {mode:04o}, "
-            f"but only user {own} may enter it; choose a directory that does not exist yet, or run "
-            f"chown {own} and chmod 700 on this one"
+            f"--weights-socket: {directory} belongs to user {found.st_uid} with mode "
+            f"{mode:04o}, but must belong to user {own} with mode 700; choose a directory that "
+            f"does not exist yet, or run chown {own} and chmod 700 on this directory"
         )
 
 
@@ -230,7 +232,7 @@ def _log_replaced(path: Path) -> None:
         other = read_bridge_config(path)
         log.warning(
             "bridge_config.replaced",
-            reason="the file of another server, or of a server that was killed, was there",
+            reason="another server, or a server that was killed, left its file at this path",
             path=str(path.absolute()),
             model=other.model,
             generation=other.generation,

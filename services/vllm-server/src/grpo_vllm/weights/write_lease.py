@@ -224,7 +224,7 @@ class WeightBridge:
         """
         self.notice_count += 1
         reset = await self.engine.reset_prefix_cache()
-        log.info("notice.received", notice_count=self.notice_count, prefix_cache_reset=reset)
+        log.info("update_notice.received", notice_count=self.notice_count, prefix_cache_reset=reset)
         return reset
 
     def _check_is_attached(self, session: str) -> None:
@@ -247,7 +247,7 @@ class WeightBridge:
         taken = version < self.version if self.write_back.missing else version <= self.version
         if taken:
             raise BridgeConflict(
-                f"policy version {tuple(version)} is not newer than the served "
+                f"policy version {tuple(version)} is not newer than the served version "
                 f"{tuple(self.version)}; use a new version for new weights"
             )
 

@@ -184,7 +184,7 @@ class FileSync:
             "weights.published",
             version=tuple(version),
             seconds=round(time.monotonic() - started, 2),
-            difference=alignment.mean,
+            logprob_difference=alignment.mean,
         )
         return alignment
 
@@ -210,7 +210,7 @@ class FileSync:
                 raise PolicyMismatch(
                     f"the server at {self.bridge.base_url} serves version "
                     f"{tuple(info.policy_version)}, but the server of run "
-                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: they "
+                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: these "
                     "are two servers. Give server and trainer the same --redis-url and --run-id"
                 )
             time.sleep(POLL_S)
@@ -237,15 +237,18 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
     problems = []
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append(
-            "it accepts no adapters: start vllm-api-server with --enable-lora --max-lora-rank R"
+            "the server accepts no adapters: start vllm-api-server with --enable-lora "
+            "--max-lora-rank R"
         )
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
-        problems.append("it accepts adapters, not whole models: start it without --enable-lora")
+        problems.append(
+            "the server accepts adapters, not whole models: start it without --enable-lora"
+        )
     if info.weights_socket is not None:
-        problems.append("it shares its weights: start it without --share-weights")
+        problems.append("the server shares its weights: start it without --share-weights")
     if problems:
         raise PolicyMismatch(
-            f"the server at {url} does not fit this mode:\n  " + "\n  ".join(problems)
+            f"the server at {url} does not fit the trainer's mode:\n  " + "\n  ".join(problems)
         )
 
 
@@ -264,8 +267,8 @@ def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
         )
     if wanted not in ("auto", info.dtype):
         raise PolicyMismatch(
-            f"--dtype {wanted}, but the server's weights are in {info.dtype}; give both the "
-            "same --dtype, or the trainer --dtype auto"
+            f"--dtype {wanted}, but the server's weights are in {info.dtype}; start trainer and "
+            "server with the same --dtype, or the trainer with --dtype auto"
         )
     dtype: torch.dtype = getattr(torch, info.dtype)
     return dtype

@@ -98,9 +98,10 @@ class ServerMonitor:
             self._return_deadline = Deadline(self._return_deadline_s, self._clock)
         elif self._return_deadline.has_passed:
             raise LostServer(
-                f"the inference server of run {self._supervisor.run_id!r} is down for "
-                f"{self._return_deadline_s:g} s ({describe(status)}). Read its log, start it again "
-                "with the trainer's --redis-url and --run-id, then start the trainer again"
+                f"the inference server of run {self._supervisor.run_id!r} has been down for "
+                f"{self._return_deadline_s:g} s ({describe(status)}). Read the server's log, "
+                "start the server again with the trainer's --redis-url and --run-id, then "
+                "start the trainer again"
             )
 
 

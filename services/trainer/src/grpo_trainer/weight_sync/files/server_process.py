@@ -83,7 +83,7 @@ def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> It
         log.info("server.ready", seconds=round(seconds, 1))
         yield
     except ProcessFailed as error:
-        advice = "if it only needs more time, raise --server-return-deadline-s"
+        advice = "if the server only needs more time, raise --server-return-deadline-s"
         raise NoInferenceServer(f"{error}\n{advice}") from error
     finally:
         child.stop(END_GRACE_S)
@@ -179,7 +179,7 @@ def _visible_gpu(index: int, visible: str | None) -> str:
     gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     if index >= len(gpus):
         raise NoSuchDevice(
-            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} has {len(gpus)} GPUs, counted from 0"
+            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} lists {len(gpus)} GPUs, counted from 0"
         )
     return gpus[index]
 

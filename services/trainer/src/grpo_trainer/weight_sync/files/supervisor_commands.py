@@ -73,7 +73,7 @@ class Publisher:
             if outcome.state is OutcomeState.REFUSED:
                 raise WeightsRefused(
                     f"the server refuses version {tuple(weights.version)} in {weights.path}: "
-                    f"{outcome.reason}. It keeps serving the previous version"
+                    f"{outcome.reason}. The server keeps serving the previous version"
                 )
             if deadline.left_s <= retry_s:
                 raise self._not_published(weights, reason)
@@ -94,7 +94,7 @@ class Publisher:
                 seen = "accepted but not completed" if outcome else "not accepted"
                 raise self._not_published(
                     command.weights,
-                    f"the command was {seen}; {describe(self.monitor.status())}",
+                    f"the supervisor had {seen} the command; {describe(self.monitor.status())}",
                 )
             time.sleep(POLL_S)
 
@@ -121,8 +121,9 @@ class Publisher:
     def _not_published(self, weights: WeightRef, reason: str) -> NotPublished:
         return NotPublished(
             f"version {tuple(weights.version)} is not served after {self.deadline_s:g} s "
-            f"({reason}). Read the server's log; raise --publish-deadline-s if it only needs more "
-            "time. Start the trainer again to resume from its newest checkpoint"
+            f"({reason}). Read the server's log; if the server only needs more time, raise "
+            "--publish-deadline-s. Start the trainer again to resume from its newest "
+            "checkpoint"
         )
 
 

@@ -86,7 +86,9 @@ class ServerConnection:
     @property
     def attachment(self) -> Attachment:
         if self._attachment is None:
-            raise WeightSyncError("not attached: load_policy() comes first")
+            raise WeightSyncError(
+                "the trainer is not attached to the server; call load_policy() first"
+            )
         return self._attachment
 
     def attach(self, deadline_s: float | None = None) -> Attachment:
@@ -154,15 +156,16 @@ class ServerConnection:
     def did_not_return(self, what: str) -> LostServer:
         return LostServer(
             f"the inference server at {self.bridge.base_url} stopped and did not come back "
-            f"within {self.return_deadline_s:g} s ({what}); read its log, start it again, then "
-            "start the trainer again"
+            f"within {self.return_deadline_s:g} s ({what}); read the server's log, start the "
+            "server again, then start the trainer again"
         )
 
     def _check_dtype(self, weights: MappedWeights) -> None:
         if self.dtype not in ("auto", weights.dtype_name):
             raise PolicyMismatch(
-                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; give "
-                "both the same --dtype, or the trainer --dtype auto"
+                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; "
+                "start trainer and server with the same --dtype, or the trainer with --dtype "
+                "auto"
             )
 
 

@@ -56,14 +56,15 @@ class OwnPlace:
             )
         if server.pid_namespace != self.pid_namespace:
             problems.append(
-                "server and trainer are in different PID namespaces, but CUDA finds the exporting "
-                "process by its PID: let one container use the other's (pid: service:...)"
+                "server and trainer are in different PID namespaces, but CUDA finds the "
+                "exporting process by its PID: start one container in the PID namespace of the "
+                "other container (pid: service:...)"
             )
         if server.shm_filesystem != self.shm_filesystem:
             problems.append(
-                "server and trainer have different /dev/shm, where torch counts users of exported "
-                "memory: let one container use the other's (ipc: service:...; the other needs "
-                "ipc: shareable)"
+                "server and trainer have different /dev/shm, where torch counts users of "
+                "exported memory: let one container use the /dev/shm of the other container "
+                "(ipc: service:...), which needs ipc: shareable"
             )
         return problems
 

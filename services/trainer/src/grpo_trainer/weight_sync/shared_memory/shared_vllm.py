@@ -158,7 +158,7 @@ class SharedVllm:
             LostServer: it did not come back in time.
         """
         if self._server.attachment.is_lost():
-            self._reattach("its connection closed")
+            self._reattach("the server closed the connection")
             self._publish(self._version.step)
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -186,7 +186,7 @@ class SharedVllm:
         deadline = Deadline(self._server.return_deadline_s)
         while True:
             if self._server.attachment.is_lost():
-                self._reattach("its connection closed")
+                self._reattach("the server closed the connection")
             version = PolicyVersion(self._version.epoch, step)
             if self._epochs is not None:
                 self._epochs.open(version.epoch)

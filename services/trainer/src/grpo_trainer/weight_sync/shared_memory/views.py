@@ -97,7 +97,9 @@ def _check_fit(
 ) -> None:
     regions = manifest.parameters
     used = {regions[name].offset for name in parameters if name in regions}
-    problems = [f"{name}: not on the server" for name in parameters if name not in regions]
+    problems = [
+        f"{name}: the server has no such parameter" for name in parameters if name not in regions
+    ]
     problems += [
         f"{name}: served shape {list(regions[name].shape)}, policy shape {list(parameter.shape)}"
         for name, parameter in parameters.items()
@@ -105,7 +107,7 @@ def _check_fit(
     ]
     # Model files may name one tensor twice (tied embeddings); both names then have one offset.
     problems += [
-        f"{name}: on the server, but the policy has no such parameter"
+        f"{name}: the server has this parameter, but the policy does not"
         for name, region in regions.items()
         if name not in parameters and region.offset not in used
     ]

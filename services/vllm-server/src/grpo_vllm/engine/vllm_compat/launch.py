@@ -126,7 +126,7 @@ def why_no_sleep(engine: Any) -> str | None:
     if not current_platform.is_sleep_mode_available():
         return f"vLLM has no sleep mode on {current_platform.device_name}"
     if not engine.vllm_config.model_config.enable_sleep_mode:
-        return "start the server with --enable-sleep-mode"
+        return "the server was started without --enable-sleep-mode"
     return None
 
 
