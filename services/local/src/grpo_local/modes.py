@@ -79,17 +79,19 @@ class ModeOptions(CommandSettings):
         "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models",
     )
     vllm_restart_interval: Annotated[int | None, Shown(default="10")] = Field(
-        None, ge=1, description="Steps between two restarts of the engine in lora_restart and none"
+        None,
+        ge=1,
+        description="Steps between two restarts of the engine in the modes lora_restart and none",
     )
     adapter_sync_interval: int = Field(
-        1, ge=1, description="Steps between two adapters that the server loads in lora_only"
+        1, ge=1, description="Steps between two publications of an adapter in mode lora_only"
     )
     lora_r: int = Field(16, ge=1, le=LORA_RANKS[-1], description="Rank of the adapter")
     lora_alpha: int = Field(
-        32, ge=1, description="Scale: the adapter is multiplied by lora-alpha / lora-r"
+        32, ge=1, description="The adapter is scaled by this number divided by its rank"
     )
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="Dropout in front of the adapter, in training"
+        0.05, ge=0, lt=1, description="Dropout of the adapter's input while gradients are computed"
     )
     lora_target_modules: Annotated[
         CommaSeparated[str] | None,

@@ -106,7 +106,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     data: str | None = Field(
         None,
         min_length=1,
-        description="Problems of gsm8k: a directory with train.jsonl, or a data set on the hub",
+        description="Data set of gsm8k: a directory that contains train.jsonl, or an id on the "
+        "Hugging Face hub",
     )
     seed: int = Field(0, ge=0, description="Seed of sampling, data order and training")
     steps: Annotated[
@@ -159,8 +160,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     max_batches_offpolicy: int = Field(
         1,
         ge=1,
-        description="Batches that may be queued. More keep the trainer busier, fewer keep the data "
-        "fresher",
+        description="Batches that may be queued or in progress. More batches keep the trainer "
+        "busier, fewer batches keep the data fresher",
     )
     step_deadline_s: Annotated[
         float | None,

@@ -59,7 +59,9 @@ class RunSettings(WithServiceOptions, ModeOptions):
         min_length=1, description="Model: a directory or an id on the Hugging Face hub"
     )
     vllm_restart_interval: int = Field(
-        3, ge=1, description="Steps between two restarts of the engine in lora_restart and none"
+        3,
+        ge=1,
+        description="Steps between two restarts of the engine in the modes lora_restart and none",
     )
     lora_target_modules: Annotated[CommaSeparated[str] | None, Shown(default="q_proj,v_proj")] = (
         Field(None, min_length=1, description="Layers with an adapter, separated by commas")
