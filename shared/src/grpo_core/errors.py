@@ -22,7 +22,7 @@ class ServiceUnavailable(GrpoError):
 
 
 class AnswerLost(ServiceUnavailable):
-    """The connection broke after a request that must not be repeated without a check."""
+    """The connection broke before the answer to a request that must not simply be repeated."""
 
 
 class RequestRefused(GrpoError):
@@ -42,12 +42,12 @@ class TrainerSuperseded(RequestRefused):
 
 
 class LeasesFull(RequestRefused):
-    """The unacknowledged batches have reached run-api's limit in bytes."""
+    """The unacknowledged batches have reached the limit --max-leased-bytes of run-api."""
 
 
 class UnknownBatch(RequestRefused):
-    """The request names a batch that the run at run-api never handed out."""
+    """A request names a batch that run-api never handed out in this run."""
 
 
 class ProtocolViolation(GrpoError):
-    """The answer of a service breaks the protocol."""
+    """A service sent an answer that its HTTP API does not allow."""

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ReadyFileNotWritten(GrpoError):
-    """The file of --ready-file cannot be created, so health checks would always fail."""
+    """The file that `--ready-file` names cannot be created, so health checks would always fail."""
 
 
 class GroupLargerThanBatch(GrpoError):

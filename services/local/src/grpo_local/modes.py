@@ -75,28 +75,33 @@ class ModeOptions(CommandSettings):
     mode: ModeName = Field(
         "shared_vllm",
         description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
-        "trainer and server share one copy in memory. lora_only: the running server loads "
-        "adapters. lora_restart: it restarts with adapters. none: it restarts on whole models",
+        "trainer and server share one copy in memory. lora_only: the running server "
+        "loads each new adapter. lora_restart: the engine restarts with each new "
+        "adapter. none: the engine restarts with each new model",
     )
     vllm_restart_interval: Annotated[int | None, Shown(default="10")] = Field(
         None,
         ge=1,
-        description="Steps between two restarts of the engine in the modes lora_restart and none",
+        description="Steps between two restarts of the engine, in mode lora_restart or mode none",
     )
     adapter_sync_interval: int = Field(
-        1, ge=1, description="Steps between two publications of an adapter in mode lora_only"
+        1, ge=1, description="Steps between two publications of an adapter, in mode lora_only"
     )
-    lora_r: int = Field(16, ge=1, le=LORA_RANKS[-1], description="Rank of the adapter")
+    lora_r: int = Field(16, ge=1, le=LORA_RANKS[-1], description="Rank of the LoRA adapter")
     lora_alpha: int = Field(
-        32, ge=1, description="The adapter is scaled by this number divided by its rank"
+        32, ge=1, description="LoRA alpha: the adapter is scaled by this number divided by --lora-r"
     )
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="Dropout of the adapter's input while gradients are computed"
+        0.05, ge=0, lt=1, description="Dropout probability of the adapter's input during training"
     )
     lora_target_modules: Annotated[
         CommaSeparated[str] | None,
         Shown(default="q_proj,v_proj; with the tiny model every linear layer"),
-    ] = Field(None, min_length=1, description="Layers with an adapter, separated by commas")
+    ] = Field(
+        None,
+        min_length=1,
+        description="Names of the modules that get an adapter, separated by commas",
+    )
 
     @property
     def weight_mode(self) -> Mode:

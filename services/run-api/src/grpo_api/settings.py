@@ -49,12 +49,13 @@ class RunApiSettings(CommandSettings):
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
     redis_url: Annotated[RedisUrl, Shown(default=_DEFAULT_REDIS)] = Field(
         SecretStr(_DEFAULT_REDIS),
-        description="Redis that holds the run's state: redis://, rediss:// or unix://. Use the "
-        "environment variable for a URL with a password: other users can read command lines",
+        description="URL of the Redis that stores the run: redis://, rediss:// or unix://. Set a "
+        "URL with a password in the environment variable, because other users can read "
+        "command lines",
     )
     run_id: str = Field(
         DEFAULT_RUN_ID,
-        description="Name of the run. Runs with different names can share one Redis",
+        description="Name of the run. Runs with different names can use the same Redis",
     )
     max_body_bytes: Annotated[int, Shown(default="33554432, which is 32 MiB")] = Field(
         32 * 1024 * 1024,
@@ -65,51 +66,54 @@ class RunApiSettings(CommandSettings):
         60.0,
         gt=0.0,
         le=3600.0,
-        description="Seconds in which a request body must arrive; a slower request is answered 408",
+        description="Limit, in seconds, on receiving a request body. A slower request is answered "
+        "with status 408",
     )
     max_queued_groups: int = Field(
         100_000,
         ge=1,
-        description="Size of the queue, in groups, above which submissions are delayed. "
-        "Environments are slowed down when the queue has half this size",
+        description="Size of the queue, in groups, at which submissions are delayed. Environments "
+        "slow down from half this size on",
     )
     max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="Size of the queue, in compressed bytes, above which submissions are "
-        "delayed. Partial groups count too",
+        description="Size of the queue and of all partial groups, in compressed bytes, at which "
+        "submissions are delayed",
     )
     max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="Limit on the compressed bytes of batches that were handed out and not "
-        "acknowledged. At the limit, the trainer must acknowledge a batch to get the next one",
+        description="Limit on the compressed bytes of unacknowledged batches. At this limit, the "
+        "trainer gets its next batch only after an acknowledgement",
     )
     full_queue_wait_s: float = Field(
         20.0,
         ge=0.0,
         le=60.0,
-        description="Seconds that a submission waits for a full queue before it is answered 503",
+        description="Seconds that a submission waits for room in a full queue. After this time it "
+        "is answered with status 503",
     )
     redis_deadline_s: float = Field(
         10.0,
         gt=0.0,
         le=300.0,
-        description="Seconds that a request waits for an absent Redis before it is answered 503",
+        description="Seconds that a request waits for a Redis that does not answer. After this time"
+        " the request is answered with status 503",
     )
     environment_timeout_s: float = Field(
         60.0,
         gt=0.0,
         le=86400.0,
-        description="Seconds without a request to /status-env after which an environment gets no "
-        "share of the batch, until its next request",
+        description="Seconds without a request to /status-env after which an environment counts as "
+        "disconnected, until it sends a request again",
     )
     stop_grace_s: int = Field(
         10,
         ge=1,
         le=3600,
-        description="Seconds that requests in flight may take after a stop signal; slower "
-        "requests are answered 503",
+        description="Limit, in seconds, on requests in flight after a stop signal. Slower requests "
+        "are answered with status 503",
     )
     token: SecretStr | None = Field(
         None,
@@ -122,7 +126,9 @@ class RunApiSettings(CommandSettings):
         "by commas. IP addresses, names without a dot, private names and names of "
         "this machine are always allowed",
     )
-    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
 
     _usable_token = field_validator("token")(usable_token)
 

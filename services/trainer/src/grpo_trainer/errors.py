@@ -76,7 +76,7 @@ class DuplicatedBatch(GrpoError):
 
 
 class RolloutMismatch(GrpoError):
-    """The behaviour logprobs do not fit the weights, tokens and temperature of their group."""
+    """The behaviour logprobs of a group do not fit the group's weights, tokens and temperature."""
 
 
 class UnusableSavePath(GrpoError):
@@ -100,15 +100,15 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """The checkpoint has another model, mode, adapter or optimizer than the run."""
+    """The model, mode, adapter or optimizer of the checkpoint differs from the run's."""
 
 
 class StateOfAnotherRun(StateError):
-    """The batches of a checkpoint belong to another run than the one at run-api."""
+    """The checkpoint belongs to a different run than the run that run-api stores."""
 
 
 class MissingPackage(GrpoError):
-    """An option needs a package that is not installed. The message has the install command."""
+    """An option needs a package that is not installed. The message shows the install command."""
 
 
 class NoSuchDevice(GrpoError):
@@ -116,7 +116,7 @@ class NoSuchDevice(GrpoError):
 
 
 class FastPathRefused(GrpoError):
-    """The model does not support an option for faster computation. The message gives the reason."""
+    """The model does not support an option for faster training. The message gives the reason."""
 
 
 class UnusableOptimizer(GrpoError):
@@ -128,11 +128,11 @@ class NoInferenceServer(GrpoError):
 
 
 class NoEnvironmentLeft(GrpoError):
-    """All environments left the run, and none came back within --environment-return-deadline-s."""
+    """All environments left the run. None came back within `--environment-return-deadline-s`."""
 
 
 class StaleData(GrpoError):
-    """Every group that arrived before the deadline was older than --max-staleness allows."""
+    """Every group that arrived within `--batch-deadline-s` exceeded `--max-staleness`."""
 
 
 class WandbUnavailable(GrpoError):
@@ -160,15 +160,15 @@ class WeightSyncError(GrpoError):
 
 
 class PolicyMismatch(WeightSyncError):
-    """The server's parameters do not fit the trainer's model. The message lists the differences."""
+    """The parameters of the server's and the trainer's model differ. The message lists them."""
 
 
 class UnreachableWeights(WeightSyncError):
-    """The trainer cannot map the server's GPU memory. The message lists every reason."""
+    """The trainer cannot map the server's GPU memory. The message lists all reasons."""
 
 
 class MovedParameters(WeightSyncError):
-    """Parameters are no longer in the shared memory. The message lists these parameters."""
+    """Model parameters have left the shared memory. The message lists these parameters."""
 
 
 class TornWeights(WeightSyncError):

@@ -93,9 +93,13 @@ class ServerSettings(CommandSettings):
         min_length=1, description="Model to serve: a directory or an id on the Hugging Face hub"
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
-    port: int = Field(9001, ge=1, le=65535, description="TCP port of the public routes")
+    port: int = Field(
+        9001, ge=1, le=65535, description="TCP port of the public routes, such as /generate"
+    )
     share_weights: bool = Field(
-        False, description="Share the weights with a trainer on this host, which updates them"
+        False,
+        description="Share the weights in memory with a trainer on this host, so that the trainer "
+        "can update them",
     )
     weights_socket: Annotated[
         Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
@@ -120,43 +124,47 @@ class ServerSettings(CommandSettings):
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis that records which weights the server serves, so that a restarted "
-        "server waits for these weights. Without Redis, a restarted server serves "
-        "--model",
+        description="URL of the Redis that records the served version, so that a restarted server "
+        "waits for the same weights. Without Redis, a restarted server serves --model",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0, description="Seconds that Redis may take to answer at the start"
+        10.0, gt=0, description="Limit, in seconds, on Redis' answer when the server starts"
     )
     await_weights: bool = Field(
         True,
-        description="After a restart, hold requests until a trainer has written the weights "
-        "back. With --no-await-weights, the server serves --model under a new "
-        "policy version instead",
+        description="After a restart, hold requests until a trainer has written the current weights"
+        " back. With --no-await-weights, the server serves --model under a new policy "
+        "version instead",
     )
     write_back_hold_s: float = Field(
         20.0,
         gt=0,
-        description="Seconds that a request waits for a trainer to write the weights back",
+        description="Seconds that a request waits for a trainer to write the weights back after a "
+        "restart. After this time the request is answered with status 503",
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a trainer may take to write the weights back, before the "
-        "server refuses requests",
+        description="Limit, in seconds, on writing the weights back after a restart. After this "
+        "time the server answers requests with status 503 at once",
     )
     enable_lora: bool = Field(
         False,
-        description="Load LoRA adapters. The model's name then means the newest adapter, and "
-        "<name>@base the base model",
+        description="Accept LoRA adapters. A request for the model's name then uses the newest "
+        "adapter, and a request for <name>@base uses the base model",
     )
     max_lora_rank: int = Field(
         16, description=f"Largest rank of an adapter, one of {', '.join(map(str, LORA_RANKS))}"
     )
-    max_loras: int = Field(4, ge=2, description="Adapters that one batch of requests may mix")
+    max_loras: int = Field(
+        4,
+        ge=2,
+        description="Largest number of different adapters that the engine uses in one forward pass",
+    )
     weights_dir: Annotated[Path | None, Shown(default="none, and weights are not loaded")] = Field(
         None,
-        description="The only directory from which the server loads adapters and models: <save "
-        "path>/served_weights of the trainer",
+        description="The only directory from which the server loads adapters and models: "
+        "served_weights below the trainer's --save-path",
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,
@@ -180,23 +188,28 @@ class ServerSettings(CommandSettings):
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds that requests in flight may take before a restart of the engine; "
-        "slower requests are answered 503",
+        description="Limit, in seconds, on requests in flight before a restart of the engine. "
+        "Slower requests are answered with status 503",
     )
     stop_grace_s: float = Field(
-        8.0, gt=0, description="Seconds that the engine may take to stop before it is killed"
+        8.0,
+        gt=0,
+        description="Limit, in seconds, on the stop of the engine. After this time the engine is "
+        "killed",
     )
     engine_deadline_s: float = Field(
-        1800.0, gt=0, description="Seconds that the engine may take to start"
+        1800.0, gt=0, description="Limit, in seconds, on the start of the engine"
     )
     restart_limit: int = Field(
         5,
         ge=1,
-        description="Number of engine failures in a row after which the server stops "
-        "restarting the engine and answers 503",
+        description="Number of engine failures in a row after which the server no longer restarts "
+        "the engine and answers requests with status 503",
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
-    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
     engine_arguments: tuple[str, ...] = ()
 
     @property

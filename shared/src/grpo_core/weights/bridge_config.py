@@ -45,11 +45,11 @@ class BridgeConfig(BaseModel):
 
 
 class BridgeConfigNotFound(GrpoError):
-    """No usable vllm_bridge_config.json. The message lists each path with its problem."""
+    """No vllm_bridge_config.json is usable. The message lists each path with its problem."""
 
 
 class BridgeConfigUnreadable(GrpoError):
-    """A vllm_bridge_config.json is not usable. The message is the reason, without the path."""
+    """A vllm_bridge_config.json is not usable. The message gives the reason."""
 
 
 class BridgeConfigUnwritable(GrpoError):

@@ -22,7 +22,7 @@ MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 
 class UnusableWeights(GrpoError):
-    """A directory of weights cannot be served. The message names directory, reason and fix."""
+    """A directory of weights is unusable. The message names directory, reason and fix."""
 
 
 def directory_digest(directory: Path) -> str:

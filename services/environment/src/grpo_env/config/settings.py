@@ -84,30 +84,36 @@ class EnvServerSettings(CommandSettings):
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Number of tokens in prompt and completion at which a sequence is too "
-        "long, so that its group is dropped. The trainer's limit applies if it is "
-        "smaller",
+        description="Length in tokens at which a sequence is too long and its group is dropped. If "
+        "the trainer's --seq-len is smaller, the trainer's applies",
     )
     max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
-        None, ge=1, description="Tokens after which a completion ends and is graded as it is"
+        None,
+        ge=1,
+        description="Longest completion, in tokens. A completion that reaches this length is cut "
+        "off and then graded",
     )
     temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
-    steps: Annotated[int, Shown(default="-1, which means as many as the trainer")] = Field(
-        -1, ge=-1, description="Stop after the training step with this number"
+    steps: Annotated[int, Shown(default="-1, which means the trainer's last step")] = Field(
+        -1, ge=-1, description="Number of the training step after which this environment stops"
     )
     max_batches_offpolicy: int = Field(
         3,
         ge=1,
-        description="Batches that may be queued or in progress. More batches keep the trainer "
-        "busier, fewer batches keep the data fresher",
+        description="Largest number of batches that are queued or being sampled. More batches keep "
+        "the trainer busier, fewer batches keep the data fresher",
     )
     max_concurrent_groups: int = Field(
-        8, ge=1, le=64, description="Groups that all environments together sample at once"
+        8,
+        ge=1,
+        le=64,
+        description="Largest number of groups that all environments of a run together sample at the"
+        " same time",
     )
     drop_equal_scores: bool = Field(
         True,
-        description="Drop groups whose scores are all equal, because the advantages of such a "
-        "group are zero. Its rewards still count in the reported mean",
+        description="Drop groups whose scores are all equal, because the advantages of such a group"
+        " are zero. Rewards of dropped groups still count in the reported mean reward",
     )
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
@@ -119,59 +125,60 @@ class EnvServerSettings(CommandSettings):
         "Hugging Face hub",
     )
     data_config: Annotated[str | None, Shown(default="main")] = Field(
-        None, description="Configuration of the data set from the Hugging Face hub"
+        None, description="Name of the data set's configuration on the Hugging Face hub"
     )
     format_reward: float = Field(
         0.3,
         ge=0.0,
         lt=1.0,
         allow_inf_nan=False,
-        description="Largest reward that gsm8k gives for the format of an answer. A correct "
-        "answer gets 1",
+        description="Largest reward for the format of an answer in gsm8k. A correct answer gets a "
+        "reward of 1 in addition",
     )
     wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
-        None, min_length=1, description="Name of this environment in metrics and logs"
+        None, min_length=1, description="Name of this environment in metrics and in logs"
     )
     weight: Weight = Field(
         1.0,
-        description="Weight of this environment when environments share "
-        "--max-concurrent-groups among themselves. -1: this environment samples "
-        "--max-concurrent-groups groups at once, in addition to the others",
+        description="Weight of this environment when environments share --max-concurrent-groups. "
+        "-1: this environment does not share and samples up to --max-concurrent-groups groups",
     )
     min_batch_allocation: float | None = Field(
         None,
         ge=0.0,
         le=1.0,
         allow_inf_nan=False,
-        description="Fraction of every batch that this environment must fill, from 0 to 1. A "
-        "batch is complete only with this fraction",
+        description="Fraction of every batch that must come from this environment, from 0 to 1. "
+        "run-api hands out no batch without this fraction",
     )
     seed: int = Field(0, description="Random seed for the order of the prompts")
     run_api_deadline_s: float = Field(
         120.0,
         gt=0.0,
-        description="Seconds for which the environment retries a run-api that cannot be reached",
+        description="Limit, in seconds, on retries while the environment cannot reach run-api",
     )
     trainer_deadline_s: float = Field(
         1800.0,
         gt=0.0,
-        description="Seconds to wait until a trainer registers, or takes a batch from a full queue",
+        description="Seconds to wait for a trainer to register, or to take a batch from a full "
+        "queue",
     )
     next_run_deadline_s: float = Field(
         0.0,
         ge=0.0,
-        description="Seconds to wait for a trainer that continues the run, if the run is "
-        "complete before this environment joins",
+        description="Seconds to wait for a trainer to continue the run, if the run is already "
+        "complete when this environment starts",
     )
     ready_file: Path | None = Field(
         None,
-        description="File that exists while this environment works, for a container's health check",
+        description="File that exists while this environment is working, for a container's health "
+        "check",
     )
     inference_url: CommaSeparated[InferenceUrl] = Field(
         ("http://localhost:9001",),
         min_length=1,
-        description="URL of the inference server. Several servers, separated by commas, share "
-        "the requests; mode shared_vllm allows only one server",
+        description="URL of the inference server. Several URLs, separated by commas, share the "
+        "requests. Mode shared_vllm allows only one URL",
     )
     model: str = Field(
         min_length=1,
@@ -182,18 +189,22 @@ class EnvServerSettings(CommandSettings):
         None, description="API key that the inference server requires"
     )
     server_type: Literal["vllm"] = Field(
-        "vllm", description="Kind of inference server. Only vllm reports the logprobs of tokens"
+        "vllm",
+        description="Type of the inference server. Only vllm returns the logprobs that training "
+        "needs",
     )
     request_deadline_s: float = Field(
         300.0,
         gt=0.0,
-        description="Seconds in which a server must answer with the completions of one prompt, "
-        "retries included",
+        description="Limit, in seconds, on the request for one prompt's completions, retries "
+        "included",
     )
     start_deadline_s: float = Field(
-        1800.0, gt=0.0, description="Seconds to wait at the start until the server is ready"
+        1800.0, gt=0.0, description="Seconds to wait at the start for the inference server"
     )
-    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
 
     _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 

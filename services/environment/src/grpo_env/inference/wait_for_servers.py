@@ -27,7 +27,7 @@ class NotAnInferenceServer(GrpoError):
 
 
 class SharedWeightsHaveOneServer(GrpoError):
-    """Several servers were given, but a trainer writes the weights of one of them in place."""
+    """`--inference-url` names several servers, but in `shared_vllm` a run has only one server."""
 
 
 class _BridgeInfo(BaseModel):

@@ -13,7 +13,7 @@ MAX_REFUSED_IN_A_ROW = 16
 
 
 class EveryGroupRefused(GrpoError):
-    """A service refused sixteen groups in a row, so the cause is probably a setting."""
+    """A service refused sixteen groups in a row, so an option is probably wrong."""
 
 
 class FailureBudget:

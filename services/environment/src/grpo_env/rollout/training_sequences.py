@@ -23,7 +23,7 @@ LOGPROB_SLACK = 1e-6
 
 
 class MisalignedCompletion(GrpoError):
-    """The server's tokens and logprobs cannot be trained on. The message lists every problem."""
+    """A completion's tokens and logprobs cannot be trained on. The message lists every problem."""
 
 
 def align_group(

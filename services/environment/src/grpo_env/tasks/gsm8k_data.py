@@ -23,11 +23,11 @@ _MAX_PROBLEMS_LISTED = 10
 
 
 class DataUnusable(GrpoError):
-    """The data cannot be found or read, or has the wrong content. The message gives the place."""
+    """The data set is missing, unreadable or invalid. The message names the invalid file or row."""
 
 
 class DatasetsMissing(GrpoError):
-    """The data needs the library `datasets`, which is not installed."""
+    """The package `datasets`, which reads the data set, is not installed."""
 
 
 @dataclass(frozen=True)

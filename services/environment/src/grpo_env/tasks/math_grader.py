@@ -24,7 +24,7 @@ _MEMORY_BYTES = 4 * 2**30
 
 
 class GraderUnusable(GrpoError):
-    """The grading process does not start, or compares wrongly."""
+    """The process that grades answers does not start, or grades known answers wrongly."""
 
 
 class NotGraded(ValueError):

@@ -15,7 +15,7 @@ REDIS_DEADLINE_S = 60.0
 
 
 class NoRedisServer(GrpoError):
-    """No redis-server executable on this host."""
+    """This host has no executable `redis-server`."""
 
 
 def redis_binary() -> str:

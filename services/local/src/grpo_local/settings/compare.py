@@ -47,21 +47,23 @@ class CompareSettings(CommandSettings):
     modes: Annotated[CommaSeparated[ModeName], AfterValidator(each_once)] = Field(
         get_args(ModeName),
         min_length=1,
-        description="Modes to compare, separated by commas. They run one after another",
+        description="Weight-sync modes to compare, separated by commas. Without --side-by-side, one"
+        " mode runs after another",
     )
-    steps: int = Field(40, ge=1, description="Training steps of each run")
-    seed: int = Field(0, ge=0, description="Seed of each run")
+    steps: int = Field(40, ge=1, description="Number of training steps of each run")
+    seed: int = Field(0, ge=0, description="Random seed of each run")
     directory: Annotated[Path | None, Shown(default="runs/compare-<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the comparison and its runs"
     )
     side_by_side: bool = Field(
         False,
-        description="Run all modes at once. Without a GPU for each, they slow each other down",
+        description="Run all modes at the same time. Runs that share a GPU or the CPU slow each "
+        "other down",
     )
     gpu_ids: CommaSeparated[str] = Field(
         (),
-        description="GPU of each mode, separated by commas, for --side-by-side. A run sees no "
-        "other GPU (CUDA_VISIBLE_DEVICES)",
+        description="With --side-by-side: one GPU per mode, separated by commas. A run sees only "
+        "its own GPU (CUDA_VISIBLE_DEVICES)",
     )
     run_options: tuple[str, ...] = Field((), description="Options of every run")
 

@@ -94,14 +94,15 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     )
     resume: Path | None = Field(
         None,
-        description="Continue the run in this directory, for example runs/latest. Options given "
-        "here win over its config.yaml. A complete run needs more --steps",
+        description="Run directory whose run to resume, for example runs/latest. Options of the "
+        "command line override the directory's config.yaml. A complete run needs more "
+        "--steps",
     )
     task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
         ("arithmetic",),
         min_length=1,
-        description="Task: arithmetic (one-digit sums) or gsm8k (word problems, needs --data). "
-        "Both, separated by a comma, each get an environment of their own",
+        description="Task: arithmetic (one-digit sums), gsm8k (word problems, needs --data), or "
+        "arithmetic,gsm8k. Each task gets its own environment",
     )
     data: str | None = Field(
         None,
@@ -109,91 +110,102 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         description="Data set of gsm8k: a directory that contains train.jsonl, or an id on the "
         "Hugging Face hub",
     )
-    seed: int = Field(0, ge=0, description="Seed of sampling, data order and training")
+    seed: int = Field(
+        0, ge=0, description="Random seed of sampling, of the order of the data and of training"
+    )
     steps: Annotated[
         int | None, Shown(default="250; gsm8k: 60; at most 60 in lora_restart and none")
-    ] = Field(None, ge=1, description="Training steps")
+    ] = Field(None, ge=1, description="Number of training steps")
     batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
-        None, ge=1, description="Sequences of one forward pass (a micro-batch)"
+        None, ge=1, description="Sequences per forward pass (micro-batch)"
     )
     gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
-        None, ge=1, description="Micro-batches of one step"
+        None, ge=1, description="Micro-batches per step"
     )
     group_size: int = Field(8, ge=2, description="Completions sampled for each prompt")
     lr: Annotated[
         float | None,
         Shown(default="3e-4; gsm8k: 1e-4; with --model: 1e-5; six times as high with an adapter"),
     ] = Field(None, gt=0, description="Peak learning rate")
-    warmup_steps: int = Field(5, ge=0, description="Steps of linear learning-rate warm-up")
+    warmup_steps: int = Field(
+        5, ge=0, description="Steps over which the learning rate rises linearly to its peak"
+    )
     max_completion_tokens: Annotated[
         int | None, Shown(default="8; gsm8k: 32; gsm8k with --model: 256")
-    ] = Field(None, ge=1, description="Longest completion in tokens")
+    ] = Field(None, ge=1, description="Longest completion, in tokens")
     seq_len: Annotated[int | None, Shown(default="128; gsm8k: 1152")] = Field(
-        None, ge=2, description="Longest sequence (prompt and completion) in tokens"
+        None, ge=2, description="Longest sequence (prompt and completion), in tokens"
     )
     max_model_len: Annotated[int | None, Shown(default="512; gsm8k: 1536; at least --seq-len")] = (
         Field(None, ge=2, description="Longest sequence that the server accepts, in tokens")
     )
     kv_cache_mib: Annotated[int | None, Shown(default="64; gsm8k: 256")] = Field(
-        None, ge=1, description="KV cache of the server, in MiB"
+        None, ge=1, description="Size of the server's KV cache, in MiB"
     )
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         Shown(default="float32; on a GPU bfloat16 with an adapter"),
-    ] = Field(None, description="Data type of the weights in server and trainer")
+    ] = Field(None, description="Data type of the weights in the server and in the trainer")
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Device of the trainer: cpu, cuda or cuda:N. auto: a GPU if there is one",
+        description="Device to train on: cpu, cuda or cuda:N. auto: a GPU if there is one, "
+        "otherwise cpu",
     )
     eager: bool = Field(
         True,
-        description="Start the server without compiling and without CUDA graphs. It starts sooner; "
-        "--no-eager serves faster in long runs",
+        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
+        " the server samples faster, which pays in long runs",
     )
     gpu_memory_utilization: float = Field(
         0.4,
         gt=0,
         lt=1,
-        description="On a GPU: share of its memory for the server. The trainer uses the rest",
+        description="Fraction of the GPU's memory that the server may use. The trainer uses the "
+        "rest",
     )
     max_batches_offpolicy: int = Field(
         1,
         ge=1,
-        description="Batches that may be queued or in progress. More batches keep the trainer "
-        "busier, fewer batches keep the data fresher",
+        description="Largest number of batches that are queued or being sampled. More batches keep "
+        "the trainer busier, fewer batches keep the data fresher",
     )
     step_deadline_s: Annotated[
         float | None,
         Shown(default="300; with --model: 1800; 180 more in lora_restart and none"),
-    ] = Field(None, gt=0, description="Seconds for one training step, then the run fails")
+    ] = Field(
+        None,
+        gt=0,
+        description="Limit, in seconds, on one training step. After this time the run fails",
+    )
     model_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds in which the tiny model must be made"
+        600.0, gt=0, description="Limit, in seconds, on making the tiny model"
     )
     server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
-        None, gt=0, description="Seconds in which the server must be ready"
+        None, gt=0, description="Limit, in seconds, on the start of the server"
     )
     start_deadline_s: Annotated[float | None, Shown(default="300; with --model: 600")] = Field(
         None,
         gt=0,
-        description="Seconds in which run-api must be ready, and trainer and environments after "
-        "the server",
+        description="Limit, in seconds, on the start of run-api, of the trainer and of each "
+        "environment",
     )
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Threads of the server, and as many of the trainer",
+        description="Number of compute threads in the server, and in the trainer too",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",
-        description="When Redis writes to the disk. always: every change, nothing is lost. "
-        "everysec: the last 1 to 2 seconds are lost if Redis is killed",
+        description="When Redis writes its data to the disk. always: after every change, so nothing"
+        " is lost. everysec: once per second, so a killed Redis loses 1 to 2 seconds of"
+        " changes",
     )
     run_api_token: SecretStr | None = Field(
-        None, description="Token that run-api and the server require from the other services"
+        None, description="Token that every client of run-api and of the server must send"
     )
     log_level: LogLevel = Field(
-        "INFO", description="Least severe level that the services log to their files"
+        "INFO", description="Least severe level of the messages in the services' log files"
     )
 
     _usable_token = field_validator("run_api_token")(usable_token)

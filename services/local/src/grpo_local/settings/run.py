@@ -61,12 +61,16 @@ class RunSettings(WithServiceOptions, ModeOptions):
     vllm_restart_interval: int = Field(
         3,
         ge=1,
-        description="Steps between two restarts of the engine in the modes lora_restart and none",
+        description="Steps between two restarts of the engine, in mode lora_restart or mode none",
     )
     lora_target_modules: Annotated[CommaSeparated[str] | None, Shown(default="q_proj,v_proj")] = (
-        Field(None, min_length=1, description="Layers with an adapter, separated by commas")
+        Field(
+            None,
+            min_length=1,
+            description="Names of the modules that get an adapter, separated by commas",
+        )
     )
-    redis_url: RedisUrl = Field(description="Redis that run-api uses")
+    redis_url: RedisUrl = Field(description="URL of the Redis that run-api uses")
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run")
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on")
@@ -75,18 +79,27 @@ class RunSettings(WithServiceOptions, ModeOptions):
         None, ge=1, le=65535, description="TCP port of the server's health routes"
     )
     save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="Directory for checkpoints and models"
+        Path("trained_model_checkpoints"),
+        description="Directory for checkpoints and exported models",
     )
     log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
     server_flags: str = Field(
         "",
-        description="Options of the server in one word: --server-flags='--max-model-len 4096'",
+        description="Further options for the server, in one string: --server-flags='--max-model-len"
+        " 4096'",
     )
     server_deadline_s: float = Field(
-        1800.0, gt=0, description="Seconds in which the server must be ready"
+        1800.0, gt=0, description="Limit, in seconds, on the start of the server"
     )
-    stop_grace_s: float = Field(120.0, gt=0, description="Seconds for each process to stop")
-    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    stop_grace_s: float = Field(
+        120.0,
+        gt=0,
+        description="Limit, in seconds, on the stop of each process. After this time a process is "
+        "killed",
+    )
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
 
     @property
     def server_words(self) -> list[str]:

@@ -18,35 +18,44 @@ _BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
 )
 _GAUGES = {
-    "step": ("step", "Batches handed out, counted from the run's starting step."),
-    "queued_groups": ("queued_groups", "Groups in the queue."),
-    "queued_sequences": ("queued_sequences", "Sequences in the queue."),
-    "queued_bytes": ("queued_bytes", "Stored bytes of the groups in the queue."),
+    "step": ("step", "Number of batches handed out, added to the run's starting step."),
+    "queued_groups": ("queued_groups", "Number of groups in the queue."),
+    "queued_sequences": ("queued_sequences", "Number of sequences in the queue."),
+    "queued_bytes": ("queued_bytes", "Compressed bytes of the groups in the queue."),
     "oldest_queued_age_s": (
         "oldest_queued_group_age_seconds",
-        "Age of the oldest group in the queue; 0 if the queue is empty.",
+        "Age in seconds of the oldest group in the queue; 0 if the queue is empty.",
     ),
-    "buffered_parts": ("buffered_parts", "Partial groups that run-api holds."),
-    "buffered_bytes": ("buffered_bytes", "Stored bytes of the partial groups."),
-    "leased_batches": ("leased_batches", "Batches handed out and not acknowledged."),
-    "leased_bytes": ("leased_bytes", "Stored bytes of unacknowledged batches."),
+    "buffered_parts": ("buffered_parts", "Number of partial groups that run-api stores."),
+    "buffered_bytes": ("buffered_bytes", "Compressed bytes of the partial groups."),
+    "leased_batches": (
+        "leased_batches",
+        "Number of batches that were handed out and are not acknowledged.",
+    ),
+    "leased_bytes": ("leased_bytes", "Compressed bytes of the unacknowledged batches."),
     "oldest_lease_age_s": (
         "oldest_lease_age_seconds",
-        "Seconds since the oldest unacknowledged batch was handed out; 0 if there is none.",
+        "Seconds since the oldest unacknowledged batch was handed out; 0 without such a batch.",
     ),
     "environments_alive": (
         "environments_alive",
-        "Connected environments: those that polled recently and did not disconnect.",
+        "Number of environments that polled recently and did not disconnect.",
     ),
     "environments_registered": (
         "environments_registered",
-        "Environments that have registered in this run.",
+        "Number of environments that have registered in this run.",
     ),
 }
 _COUNTERS = {
-    "deliveries": ("batches_delivered", "Batches handed out for the first time."),
-    "redeliveries": ("batches_redelivered", "Batches handed out again."),
-    "acknowledged_batches": ("batches_acknowledged", "Batches that the trainer acknowledged."),
+    "deliveries": ("batches_delivered", "Number of batches handed out for the first time."),
+    "redeliveries": (
+        "batches_redelivered",
+        "Number of times that run-api handed out a batch again.",
+    ),
+    "acknowledged_batches": (
+        "batches_acknowledged",
+        "Number of batches that the trainer acknowledged.",
+    ),
 }
 
 
@@ -58,20 +67,20 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._requests = Counter(
             "run_api_requests",
-            "Requests answered.",
+            "Number of answered requests.",
             ["method", "route", "status"],
             registry=self._registry,
         )
         self._seconds = Histogram(
             "run_api_request_duration_seconds",
-            "Seconds from a request's headers to the end of its answer.",
+            "Seconds from receiving a request's headers to the end of the answer.",
             ["route"],
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
         self._body_bytes = Counter(
             "run_api_request_body_bytes",
-            "Bytes of request bodies, before decompression.",
+            "Bytes of all received request bodies, before decompression.",
             ["route"],
             registry=self._registry,
         )

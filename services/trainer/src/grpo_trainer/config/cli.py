@@ -152,10 +152,10 @@ class CommandLine(
     command: ClassVar[Command] = COMMAND
 
     mode: ModeName = Field(
-        description="Weight-sync mode, which decides how the server gets new weights. "
-        "shared_vllm: trainer and server share one copy in memory. lora_only: the "
-        "running server loads adapters. lora_restart: the server restarts with "
-        "each new adapter. none: the server restarts with each new whole model"
+        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
+        "trainer and server share one copy in memory. lora_only: the running server "
+        "loads each new adapter. lora_restart: the engine restarts with each new "
+        "adapter. none: the engine restarts with each new model"
     )
 
     def mistakes(self) -> Iterator[Mistake]:

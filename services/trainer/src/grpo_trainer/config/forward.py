@@ -22,21 +22,22 @@ class ForwardOptions(BaseModel):
 
     packing: Choice = Field(
         "auto",
-        description="Pack the sequences of a micro-batch one after the other, without padding. "
-        "auto: on if the device is a GPU and the model supports packing",
+        description="Concatenate the sequences of a micro-batch instead of padding them. auto: on "
+        "if the device is a GPU and the model supports packing",
     )
     fused_head: Choice = Field(
         "auto",
-        description="Compute logprobs without all logits in memory at once. auto: on if the "
-        "device is a GPU and the model supports it",
+        description="Save memory: never hold the logits of all tokens at once. auto: on if the "
+        "device is a GPU and the model supports the fused head",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",
-        description="Implementation of the fused head: torch, or the Triton kernel of "
+        description="Implementation of the fused head. torch: PyTorch. liger: the Triton kernel of "
         "liger-kernel, which needs a GPU",
     )
     compile: bool = Field(
-        False, description="Compile the layers with torch.compile, which needs a C++ compiler"
+        False,
+        description="Compile the model's layers with torch.compile. This needs a C++ compiler",
     )
 
     def forward_conflicts(self) -> Iterator[Mistake]:

@@ -17,12 +17,12 @@ class OptimizerOptions(BaseModel):
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
     warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the learning rate rises to its peak"
+        0, ge=0, description="Steps over which the learning rate rises linearly to its peak"
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw",
-        description="adamw keeps its moments in float32, 8 bytes per weight. adamw_8bit needs 2 "
-        "bytes per weight and the package bitsandbytes",
+        description="Optimizer. adamw stores its moments in float32 and needs 8 bytes per weight. "
+        "adamw_8bit needs 2 bytes per weight and the package bitsandbytes",
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
     max_grad_norm: float = Field(
@@ -38,12 +38,13 @@ class OptimizerOptions(BaseModel):
         Shown(default="stochastic for bfloat16 master weights"),
     ] = Field(
         None,
-        description="Rounding of updates of bfloat16 master weights. nearest loses small updates",
+        description="Rounding when bfloat16 master weights are updated. With nearest, small updates"
+        " are lost",
     )
     fused_step: bool = Field(
         False,
-        description="Run the whole optimizer step in one GPU kernel; for adamw with float32 master "
-        "weights",
+        description="Run the whole optimizer step in one GPU kernel. Requires --optimizer adamw and"
+        " float32 master weights",
     )
 
     def optimizer_conflicts(self) -> Iterator[Mistake]:

@@ -59,21 +59,21 @@ class SharedVllmSettings(ModeOptions):
         Path | None, Shown(default="searched for in $LOGDIR, . and /tmp/atropos_bridge")
     ] = Field(
         None,
-        description="Path of the server's vllm_bridge_config.json. Needed if the trainer "
-        "cannot open the socket path that the server reports",
+        description="Path of the server's vllm_bridge_config.json. Needed if the trainer cannot "
+        "open the weight socket at the path that the server reports",
     )
     pause_lease_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds after which the server resumes sampling if the trainer does not "
-        "finish an update",
+        description="Seconds after which the server ends a pause if the trainer has not finished "
+        "its update",
     )
     verify_every_steps: int = Field(
         10,
         ge=0,
-        description="Steps between two comparisons of the server's logprobs with the trainer's "
-        "in mode shared_vllm; 0 turns the comparisons off. Other modes compare "
-        "after every publication",
+        description="In mode shared_vllm: steps between two comparisons of the server's logprobs "
+        "with the trainer's; 0 turns the comparisons off. Other modes compare after "
+        "every publication",
     )
 
     @property
@@ -84,21 +84,24 @@ class SharedVllmSettings(ModeOptions):
 class LoraSettings(ModeOptions):
     """An adapter is trained."""
 
-    lora_r: int = Field(16, ge=1, description="Rank of the adapter")
+    lora_r: int = Field(16, ge=1, description="Rank of the LoRA adapter")
     lora_alpha: int = Field(
-        32, ge=1, description="The adapter is scaled by this number divided by its rank"
+        32, ge=1, description="LoRA alpha: the adapter is scaled by this number divided by --lora-r"
     )
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="Dropout of the adapter's input while gradients are computed"
+        0.05, ge=0, lt=1, description="Dropout probability of the adapter's input during training"
     )
     lora_target_modules: CommaSeparated[str] = Field(
         ("q_proj", "v_proj"),
         min_length=1,
-        description="Modules that get an adapter, separated by commas or spaces",
+        description="Names of the modules that get an adapter, separated by commas or spaces",
     )
     lora_layer_indices: Annotated[
         CommaSeparated[str] | None, Shown(default="all layers", metavar="RANGES")
-    ] = Field(None, description="Layers that get an adapter, for example 20-31 or 0-3,28-31")
+    ] = Field(
+        None,
+        description="Numbers of the layers that get an adapter, for example 20-31 or 0-3,28-31",
+    )
 
     @field_validator("lora_layer_indices")
     @classmethod
@@ -123,14 +126,13 @@ class HandOffSettings(ModeOptions):
     vllm_restart_interval: int = Field(
         3,
         ge=1,
-        description="Steps between two restarts of the engine in the modes lora_restart and "
-        "none. In mode lora_only, another name for --adapter-sync-interval",
+        description="Steps between two restarts of the engine, in mode lora_restart or mode none. "
+        "In mode lora_only, another name for --adapter-sync-interval",
     )
     publish_deadline_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds in which the server must start to serve published weights, a "
-        "restart included",
+        description="Limit, in seconds, on a publication, including a restart of the engine",
     )
 
     @property
@@ -143,7 +145,7 @@ class LoraOnlySettings(HandOffSettings, LoraSettings):
 
     mode: ModeName = "lora_only"
     adapter_sync_interval: int = Field(
-        1, ge=1, description="Steps between two publications of an adapter in mode lora_only"
+        1, ge=1, description="Steps between two publications of an adapter, in mode lora_only"
     )
 
     @property

@@ -37,15 +37,16 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="Redis through which trainer and server exchange weights. Required in "
-        "every mode except shared_vllm",
+        description="URL of the Redis through which the trainer tells the server which weights to "
+        "load. Required in every mode except shared_vllm",
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
 
     vllm_gpu: Annotated[int | None, Shown(default="the first")] = Field(
         None,
         ge=0,
-        description="GPU for a server that grpo starts, counted from 0 within CUDA_VISIBLE_DEVICES",
+        description="Number of the GPU for a server that grpo starts, counted from 0 within "
+        "CUDA_VISIBLE_DEVICES",
     )
     gpu_memory_utilization: float = Field(
         0.45,
@@ -57,7 +58,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         None, ge=1, description="Longest sequence, in tokens, that a server started by grpo accepts"
     )
 
-    steps: int = Field(10, ge=1, description="Training steps (optimizer updates) of the run")
+    steps: int = Field(
+        10, ge=1, description="Number of training steps (optimizer updates) of the run"
+    )
     batch_size: int = Field(2, ge=1, description="Sequences per forward pass (micro-batch)")
     gradient_accumulation_steps: int = Field(
         32,
@@ -66,13 +69,14 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         "sequences",
     )
     seq_len: int = Field(
-        2048, ge=2, description="Longest sequence in tokens. Longer ones are truncated"
+        2048, ge=2, description="Longest sequence, in tokens. Longer sequences are truncated"
     )
     clip_eps: float = Field(
         0.2,
         gt=0,
         lt=1,
-        description="Clip importance ratios below 1 minus this number and above 1 plus this number",
+        description="Clipping range: importance ratios below 1 minus this number or above 1 plus "
+        "this number are clipped",
     )
     seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers")
 
@@ -96,21 +100,24 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     service_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds for which the trainer retries a service that cannot be reached",
+        description="Limit, in seconds, on retries while the trainer cannot reach a service",
     )
     server_return_deadline_s: float = Field(
-        300.0, gt=0, description="Seconds to wait for an inference server that restarts"
+        300.0, gt=0, description="Seconds to wait for the inference server when it restarts"
     )
-    batch_deadline_s: float = Field(600.0, gt=0, description="Seconds to wait for a batch")
+    batch_deadline_s: float = Field(
+        600.0, gt=0, description="Limit, in seconds, on waiting for a batch"
+    )
     environment_return_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds to wait for an environment after the last one disconnected",
+        description="Seconds to wait for an environment after all environments have disconnected",
     )
     max_staleness: Annotated[int | None, Shown(default="no limit")] = Field(
         None,
         ge=0,
-        description="Drop groups that were sampled by weights more than this many steps old",
+        description="Largest staleness of a group, in steps. Groups with a larger staleness are "
+        "dropped",
     )
 
     save_path: Path = Field(
@@ -120,47 +127,53 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     checkpoint_interval: int = Field(
         3,
         ge=0,
-        description="Steps between two exported models (step_<n>/ or adapter_step_<n>/); 0 "
-        "exports the final one only. Environments save their own state at the same "
+        description="Steps between two exported models (step_<n>/ or adapter_step_<n>/). 0: only "
+        "the final model is exported. Environments save their own state at the same "
         "interval",
     )
     keep_checkpoints: int = Field(
-        2, ge=1, description="Exported models to keep besides the final one; older ones are deleted"
+        2,
+        ge=1,
+        description="Number of exported models to keep besides the final model. Older exported "
+        "models are deleted",
     )
     state_interval: int = Field(
         10,
         ge=0,
-        description="Steps between two checkpoints, from which a run resumes after a crash; 0 "
-        "writes one with each exported model only",
+        description="Steps between two checkpoints, from which a run resumes after a crash. 0: "
+        "checkpoints are only written together with exported models",
     )
     resume: str = Field(
         AUTO,
-        description="auto: resume from the newest checkpoint below --save-path, if there is one. "
-        "never: train from the start. Anything else: directory of the checkpoint",
+        description="Checkpoint to resume from. auto: the newest checkpoint below --save-path, if "
+        "there is one. never: train from the start. Any other value: directory of the "
+        "checkpoint",
     )
     metrics_file: Path | None = Field(
-        None, description="File that receives one JSON object per step"
+        None, description="File to which the trainer writes its metrics, one JSON object per step"
     )
     benchmark: bool = Field(
         False,
-        description="At the end, print the time of each part of the training, and write "
+        description="At the end of the run, print the time of each part of the training and write "
         "benchmark.json",
     )
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases")
     wandb_project: str = Field(
         "",
         validate_default=True,
-        description="Project in Weights & Biases, for trainer and environments",
+        description="Project in Weights & Biases to which the trainer and the environments log",
     )
     wandb_group: Annotated[str, Shown(default="8 random letters with --use-wandb")] = Field(
         "",
         validate_default=True,
-        description="Group in Weights & Biases, for trainer and environments",
+        description="Group in Weights & Biases to which the trainer and the environments log",
     )
     wandb_key_file: Annotated[
         Path | None, Shown(default="$WANDB_API_KEY, or the login of `wandb login`")
-    ] = Field(None, description="File that holds the API key of Weights & Biases")
-    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    ] = Field(None, description="File with the API key of Weights & Biases")
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
 
     _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 

@@ -31,7 +31,7 @@ class GenerationFailed(GrpoError):
 
 
 class NonFiniteLogprob(GenerationFailed):
-    """A sampled token's logprob is NaN or infinite, so the weights or parameters are wrong."""
+    """A sampled token's logprob is NaN or infinite, so the weights probably contain NaN."""
 
 
 @dataclass

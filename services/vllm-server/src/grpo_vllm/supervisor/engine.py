@@ -125,11 +125,11 @@ class EngineSlot:
 
 
 class EngineDoesNotAnswer(GrpoError):
-    """The engine is busy, hung or gone."""
+    """The engine did not answer a request in time: it is busy, hangs or has ended."""
 
 
 class EngineRefused(GrpoError):
-    """The engine answered with a status of 4xx: it cannot carry out the request."""
+    """The engine answered a request with status 4xx, because it cannot carry out the request."""
 
 
 class EngineProcess:

@@ -50,7 +50,7 @@ def shared_parameters(model: nn.Module) -> SharedParameters:
 
 
 class UnshareableWeights(GrpoError):
-    """Some parameters cannot be shared with a trainer. The message lists all of them."""
+    """Some model parameters cannot be shared with a trainer. The message lists these parameters."""
 
 
 @register_model_loader(LOAD_FORMAT)

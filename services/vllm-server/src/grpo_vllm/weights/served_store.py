@@ -30,11 +30,11 @@ LAST_ATTEMPT_DEADLINE_S = 2.0
 
 
 class RedisUnreachable(GrpoError):
-    """Redis did not answer at the start, so the weights that the run served last are unknown."""
+    """Redis did not answer at the start, so the run's served version is unknown."""
 
 
 class BadServedRecord(GrpoError):
-    """The record of this run in Redis is not valid."""
+    """Redis contains an invalid record of the version that the run's server serves."""
 
 
 @dataclass(frozen=True)

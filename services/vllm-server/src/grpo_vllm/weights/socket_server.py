@@ -39,11 +39,11 @@ ACCEPT_RETRY_S = 1.0
 
 
 class SocketTaken(GrpoError):
-    """The path of the weight socket is in use."""
+    """Another process uses the path of the weight socket."""
 
 
 class UnsafeSocketDirectory(GrpoError):
-    """Other users could replace the socket with their own."""
+    """The directory of the weight socket lets other users replace the socket."""
 
 
 class NotExported(GrpoError):
