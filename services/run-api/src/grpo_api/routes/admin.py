@@ -29,26 +29,26 @@ _log = structlog.get_logger()
 
 @router.get("/")
 async def root() -> Greeting:
-    """The greeting of Atropos' server, which its clients use as a health check."""
+    """The same text as Atropos' server. Atropos' clients use this route as a health check."""
     return {"message": "AtroposLib API"}
 
 
 @router.get("/health", responses=refusals(503))
 async def health(services: Services) -> Healthy:
-    """200 if Redis answers, else 503."""
+    """The status is 200 if Redis answers, else 503."""
     await services.store.ping()
     return {"status": "ok"}
 
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """200 while run-api runs, even without Redis: restarting run-api would not repair Redis."""
+    """The status is 200 while run-api runs, even if Redis does not answer."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
-    """200 if Redis answers and this process is not shutting down, else 503."""
+    """The status is 200 if Redis answers and run-api is not stopping, else 503."""
     if services.lifetime.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
@@ -60,7 +60,7 @@ async def metrics(
     services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Prometheus metrics. Without Redis, only the metrics of this process."""
+    """Prometheus metrics. If Redis does not answer, only the metrics of run-api's process."""
     return services.metrics.exposition(await _stats(services.store), accept)
 
 
@@ -74,7 +74,7 @@ async def _stats(store: RunStore) -> RunStats | None:
 
 @router.get("/status", responses=refusals(503))
 async def status(services: Services) -> RunStatus:
-    """How far the run is. `queue_size` counts groups; `run_uuid` is null while there is no run."""
+    """Step and queue of the run. `queue_size` counts groups. Without a run, `run_uuid` is null."""
     return await services.store.trainer.status()
 
 

@@ -87,7 +87,7 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=_MAX_KEY_CHARS,
         pattern=_KEY_PATTERN,
-        description="identifies a request: run-api carries out requests with the same key once",
+        description="idempotency key: of all requests with one key, run-api carries out only one",
     ),
 ]
 

@@ -40,8 +40,8 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    """Register an environment and give it an `env_id`. The status "wait for trainer to start" means
-    that no trainer has registered and requested a batch yet."""
+    """Register an environment, which receives an `env_id`. The status "wait for trainer to start"
+    means that no trainer has registered and requested a batch yet."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
@@ -85,8 +85,8 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
 async def disconnect_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> Succeeded | Failed:
-    """Remove an environment and its partial groups. The status is 200 for an unknown `env_id`
-    too."""
+    """Remove an environment and its partial groups. An unknown `env_id` is answered with status
+    200 too."""
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
@@ -102,8 +102,8 @@ async def disconnect_environment(
 async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
-    """Tell an environment how far the run is and how full the queue is, so that it can pace itself.
-    Sizes are in groups of the environment's size. The GET request has a body, as in Atropos."""
+    """The step of the run and the size of the queue, so that an environment can pace itself. Queue
+    sizes are in groups of the environment's size. This GET request has a body, as in Atropos."""
     run = await services.store.environments.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
@@ -115,7 +115,7 @@ async def status_of_environment(
 async def list_environments(services: Services) -> list[KnownEnvironment]:
     """All environments that have registered, connected or not.
 
-    `min_sequences` is an environment's minimum in every batch, after scaling down.
+    `min_sequences` is the number of sequences that every batch must contain from an environment.
     """
     run = await services.store.environments.view()
     least = run.demand().least

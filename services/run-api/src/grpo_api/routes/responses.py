@@ -66,7 +66,7 @@ class GroupReceived(TypedDict):
 
 
 class GroupBuffered(TypedDict):
-    """The group is partial. `buffer_size`: sequences in all partial groups of the environment."""
+    """The group is partial. `buffer_size`: sequences in the environment's partial groups."""
 
     status: Literal["buffered"]
     buffer_size: int
@@ -94,7 +94,7 @@ class _Streamed(BaseModel):
 
 
 class ServedGroup(ScoredGroup):
-    """A group in a batch. Fields that its environment did not send are null."""
+    """A group as in a batch. Fields that the environment did not send are null."""
 
     model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
@@ -106,7 +106,7 @@ class NoBatch(_Streamed):
 
 
 class NoLease(_Streamed):
-    """The answer with `trainer` if no batch is complete, with the number of environments."""
+    """The answer with `trainer` if no batch is complete. It counts the environments."""
 
     batch: None
     environments: EnvironmentCount
@@ -139,7 +139,7 @@ class TrainerMissing(_Streamed):
 
 
 class NoExample(_Streamed):
-    """The answer before any group was queued: nine keys, each with an empty list."""
+    """The answer if no group has been queued yet: nine keys, each with an empty list."""
 
     tokens: list[None] = Field(max_length=0)
     masks: list[None] = Field(max_length=0)

@@ -37,26 +37,28 @@ _MAX_BATCH_ID = 2**53 - 1
 router = APIRouter()
 _log = structlog.get_logger()
 
-TrainerId = Annotated[int, Query(ge=0, lt=2**128, description="the uuid that /register returned")]
+TrainerId = Annotated[
+    int, Query(ge=0, lt=2**128, description="the trainer's `uuid`, which /register returned")
+]
 After = Annotated[
     int,
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="id of the last batch that the trainer received; 0 if it received none",
+        description="id of the newest batch that the trainer has received, or 0",
     ),
 ]
 WaitS = Annotated[
     float,
-    Query(ge=0.0, le=_MAX_WAIT_S, description="seconds to wait for a batch to be complete"),
+    Query(ge=0.0, le=_MAX_WAIT_S, description="limit, in seconds, on waiting for a complete batch"),
 ]
 BatchesLeft = Annotated[
     int | None,
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="how many batches the run still needs after the batch `after`; replaces "
-        "the registered num_steps in the answers to environments",
+        description="number of batches that the run still needs after batch `after`; replaces "
+        "the registered `num_steps` in the answers to environments",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
@@ -97,7 +99,7 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     openapi_extra=json_body(Registration),
 )
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
-    """Register a trainer. Unacknowledged batches are handed out again."""
+    """Register a trainer. run-api then hands out all unacknowledged batches again."""
     registered = await enrol_trainer(services.store, registration)
     _log.info(
         "trainer.registered",
@@ -118,11 +120,11 @@ async def batch(
     batches_left: BatchesLeft = None,
     accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
-    """Take the next batch: `batch_size` sequences, oldest groups first.
+    """Take the next batch, which has `batch_size` sequences from the oldest groups of the queue.
 
-    With `trainer`, the batch after `after` is leased: repeated calls return the same batch until
-    POST /batch/{id}/ack acknowledges it. Without `trainer`, a call acknowledges every batch that
-    was sent in full, and concurrent calls get different batches.
+    A call with `trainer` leases the batch that follows batch `after`. Repeated calls return the
+    same batch until POST /batch/{batch_id}/ack acknowledges it. A call without `trainer`
+    acknowledges every batch that was sent in full. Concurrent calls get different batches.
     """
     try:
         if trainer is None:
@@ -168,7 +170,7 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Acknowledge every batch up to `batch_id`, so that run-api never hands them out again."""
+    """Acknowledge all batches up to `batch_id`. run-api never hands out these batches again."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -190,7 +192,7 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
-    """The trainer's batch size and longest sequence; -1 and -1 if no trainer has registered."""
+    """Batch size and longest sequence of the trainer. Without a registered trainer, each is -1."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -199,7 +201,7 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
-    """The trainer's group and project in Weights & Biases; null if no trainer has registered."""
+    """Group and project in Weights & Biases. Without a registered trainer, each is null."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}
