@@ -41,6 +41,6 @@ def healthy_ranges() -> str:
     from grpo_trainer.telemetry.alerts import RANGES
 
     return table(
-        ["Metric", "Healthy", "Outside it, look at"],
+        ["Metric", "Healthy", "Advice outside this range"],
         [[f"`{healthy.metric}`", str(healthy), healthy.look_at] for healthy in RANGES],
     )

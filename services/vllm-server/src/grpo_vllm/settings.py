@@ -35,7 +35,7 @@ LAST_PORT = 65535
 
 
 class ServerSettings(CommandSettings):
-    """Inference server: vLLM with shared weights, adapters and restarts under a trainer's control.
+    """Inference server: vLLM whose weights a trainer updates in memory, by adapters or by restarts.
 
     Options that are not listed here are passed to vLLM, for example --dtype, --max-model-len,
     --gpu-memory-utilization and --enforce-eager."""

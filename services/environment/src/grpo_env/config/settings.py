@@ -31,8 +31,8 @@ TaskName = Literal["arithmetic", "gsm8k"]
 class EnvServerSettings(CommandSettings):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
-    The options of an Atropos environment are accepted under their names there, for example
-    --env.group_size and --openai.base_url."""
+    Names of options of Atropos environments are accepted too, for example --env.group_size and
+    --openai.base_url."""
 
     command: ClassVar[Command] = Command(
         prog=PROG,

@@ -23,10 +23,10 @@ _DEMO = "grpo-demo: "
 
 
 class CompareSettings(CommandSettings):
-    """Trains the same model on the same data with the same seed in each mode, and compares time,
+    """Runs grpo-demo in each weight-sync mode with the same model, data and seed, and compares time,
     memory, restarts, dropped requests and rewards.
 
-    Every other option is passed to the runs, each of which is a grpo-demo: --task gsm8k, --lr 1e-4,
+    All other options are options of grpo-demo, for example --task gsm8k, --lr 1e-4 or
     --trainer.max-staleness 4."""
 
     command: ClassVar[Command] = Command(

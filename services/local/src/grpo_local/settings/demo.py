@@ -34,12 +34,12 @@ def half_the_cores() -> int:
 
 class DemoSettings(WithServiceOptions, ModeOptions):
     """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
-    inference server, the trainer and environments as local processes. It needs no GPU, no container
-    and no model hub.
+    inference server, the trainer and environments as local processes. grpo-demo needs no GPU, no
+    container and no model hub.
 
-    Every other option of a service can be given with the name of that service in front:
-    --trainer.max-staleness 4 (options of grpo), --server.block-size 32 (of vllm-api-server and
-    vLLM), --env.temperature 0.7 (of env-server)."""
+    To set any further option of a service, put the service's name in front:
+    --trainer.max-staleness 4 (options of grpo), --server.block-size 32 (options of vllm-api-server
+    and vLLM), --env.temperature 0.7 (options of env-server)."""
 
     command: ClassVar[Command] = Command(
         prog="grpo-demo",

@@ -23,12 +23,12 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 class RunSettings(WithServiceOptions, ModeOptions):
     """Runs the inference server and the trainer of one run on this host: starts the server, then
-    the trainer, and stops both at the end. Redis, run-api and environments run elsewhere. The exit
-    status is the trainer's.
+    the trainer, and stops server and trainer at the end. Redis, run-api and environments must run
+    already. The exit status is the trainer's exit status.
 
-    Every option of the two can be given with its name in front: --trainer.lr 1e-6 (options of
-    grpo), --server.max-model-len 4096 (of vllm-api-server and vLLM). All words after -- are options
-    of the trainer too."""
+    To set any option of the trainer or of the server, put the service's name in front:
+    --trainer.lr 1e-6 (options of grpo), --server.max-model-len 4096 (options of vllm-api-server and
+    vLLM). All words after -- are options of the trainer too."""
 
     command: ClassVar[Command] = Command(
         prog="grpo-run",

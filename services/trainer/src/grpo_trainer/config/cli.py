@@ -146,8 +146,8 @@ class CommandLine(
     """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
     new weights to the inference server.
 
-    Options of the archived trainer are accepted under their names there, for example --model-name
-    and --training-steps."""
+    Names of options of the archived trainer are accepted too, for example --model-name and
+    --training-steps."""
 
     command: ClassVar[Command] = COMMAND
 

@@ -36,28 +36,28 @@ RANGES = (
         "grpo/mean_ratio",
         0.8,
         1.2,
-        "the policy moved far from the weights that sampled: lower --lr, or shorten the queue "
-        "(staleness/mean). If staleness is 0, check the logprobs and the temperature",
+        "the policy is far from the weights that sampled the tokens: lower --lr, or shorten the "
+        "queue (staleness/mean). If staleness is 0, check the logprobs and the temperature",
     ),
     HealthyRange(
         "grpo/clipped_fraction",
         0.0,
         0.3,
-        "clipped tokens do not change the policy: lower --lr, or shorten the queue",
+        "many tokens are clipped and do not change the policy: lower --lr, or shorten the queue",
     ),
     HealthyRange(
         "alignment/diff_abs_mean",
         0.0,
         0.1,
-        "compare alignment/fresh_diff_abs_mean: if it is small, the difference comes from stale "
-        "data (staleness/mean) or from steps that are too large",
+        "check alignment/fresh_diff_abs_mean: if this metric is small, the cause is stale data "
+        "(staleness/mean) or too large steps",
     ),
     HealthyRange(
         "train/loss",
         -10.0,
         math.inf,
-        "ratios or advantages exploded: check grpo/ratio_max, reward/std_in_group and the "
-        "environment's scores",
+        "importance ratios or advantages are too large: check grpo/ratio_max, "
+        "reward/std_in_group and the environment's scores",
     ),
 )
 
