@@ -23,8 +23,8 @@ _DEMO = "grpo-demo: "
 
 
 class CompareSettings(CommandSettings):
-    """Runs grpo-demo in each weight-sync mode with the same model, data and seed, and compares time,
-    memory, restarts, dropped requests and rewards.
+    """Runs grpo-demo in each weight-sync mode with the same model, data and seed, and compares
+    time, memory, restarts, dropped requests and rewards.
 
     All other options are options of grpo-demo, for example --task gsm8k, --lr 1e-4 or
     --trainer.max-staleness 4."""

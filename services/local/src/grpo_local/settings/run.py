@@ -23,8 +23,8 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 class RunSettings(WithServiceOptions, ModeOptions):
     """Runs the inference server and the trainer of one run on this host: starts the server, then
-    the trainer, and stops server and trainer at the end. Redis, run-api and environments must run
-    already. The exit status is the trainer's exit status.
+    the trainer, and stops server and trainer at the end. Redis, run-api and environments are
+    started separately. The exit status is the trainer's exit status.
 
     To set any option of the trainer or of the server, put the service's name in front:
     --trainer.lr 1e-6 (options of grpo), --server.max-model-len 4096 (options of vllm-api-server and
