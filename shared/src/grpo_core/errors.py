@@ -38,7 +38,7 @@ class RequestRefused(GrpoError):
 
 
 class TrainerSuperseded(RequestRefused):
-    """Another trainer has registered for the run and now receives its batches."""
+    """A newer trainer has registered for the run and now receives the run's batches."""
 
 
 class LeasesFull(RequestRefused):

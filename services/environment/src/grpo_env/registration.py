@@ -27,7 +27,7 @@ ENDLESS = sys.maxsize
 
 
 class NoTrainer(GrpoError):
-    """run-api answers, but no trainer takes batches."""
+    """run-api runs, but no trainer takes batches from it."""
 
 
 class Membership(WireModel):

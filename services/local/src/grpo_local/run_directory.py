@@ -21,7 +21,7 @@ _CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
 
 
 class RunDirectoryUnusable(GrpoError):
-    """The run directory or the link `latest` is in use, or holds files that would be lost."""
+    """The run directory or the link `latest` is in use, or contains files that would be lost."""
 
 
 @dataclass(frozen=True)

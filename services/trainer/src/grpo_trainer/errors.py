@@ -120,7 +120,7 @@ class FastPathRefused(GrpoError):
 
 
 class UnusableOptimizer(GrpoError):
-    """The optimizer's options do not fit the weights or their device."""
+    """The optimizer's options do not fit the weights or the trainer's device."""
 
 
 class NoInferenceServer(GrpoError):
@@ -144,7 +144,7 @@ class NonFiniteStep(GrpoError):
 
 
 class NonFiniteLoss(NonFiniteStep):
-    """The loss is NaN or infinite. Its gradient would make every weight NaN."""
+    """The loss is NaN or infinite, so a step would make every weight NaN."""
 
 
 class NonFiniteGradient(NonFiniteStep):
@@ -172,19 +172,19 @@ class MovedParameters(WeightSyncError):
 
 
 class TornWeights(WeightSyncError):
-    """The served weights may be part of an unfinished update."""
+    """An update of the served weights may be incomplete."""
 
 
 class LostServer(WeightSyncError):
-    """The inference server stopped and did not come back in time."""
+    """The inference server stopped and did not return within `--server-return-deadline-s`."""
 
 
 class WeightsRefused(WeightSyncError):
-    """The server refuses the new weights and keeps serving the previous ones."""
+    """The server refuses the new weights and keeps serving the previous weights."""
 
 
 class NotPublished(WeightSyncError):
-    """The server did not serve the new weights before the deadline."""
+    """The server did not serve the new weights within `--publish-deadline-s`."""
 
 
 class ServedWeightsDiffer(WeightSyncError):

@@ -105,18 +105,18 @@ class ServerSettings(CommandSettings):
         Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
     ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
     control_host: str = Field("127.0.0.1", description="Address of the control and health ports")
-    control_port: Annotated[int | None, Shown(default="the public port, if only on loopback")] = (
-        Field(
-            None,
-            ge=1,
-            le=65535,
-            description="TCP port of the routes that pause and resume sampling",
-        )
+    control_port: Annotated[
+        int | None, Shown(default="--port, if --host is a loopback address")
+    ] = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="TCP port of the routes that pause and resume sampling",
     )
     max_pause_lease_s: float = Field(
         120.0, gt=0, description="Longest pause, in seconds, that a trainer may request"
     )
-    bridge_config_path: Annotated[Path | None, Shown(default="in --logdir")] = Field(
+    bridge_config_path: Annotated[Path | None, Shown(default="a file in --logdir")] = Field(
         None, description=f"Path of {FILE_NAME}, the file that describes the shared weights"
     )
     logdir: Annotated[Path, Shown(default="the current directory")] = Field(
@@ -161,10 +161,12 @@ class ServerSettings(CommandSettings):
         ge=2,
         description="Largest number of different adapters that the engine uses in one forward pass",
     )
-    weights_dir: Annotated[Path | None, Shown(default="none, and weights are not loaded")] = Field(
-        None,
-        description="The only directory from which the server loads adapters and models: "
-        "served_weights below the trainer's --save-path",
+    weights_dir: Annotated[Path | None, Shown(default="none; the server then loads no weights")] = (
+        Field(
+            None,
+            description="The only directory from which the server loads adapters and models: "
+            "served_weights below the trainer's --save-path",
+        )
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,

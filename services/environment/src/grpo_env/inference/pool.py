@@ -24,7 +24,7 @@ _NOT_FOUND = 404
 
 
 class NoGenerateRoute(GrpoError):
-    """The server at the URL has no `POST /generate`."""
+    """The server at `--inference-url` has no route `POST /generate`."""
 
 
 @dataclass

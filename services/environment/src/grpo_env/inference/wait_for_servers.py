@@ -23,7 +23,7 @@ _NOT_FOUND = 404
 
 
 class NotAnInferenceServer(GrpoError):
-    """The server that answers at the URL is not vllm-api-server."""
+    """The server at `--inference-url` is not vllm-api-server."""
 
 
 class SharedWeightsHaveOneServer(GrpoError):

@@ -52,7 +52,7 @@ INDENT = 9 * " "
 
 
 class NoTrainingStep(GrpoError):
-    """All processes run, but the trainer finished no step within `--step-deadline-s`."""
+    """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
 
 
 def run_demo(settings: DemoSettings, screen: Screen) -> int:

@@ -114,7 +114,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         0, ge=0, description="Random seed of sampling, of the order of the data and of training"
     )
     steps: Annotated[
-        int | None, Shown(default="250; gsm8k: 60; at most 60 in lora_restart and none")
+        int | None, Shown(default="250; gsm8k: 60; at most 60 in modes lora_restart and none")
     ] = Field(None, ge=1, description="Number of training steps")
     batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
         None, ge=1, description="Sequences per forward pass (micro-batch)"
@@ -144,7 +144,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     )
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        Shown(default="float32; on a GPU bfloat16 with an adapter"),
+        Shown(default="float32; bfloat16 for an adapter on a GPU"),
     ] = Field(None, description="Data type of the weights in the server and in the trainer")
     device: str = Field(
         "auto",
@@ -172,7 +172,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     )
     step_deadline_s: Annotated[
         float | None,
-        Shown(default="300; with --model: 1800; 180 more in lora_restart and none"),
+        Shown(default="300; with --model: 1800; 180 more in modes lora_restart and none"),
     ] = Field(
         None,
         gt=0,

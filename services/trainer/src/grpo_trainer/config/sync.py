@@ -52,8 +52,8 @@ class SharedVllmSettings(ModeOptions):
     vllm_control_url: Annotated[HttpUrl | None, Shown(default="the inference URL")] = Field(
         None, description="URL of the server's control port, if the server has one"
     )
-    weights_socket: Annotated[Path | None, Shown(default="as the server reports it")] = Field(
-        None, description="Unix socket through which the server shares its weights"
+    weights_socket: Annotated[Path | None, Shown(default="the path that the server reports")] = (
+        Field(None, description="Unix socket through which the server shares its weights")
     )
     vllm_config_path: Annotated[
         Path | None, Shown(default="searched for in $LOGDIR, . and /tmp/atropos_bridge")

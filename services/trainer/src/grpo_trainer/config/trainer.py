@@ -42,7 +42,7 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
     run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
 
-    vllm_gpu: Annotated[int | None, Shown(default="the first")] = Field(
+    vllm_gpu: Annotated[int | None, Shown(default="the first GPU")] = Field(
         None,
         ge=0,
         description="Number of the GPU for a server that grpo starts, counted from 0 within "

@@ -47,7 +47,7 @@ class UnsafeSocketDirectory(GrpoError):
 
 
 class NotExported(GrpoError):
-    """The engine cannot share its memory with a trainer. The message gives the reason."""
+    """The engine cannot share its weights with a trainer. The message gives the reason."""
 
 
 @dataclass(frozen=True)
