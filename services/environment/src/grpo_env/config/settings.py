@@ -80,7 +80,7 @@ class EnvServerSettings(CommandSettings):
     )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
-    group_size: int = Field(8, ge=1, description="Completions sampled for each prompt")
+    group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
     seq_len: int = Field(
         2048,
         ge=2,

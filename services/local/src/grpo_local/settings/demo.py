@@ -94,9 +94,9 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     )
     resume: Path | None = Field(
         None,
-        description="Run directory whose run to resume, for example runs/latest. Options of the "
-        "command line override the directory's config.yaml. A complete run needs more "
-        "--steps",
+        description="Resume the run in this directory, for example runs/latest. Options of the "
+        "command line override the directory's config.yaml. To continue a complete run,"
+        " raise --steps",
     )
     task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
         ("arithmetic",),
@@ -111,7 +111,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         "Hugging Face hub",
     )
     seed: int = Field(
-        0, ge=0, description="Random seed of sampling, of the order of the data and of training"
+        0, ge=0, description="Random seed of the sampling, the order of the data and the training"
     )
     steps: Annotated[
         int | None, Shown(default="250; gsm8k: 60; at most 60 in modes lora_restart and none")
@@ -122,7 +122,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
         None, ge=1, description="Micro-batches per step"
     )
-    group_size: int = Field(8, ge=2, description="Completions sampled for each prompt")
+    group_size: int = Field(8, ge=2, description="Number of completions sampled for each prompt")
     lr: Annotated[
         float | None,
         Shown(default="3e-4; gsm8k: 1e-4; with --model: 1e-5; six times as high with an adapter"),
@@ -193,7 +193,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Number of compute threads in the server, and in the trainer too",
+        description="Number of compute threads of the server, and also of the trainer",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",

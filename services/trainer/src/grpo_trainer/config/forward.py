@@ -27,8 +27,9 @@ class ForwardOptions(BaseModel):
     )
     fused_head: Choice = Field(
         "auto",
-        description="Save memory: never hold the logits of all tokens at once. auto: on if the "
-        "device is a GPU and the model supports the fused head",
+        description="Compute logprobs with a fused head, which never holds the logits of all tokens"
+        " in memory at once. auto: on if the device is a GPU and the model supports the"
+        " fused head",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",

@@ -103,7 +103,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         description="Limit, in seconds, on retries while the trainer cannot reach a service",
     )
     server_return_deadline_s: float = Field(
-        300.0, gt=0, description="Seconds to wait for the inference server when it restarts"
+        300.0,
+        gt=0,
+        description="Seconds to wait for the inference server to return when it restarts or fails",
     )
     batch_deadline_s: float = Field(
         600.0, gt=0, description="Limit, in seconds, on waiting for a batch"
@@ -111,7 +113,8 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     environment_return_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds to wait for an environment after all environments have disconnected",
+        description="Seconds to wait for an environment to return after all environments have "
+        "disconnected",
     )
     max_staleness: Annotated[int | None, Shown(default="no limit")] = Field(
         None,
