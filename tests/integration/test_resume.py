@@ -139,7 +139,7 @@ def test_the_state_that_the_resume_option_names_is_found(
     assert found(config).directory == newer
     assert find_state(settings(http, tmp_path, resume="never"), store) is None
     assert found(settings(http, tmp_path / "x", resume=str(older))).directory == older
-    with pytest.raises(StateMismatch, match="is a checkpoint of m, not of other"):
+    with pytest.raises(StateMismatch, match="is a checkpoint of the model m, but --model is other"):
         found(settings(http, tmp_path, model="other"))
 
 
