@@ -205,7 +205,7 @@ class SharedVllm:
 
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name the version → resume."""
-        assert self._optimizer is not None, "start() comes first"
+        assert self._optimizer is not None, "call start() first"
         session = self._server.attachment.session
         try:
             self._bridge.pause(session, self._lease_s, version)
