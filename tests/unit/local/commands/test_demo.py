@@ -240,8 +240,6 @@ def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) ->
     settings, shown = load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), Shown()
     (tmp_path / "config.yaml").touch()
     assert run_demo(settings, shown) == 1
-    expected = (
-        f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
-    )
+    expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
     assert shown.err.startswith(expected)
     assert shown.out == ""
