@@ -1,4 +1,4 @@
-"""The files of one run: their places, and who may use the directory."""
+"""The files of one run: their paths, and the lock on the run's directory."""
 
 from __future__ import annotations
 

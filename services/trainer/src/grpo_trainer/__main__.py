@@ -1,4 +1,4 @@
-"""`grpo`: parse first, import torch afterwards."""
+"""The `grpo` command. Options are parsed before torch is imported."""
 
 from __future__ import annotations
 

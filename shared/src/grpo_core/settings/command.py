@@ -1,4 +1,4 @@
-"""A command: its options are the fields of a pydantic model, the rest is one `Command` record."""
+"""Describes a command: a pydantic model for its options, and a `Command` record for the rest."""
 
 from __future__ import annotations
 

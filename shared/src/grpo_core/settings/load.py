@@ -1,4 +1,4 @@
-"""Loads a command's settings: its options, before them the environment, before that a file.
+"""Loads a command's settings: options override environment variables, which override a YAML file.
 
 Nothing heavy is imported here: `--help` and a mistake answer at once.
 """

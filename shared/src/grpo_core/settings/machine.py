@@ -1,4 +1,4 @@
-"""Checks of this machine before a start. Each returns a message, or None if all is well."""
+"""Checks of this machine before a start. Each returns a message, or None if the check passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds options by name, and the nearest name of one that does not exist."""
+"""Finds options by name, and the existing name that is nearest to a mistyped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a command, as `--help`, the parser and error messages see them."""
+"""Options of a command, in the form that `--help`, the parser and error messages use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identifies what two processes must have in common to share GPU memory.
+"""Reads the properties that must be equal in two processes that share GPU memory.
 
 CUDA finds the exporting process by its process id, so both need the same PID namespace. torch
 counts the users of exported memory in files in /dev/shm, so both need the same file system there.

@@ -1,4 +1,4 @@
-"""Describes one set of weights: its policy version, its kind and its directory."""
+"""Describes one set of weights: policy version, kind (such as adapter) and directory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One module per command, with the order of its work."""
+"""One module per command: the steps of the command, in order."""

@@ -1,4 +1,4 @@
-"""Checks over HTTP if a service is ready. Every failure to answer counts as not ready."""
+"""Checks over HTTP if a service is ready. A service that does not answer counts as not ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes stop signals such as Ctrl-C, so that the code can stop at safe points.
+"""Records stop signals such as Ctrl-C, so that the code can stop at safe points.
 
 A handler that raises could interrupt the code that starts or ends child processes. So the handler
 only counts, and every wait checks the count.

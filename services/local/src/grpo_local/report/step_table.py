@@ -1,4 +1,4 @@
-"""One line per training step, in columns that fit a terminal 100 wide."""
+"""One line per training step, in columns that fit a terminal of 100 characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`, and the mistakes found before a start."""
+"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`, and checks of them before a start."""
 
 from grpo_local.settings.compare import CompareSettings
 from grpo_local.settings.demo import DemoSettings

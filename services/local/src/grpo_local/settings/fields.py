@@ -1,4 +1,4 @@
-"""Parts of fields that the commands share."""
+"""Functions for fields that several commands have."""
 
 from __future__ import annotations
 

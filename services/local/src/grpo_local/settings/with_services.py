@@ -1,4 +1,4 @@
-"""Base of commands that start services and take any option of them, such as `--trainer.lr 1e-4`."""
+"""Base of commands that start services and pass on their options, such as `--trainer.lr 1e-4`."""
 
 from __future__ import annotations
 

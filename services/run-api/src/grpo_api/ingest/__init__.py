@@ -1,1 +1,1 @@
-"""Accepts scored groups: decodes, checks, delays and places them. Issues no Redis commands."""
+"""Accepts scored groups: decodes, checks, then queues or buffers them. Issues no Redis commands."""

@@ -1,4 +1,4 @@
-"""Accepts submissions: queues whole groups directly, plans a place for the others.
+"""Accepts submissions: queues whole groups directly, and buffers partial groups.
 
 Submissions wait in line while the queue is full. A sender whose groups the next batch needs does
 not wait: a queue that is full of other groups would never empty.

@@ -1,4 +1,4 @@
-"""Computes the answer of `/status-env`: how fast one environment should send groups."""
+"""Computes the answer of `/status-env`: how many groups an environment should sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes what a batch must hold: a number of sequences and each environment's minimum.
+"""Computes the number of sequences of a batch and each environment's minimum in it.
 
 A minimum is counted in whole groups of the environment's registered size. Groups of other sizes do
 not count towards the minimum, and neither do groups without an env_id.

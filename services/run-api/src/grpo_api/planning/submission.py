@@ -1,4 +1,4 @@
-"""Places submitted groups: into the queue, or into the buffer of their environment.
+"""Decides for each submitted group: into the queue, or into its environment's buffer.
 
 A group of its environment's registered size is queued at once, as is one of an unknown environment.
 A smaller group is a *part*. It waits in its environment's buffer until parts there add up to the

@@ -1,1 +1,1 @@
-"""HTTP handlers of run-api, one module per noun. They issue no Redis commands."""
+"""HTTP handlers of run-api, one module per noun. The handlers issue no Redis commands."""

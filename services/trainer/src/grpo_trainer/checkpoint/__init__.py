@@ -1,1 +1,1 @@
-"""What a run saves (checkpoints and exported models), and how it resumes."""
+"""Saves checkpoints and exported models, and resumes a run from a checkpoint."""

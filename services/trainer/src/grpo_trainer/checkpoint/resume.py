@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to resume from, and rejoins its run at run-api."""
+"""Chooses the checkpoint to resume from, and registers the resumed run at run-api."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages that single options need."""
+"""Names the packages that some options of `grpo` need."""
 
 from __future__ import annotations
 

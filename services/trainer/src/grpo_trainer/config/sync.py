@@ -1,4 +1,4 @@
-"""Options of each weight-sync mode: one class per mode, which holds only what the mode reads."""
+"""Options of each weight-sync mode: one class per mode, with only that mode's options."""
 
 from __future__ import annotations
 

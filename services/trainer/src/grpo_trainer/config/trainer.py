@@ -1,4 +1,4 @@
-"""Options of `grpo` that every weight-sync mode reads: the archived trainer's and a few more."""
+"""Options of `grpo` that apply in every weight-sync mode."""
 
 from __future__ import annotations
 

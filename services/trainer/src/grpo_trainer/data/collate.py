@@ -1,4 +1,4 @@
-"""Builds tensors from usable groups. No other module knows both formats.
+"""Converts usable groups of a batch to the tensors of its micro-batches.
 
 Legend: B sequences of a micro-batch, T positions after the causal shift (longest sequence - 1).
 """

@@ -1,4 +1,4 @@
-"""Checks that the server serves the trainer's weights, by comparing logprobs on both sides.
+"""Checks that the server serves the trainer's weights: compares logprobs of server and trainer.
 
 The first check, before any update, measures the rounding noise: how far two computations with equal
 weights differ. Later checks allow a multiple of that noise. A check is conclusive only if the

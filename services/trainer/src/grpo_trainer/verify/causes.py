@@ -1,4 +1,4 @@
-"""Finds why behaviour logprobs and trainer logprobs differ, by testing hypotheses on the batch.
+"""Finds why behaviour logprobs and trainer logprobs differ, by testing known causes on the batch.
 
 Each hypothesis computes the difference that would remain if it were true. The right one leaves only
 rounding noise. The report lists the numbers and the likeliest cause.

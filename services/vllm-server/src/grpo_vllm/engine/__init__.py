@@ -1,1 +1,1 @@
-"""The engine: starts vLLM, controls it and adds our routes to its application."""
+"""The engine: starts vLLM, controls it and adds this project's routes to its application."""

@@ -1,4 +1,4 @@
-"""Refuses sampling parameters that would crash the engine or falsify the answers of others.
+"""Refuses sampling parameters that would crash the engine or falsify the answers to other requests.
 
 vLLM passes the sampling parameters of every request, on every route, to its logits processors for
 validation. `Admission` is such a processor. It does not change the logits.

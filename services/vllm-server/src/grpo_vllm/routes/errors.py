@@ -1,4 +1,4 @@
-"""Answers errors of our own routes with a status code and a JSON body."""
+"""Answers errors of this project's routes with a status code and a JSON body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers commands that ask for other weights; each one is done, started or refused at once."""
+"""Answers commands to serve different weights: executes, starts or refuses each one at once."""
 
 from __future__ import annotations
 

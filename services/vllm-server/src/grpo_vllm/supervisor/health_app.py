@@ -1,4 +1,4 @@
-"""The supervisor's own HTTP answers: its health port, and status 503 after it has given up."""
+"""The supervisor's own HTTP answers: its health port, and status 503 after the final failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's state, and the policy that decides when a failed engine is started again."""
+"""The supervisor's state, and the rules for starting a failed engine again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters, lets the newest one answer for the served name, and unloads old ones.
+"""Loads LoRA adapters, routes the served model name to the newest one, and unloads old ones.
 
 Each version is loaded under its own name and number. vLLM identifies adapters by name, also in its
 KV cache, so reusing a name would mix two sets of weights. Requests in flight finish with the

@@ -1,4 +1,4 @@
-"""Starts the inference server if the mode restarts it; otherwise logs the command to start one."""
+"""Starts the inference server if the mode restarts it; otherwise logs the command for a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands the supervisor to serve a directory of weights, and retries until it does."""
+"""Commands the supervisor to serve a directory of weights, and retries failed commands."""
 
 from __future__ import annotations
 
