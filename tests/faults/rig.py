@@ -224,7 +224,7 @@ class Rig:
         if name == ENVIRONMENT:
             return "registered" in self.log(name)
         if self.mode == SHARED:
-            attached = "weights.attached" in self.log(name)
+            attached = "shared_memory.attached" in self.log(name)
             return attached and self.bridge_info()["policy_version"] != [0, 0]
         return bool(re.search(r"weights\.(published|already_served)", self.log(name)))
 

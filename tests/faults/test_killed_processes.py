@@ -36,7 +36,7 @@ from tests.faults.stages import (
 )
 
 ENDS_WITHIN_S = 120.0
-NOTICED = {SERVER: (TRAINER, "server.lost"), REDIS: (RUN_API, "request.failed")}
+NOTICED = {SERVER: (TRAINER, "server.connection_lost"), REDIS: (RUN_API, "request.failed")}
 """For each killed process: the log that reports its outage, and the text."""
 
 ALWAYS = [

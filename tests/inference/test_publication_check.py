@@ -82,7 +82,7 @@ def test_the_served_weights_pass_and_every_others_are_named(lora: HandedOffServe
                 trainer.check.require(version, "After step 2")
 
         trainer.hold(third)
-        with pytest.raises(ServedWeightsDiffer, match="another trainer that publishes"):
+        with pytest.raises(ServedWeightsDiffer, match="another trainer publishes"):
             trainer.check.require(PolicyVersion(99, 1), "under another name than announced")
         assert trainer.check.require(version, "at last").max < FILE_NOISE
 

@@ -124,7 +124,7 @@ def test_a_state_that_is_named_goes_on_in_another_run(
     with capture_logs() as logs:
         assert rejoin(trainer, config, found(config)) == Position(step=2, batch_id=0, epoch=1)
         assert trainer.next_batch(DEADLINE_S).id == 1
-    assert [entry["unknown_batch"] for entry in logs] == [2]
+    assert [entry["unknown_batch_id"] for entry in logs] == [2]
 
 
 def test_the_state_that_the_resume_option_names_is_found(
@@ -133,13 +133,13 @@ def test_the_state_that_the_resume_option_names_is_found(
     config = settings(http, tmp_path)
     store = StateStore(tmp_path)
     assert find_state(config, store) is None
-    with pytest.raises(NoSuchState, match=r"no trainer_state\.json there"):
+    with pytest.raises(NoSuchState, match=r"no trainer_state\.json and contains no checkpoint"):
         found(settings(http, tmp_path, resume=str(tmp_path)))
     older, newer = save(config), save(config, Position(step=4, batch_id=4, epoch=1))
     assert found(config).directory == newer
     assert find_state(settings(http, tmp_path, resume="never"), store) is None
     assert found(settings(http, tmp_path / "x", resume=str(older))).directory == older
-    with pytest.raises(StateMismatch, match="is a checkpoint of m, not of other"):
+    with pytest.raises(StateMismatch, match="is a checkpoint of the model m, but --model is other"):
         found(settings(http, tmp_path, model="other"))
 
 

@@ -89,7 +89,7 @@ MISTAKES = {
     "staleness below the interval": Mistake(
         grpo,
         "--model m --mode none --redis-url redis://h --max-staleness 1",
-        "groups are up to 2 steps old; allow 2 or publish more often",
+        "groups are up to 2 steps old; pass 2 or more, or publish more often",
     ),
     "wrong port": Mistake(
         run_api, "--port 70000", "--port: expected a whole number, at least 1 and at most 65535"

@@ -80,12 +80,12 @@ async def join_run(
         if answer is not None:
             return parse(Membership, answer)
         if not waiting:
-            log.info("trainer.awaited", deadline_s=trainer_deadline_s)
+            log.info("trainer.wait_started", deadline_s=trainer_deadline_s)
             waiting = True
         if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
-                "start a trainer with the same run-api, or raise --trainer-deadline-s"
+                "start a trainer that uses the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
 

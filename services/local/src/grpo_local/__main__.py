@@ -56,9 +56,11 @@ def with_config_of_resumed_run(
         return list(words)
     config = RunDirectory.of(Path(named)).config
     if _value_of("--config", words):
-        _refuse("--config: --resume reads the configuration of the run; leave one of them out")
+        _refuse("--config: --resume reads the configuration of the run; omit --config or --resume")
     if not config.is_file():
-        _refuse(f"--resume {named}: no {config.name} in it; name the directory of a run")
+        _refuse(
+            f"--resume {named}: this directory has no {config.name}; name the directory of a run"
+        )
     return ["--config", str(config), *words]
 
 

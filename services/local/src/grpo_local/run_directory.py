@@ -86,7 +86,7 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunDirectoryUnusable(
-                    f"{self.path} is in use by another grpo-demo; stop it first"
+                    f"{self.path} is in use by another grpo-demo; stop that grpo-demo first"
                 ) from None
             yield
 
@@ -120,10 +120,10 @@ def unusable(path: Path, option: str) -> str | None:
         return None
     if RunDirectory(path).config.exists():
         return (
-            f"{option} {path}: holds an earlier run; name a new directory, or continue that run "
-            f"with --resume {path}"
+            f"{option} {path}: this directory holds an earlier run; name a new directory, or "
+            f"continue that run with --resume {path}"
         )
-    return f"{option} {path}: not an empty directory; name a new one"
+    return f"{option} {path}: this path is not an empty directory; name a new directory"
 
 
 def default_name(now: datetime, seed: int) -> str:

@@ -116,9 +116,9 @@ def options_set_elsewhere(
     own = set(own) - {"log-level"}
     for name in options:
         if name in own:
-            yield f"--{service}.{name}: {prog} sets it; write --{name}"
+            yield f"--{service}.{name}: {prog} sets this option; write --{name}"
         elif name in SET_BY_RUNNER[service]:
-            yield f"--{service}.{name}: {prog} sets it; leave it out"
+            yield f"--{service}.{name}: {prog} sets this option itself; omit it"
 
 
 def mistakes_in(

@@ -92,8 +92,8 @@ class BatchesByLease(Conflict):
 
     def __init__(self) -> None:
         super().__init__(
-            "the run's trainer leases its batches, and a GET /batch without ?trainer= would take "
-            "one away from it; POST /register first, or add ?trainer=<uuid>&after=<batch id>"
+            "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
+            "a batch away from it; POST /register first, or add ?trainer=<uuid>&after=<batch id>"
         )
 
 
@@ -102,8 +102,8 @@ class BatchUnknown(Conflict):
 
     def __init__(self, batch_id: int, last: int) -> None:
         super().__init__(
-            f"this run never handed out batch {batch_id}; its last batch is {last}. The run may "
-            "have been reset, or the id may belong to another run"
+            f"this run never handed out batch {batch_id}; the newest batch handed out is {last}. "
+            "The run may have been reset, or the id may belong to another run"
         )
 
 
@@ -130,8 +130,8 @@ class BatchGone(Conflict):
 class BodyTooSlow(GrpoError):
     def __init__(self, received_bytes: int, deadline_s: float) -> None:
         super().__init__(
-            f"only {received_bytes} bytes of the body arrived within {deadline_s:g} s; send it "
-            "again, gzip-encoded or with fewer groups if the connection is slow"
+            f"only {received_bytes} bytes of the body arrived within {deadline_s:g} s; send the "
+            "request again, gzip-encoded or with fewer groups if the connection is slow"
         )
 
 
@@ -142,8 +142,8 @@ class Unavailable(GrpoError):
 class BodiesFull(Unavailable):
     def __init__(self, held_bytes: int) -> None:
         super().__init__(
-            f"request bodies already hold {held_bytes} bytes of memory, and this one does not fit; "
-            "nothing was queued, send it again in a moment"
+            f"request bodies already hold {held_bytes} bytes of memory, and this body does not "
+            "fit; nothing was queued, send the request again in a moment"
         )
 
 

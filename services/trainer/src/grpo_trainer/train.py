@@ -58,7 +58,7 @@ def train(settings: TrainerSettings) -> None:
                 "run.already_complete",
                 steps=saved.record.step,
                 checkpoint=str(saved.directory),
-                hint="raise --steps to continue; pass --resume never or another "
+                hint="raise --steps to continue; pass `--resume never` or another "
                 "--save-path to start again",
             )
             return

@@ -266,7 +266,7 @@ class ServerSettings(CommandSettings):
             yield Mistake(
                 None,
                 f"--share-weights on {self.host} needs --control-port: the routes that pause the "
-                "server are not offered on an address that others reach",
+                "server are not offered on an address that other hosts reach",
             )
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())

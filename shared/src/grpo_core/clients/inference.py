@@ -78,7 +78,8 @@ class GenerateAnswer(BaseModel):
             ]
         except (ValueError, KeyError, IndexError) as error:
             raise ProtocolViolation(
-                f"{SERVICE}: the lists in the answer of /generate do not match: {error!r}"
+                f"{SERVICE}: the lists in the answer of /generate have different "
+                f"lengths or invalid values: {error!r}"
             ) from error
 
 

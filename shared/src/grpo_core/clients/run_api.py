@@ -62,7 +62,7 @@ class TrainerClient(ServiceClient):
     @property
     def run_uuid(self) -> str:
         """The run with which this trainer registered."""
-        assert self._enrolled is not None, "register() comes first"
+        assert self._enrolled is not None, "call register() first"
         return self._enrolled.run_uuid
 
     def register(self, registration: Registration) -> int:
@@ -142,7 +142,7 @@ class TrainerClient(ServiceClient):
         return leased_batch(answer, self._last_batch)
 
     def _asked_by_trainer(self, method: str, path: str, **query: float) -> dict[str, Any]:
-        assert self._enrolled is not None, "register() comes first"
+        assert self._enrolled is not None, "call register() first"
         try:
             return self._request(method, path, params={"trainer": self._enrolled.uuid, **query})
         except RequestRefused as error:

@@ -55,7 +55,9 @@ def load_settings(
         file = read_config_file(settings_type, options, Path(path))
     _end_on_mistakes(command, [*line.problems, *file.problems])
     if ignored := [*file.without_effect, *line.without_effect]:
-        sys.stderr.write(f"{command.prog}: ignored, no effect here: {', '.join(ignored)}\n")
+        sys.stderr.write(
+            f"{command.prog}: ignored, because they have no effect here: {', '.join(ignored)}\n"
+        )
     given = {**file.values, **_variables(command, options, environment), **line.values}
     values = {name: value for name, (value, _) in given.items()}
     if command.passes_on and line.passed_on:

@@ -127,7 +127,7 @@ def test_every_conflict_with_a_new_batch_size_is_listed() -> None:
     assert batch_size_conflicts(6, group_size_of, queued) == [
         "groups of 7 sequences are queued",
         "groups of 8 sequences are queued",
-        "environment 0 sends groups of 8",
-        "environment 1 sends groups of 20",
-        "environment 2 sends groups of 5",
+        "environment 0 sends groups of 8 sequences",
+        "environment 1 sends groups of 20 sequences",
+        "environment 2 sends groups of 5 sequences",
     ]

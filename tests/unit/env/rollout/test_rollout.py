@@ -108,8 +108,8 @@ async def test_answers_without_a_grade_are_never_scored_and_quarantine_the_group
     assert quarantined.reason is FailureReason.QUARANTINED_REWARD
     assert quarantined.rewards == (0.5, -1.0)
     assert quarantined.detail == (
-        "completion 1: the score is nan; completion 2: no number in the answer; "
-        "completion 3: the score is inf"
+        "completion 1: score nan is not a finite number; completion 2: no number in the answer; "
+        "completion 3: score inf is not a finite number"
     )
 
 
@@ -170,5 +170,5 @@ def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
     broken = completion([3, 3, 3], [-0.1, 1e-6, bad])
     with pytest.raises(MisalignedCompletion) as caught:
         align_group([1], [completion([2], [-0.1]), completion([], []), broken])
-    named = f"completion 1: no tokens; completion 2: logprob {bad} at token 2"
+    named = f"completion 1: no tokens; completion 2: invalid logprob {bad} at token 2"
     assert str(caught.value).endswith(named)

@@ -121,10 +121,10 @@ def test_json_lines_are_read_in_order_and_every_bad_line_is_listed(tmp_path: Pat
     lines = [json.dumps(row) for row in good]
     bad = {
         "{": "the row is not JSON",
-        '{"answer": "#### 1"}': "the field question is empty",
-        '{"question": "How?", "answer": "13"}': "the field answer has no '####' before the result",
+        '{"answer": "#### 1"}': "the field 'question' is empty",
+        '{"question": "How?", "answer": "13"}': "the field 'answer' has no '####'",
         '{"question": "How?", "answer": "#### many"}': (
-            "the field answer has 'many' after '####' instead of a number"
+            "field 'answer': expected a number after '####', got 'many'"
         ),
     }
     assert read_problems(write_lines(tmp_path, *lines), "main", "train") == PROBLEMS

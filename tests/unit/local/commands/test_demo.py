@@ -216,7 +216,9 @@ def follow(folder: Path, code: str, deadline_s: float = 300.0) -> None:
 
 
 def test_a_trainer_that_makes_no_step_in_time_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NoTrainingStep, match=r"no training step within 0\.1 s, 2 of 5 done"):
+    with pytest.raises(
+        NoTrainingStep, match=r"no training step ended within 0\.1 s, after 2 of 5 steps"
+    ):
         follow(tmp_path, SLEEP, deadline_s=0.1)
 
 
@@ -238,6 +240,6 @@ def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) ->
     settings, shown = load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), Shown()
     (tmp_path / "config.yaml").touch()
     assert run_demo(settings, shown) == 1
-    expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: holds an earlier run"
+    expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
     assert shown.err.startswith(expected)
     assert shown.out == ""

@@ -143,8 +143,8 @@ def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
         take_steps(rig.saver, STEPS)
         assert names(rig.save_path) == [FINAL_MODEL, "step_3", "step_4", "trainer_state"]
         model_bytes = (rig.save_path / FINAL_MODEL / "model.safetensors").stat().st_size
-    (told,) = (event for event in logs if event["event"] == "disk.planned")
-    assert (told["models"], told["states"]) == (4, 3)  # one of each is being written
+    (told,) = (event for event in logs if event["event"] == "disk_usage.planned")
+    assert (told["models"], told["checkpoints"]) == (4, 3)  # one of each is being written
     assert told["model_megabytes"] == pytest.approx(model_bytes / 1e6, rel=0.1)
     assert told["megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
 

@@ -137,11 +137,11 @@ def test_every_difference_to_the_model_is_listed(store: StateStore) -> None:
     with pytest.raises(StateMismatch) as told:
         require_fit(other, wider.model, now, "here")
     assert str(told.value).splitlines()[1:-1] == [
-        "  mode: the checkpoint has shared_vllm, this run lora_only",
-        "  optimizer: the checkpoint has adafactor, this run adamw",
-        "  lora alpha: the checkpoint has 8, this run 32",
-        "  more: not in the checkpoint",
-        "  unused: not in the model",
-        "  first: saved shape [4, 3], the model's [5, 3]",
-        "  second: saved shape [4, 3], the model's [5, 3]",
+        "  mode: the checkpoint has shared_vllm, this run has lora_only",
+        "  optimizer: the checkpoint has adafactor, this run has adamw",
+        "  lora alpha: the checkpoint has 8, this run has 32",
+        "  more: this parameter is not in the checkpoint",
+        "  unused: this parameter is not in the model",
+        "  first: shape [4, 3] in the checkpoint, [5, 3] in the model",
+        "  second: shape [4, 3] in the checkpoint, [5, 3] in the model",
     ]

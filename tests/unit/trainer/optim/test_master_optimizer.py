@@ -258,7 +258,7 @@ def test_gradients_that_are_finite_at_no_scale_are_refused_and_leave_the_scale_a
     policy, optimizer, scale = scaled_by(2.0**10)
     before = scale.record
     policy.model.norm.weight.register_hook(lambda g: torch.full_like(g, float("nan")))
-    with pytest.raises(NonFiniteGradient, match="step 0: gradient norm is nan"):
+    with pytest.raises(NonFiniteGradient, match="step 0: the gradient norm is nan"):
         take_tiny_step(policy, optimizer)
     assert scale.record == before
 

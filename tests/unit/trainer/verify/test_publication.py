@@ -78,7 +78,7 @@ def run(request: pytest.FixtureRequest, model: str) -> Run:
     [
         (lambda r: r.server.swap(r.base, VERSION), "the model that it was started with"),
         (lambda r: r.server.swap(r.previous, VERSION), "the weights of the previous publication"),
-        (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"server's answer names \(2, 0\)"),
+        (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"names policy version \(2, 0\)"),
         (Run.keep_cache, r"fixed tokens agree .* are still in the server's KV cache"),
     ],
     ids=["base", "previous", "another version", "kept keys and values"],

@@ -164,7 +164,7 @@ def test_weights_that_no_engine_serves_give_way_to_the_previous_ones(server: Sup
     good, bad = server.publish(), server.next_version()
     outcome = server.sender.ask(CHECKPOINT, bad, server.checkpoint("bad", marker=BROKEN))
     assert outcome.state is OutcomeState.FAILED
-    assert "before it served" in outcome.reason
+    assert "before it answered requests" in outcome.reason
     server.wait_for(state="serving")
     assert server.serves(good)
     assert server.serves(server.publish())

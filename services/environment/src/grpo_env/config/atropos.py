@@ -70,7 +70,7 @@ def one_policy(servers: list[Any]) -> dict[str, Any]:
         ValueError: they differ in more, or a URL is missing
     """
     if not servers or not all(isinstance(server, dict) for server in servers):
-        raise ValueError("openai: expected at least one server, each a mapping")
+        raise ValueError("openai: expected one mapping per server, and at least one")
     first: dict[str, Any] = servers[0]
     differing = {
         str(key)
@@ -80,13 +80,13 @@ def one_policy(servers: list[Any]) -> dict[str, Any]:
     }
     if differing:
         raise ValueError(
-            f"the servers under openai differ in {', '.join(sorted(differing))}; only "
+            f"the servers in the section openai differ in {', '.join(sorted(differing))}; only "
             "base_url may differ, because all servers serve one policy"
         )
     urls = [server["base_url"] for server in servers if "base_url" in server]
     if urls and len(urls) < len(servers):
         raise ValueError(
-            "a server under openai has no base_url, but other servers have one; give every "
-            "server its base_url"
+            "a server in the section openai has no base_url, but others have one; give "
+            "every server its base_url"
         )
     return first | ({"base_url": urls} if urls else {})

@@ -239,7 +239,7 @@ class EnvServerSettings(CommandSettings):
             yield Mistake(
                 "max_completion_tokens",
                 f"a prompt and {self.max_completion_tokens} completion tokens exceed --seq-len "
-                f"{self.seq_len}",
+                f"{self.seq_len}; lower --max-completion-tokens or raise --seq-len",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:

@@ -50,7 +50,7 @@ class HealthClient(AsyncServiceClient):
         while (failure := await self._failure()) is not None:
             if last is None:
                 log.info(
-                    "server.awaited",
+                    "server.wait_started",
                     url=self.base_url,
                     reason=str(failure) or type(failure).__name__,
                     hint="start vllm-api-server, or check --inference-url",
@@ -112,5 +112,5 @@ async def wait_for_servers(
                 raise SharedWeightsHaveOneServer(
                     f"the trainer writes the weights of {server.base_url} in place, so the "
                     f"{len(urls) - 1} other servers of --inference-url would keep old weights; "
-                    f"name only {server.base_url} there, or use another mode than shared_vllm"
+                    f"pass only this URL in --inference-url, or use a mode other than shared_vllm"
                 )

@@ -88,7 +88,7 @@ async def roll_out(
     if room < 1:
         return RolloutFailure(
             FailureReason.REFUSED,
-            f"the prompt has {len(prompt_ids)} tokens, but a sequence must be below "
+            f"the prompt has {len(prompt_ids)} tokens, and the limit for a whole sequence is "
             f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
     params = {
@@ -146,7 +146,7 @@ def grade_all(item: Item, answers: Sequence[Answer]) -> Grades:
         if math.isfinite(score):
             scores.append(score)
         else:
-            quarantined.append(f"completion {index}: the score is {score}")
+            quarantined.append(f"completion {index}: score {score} is not a finite number")
     return Grades(tuple(scores), tuple(quarantined))
 
 

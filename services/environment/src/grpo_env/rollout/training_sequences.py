@@ -58,7 +58,7 @@ def _problems(completion: Completion) -> list[str]:
             f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
         )
     problems += [
-        f"logprob {logprob} at token {position}"
+        f"invalid logprob {logprob} at token {position}"
         for position, logprob in enumerate(completion.logprobs)
         if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
     ]

@@ -65,7 +65,7 @@ def read_problems(data: str, config: str, split: Split) -> list[Problem]:
     if not directory.is_dir() and not _HUB_ID.fullmatch(data):
         raise DataUnusable(
             f"{data}: no such directory; set --data to a directory with {lines.name} "
-            f"(fields question and answer), or to a Hugging Face id such as {DEFAULT_DATA}"
+            f"(fields 'question' and 'answer'), or to a Hugging Face id such as {DEFAULT_DATA}"
         )
     source = str(directory) if directory.is_dir() else data
     return _problems(_dataset_rows(source, config, split), f"{source} ({config}, {split})")
@@ -88,7 +88,7 @@ def _dataset_rows(source: str, config: str, split: Split) -> Iterator[_Row]:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DatasetsMissing(
-            f"{source} needs the library datasets: pip install -c constraints.txt datasets; "
+            f"{source} needs the Python package datasets: pip install -c constraints.txt datasets; "
             f"or set --data to a directory with {split}.jsonl"
         ) from error
     disable_progress_bars()
@@ -129,14 +129,14 @@ def _problem(row: Any) -> Problem:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the row is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError("the row is not an object with the fields question and answer")
+        raise ValueError("the row is not an object with the fields 'question' and 'answer'")
     fields = [row.get("question"), row.get("answer")]
     question, answer = (field if isinstance(field, str) else "" for field in fields)
     if not question.strip():
-        raise ValueError("the field question is empty")
+        raise ValueError("the field 'question' is empty")
     if MARK not in answer:
-        raise ValueError(f"the field answer has no {MARK!r} before the result")
+        raise ValueError(f"the field 'answer' has no {MARK!r} before the result")
     gold = answer.rpartition(MARK)[2].strip().replace(",", "")
     if not _GOLD.fullmatch(gold):
-        raise ValueError(f"the field answer has {gold[:40]!r} after {MARK!r} instead of a number")
+        raise ValueError(f"field 'answer': expected a number after {MARK!r}, got {gold[:40]!r}")
     return Problem(question, gold)

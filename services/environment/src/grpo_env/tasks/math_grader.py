@@ -53,7 +53,9 @@ class MathGrader(ClosesOnExit):
             ) from error
         if not works:
             self.close()
-            raise GraderUnusable("math-verify finds that 2 does not equal 2; reinstall math-verify")
+            raise GraderUnusable(
+                "math-verify is broken: it finds that 2 does not equal 2; reinstall math-verify"
+            )
 
     def is_equal(self, answer: str, gold: str) -> bool:
         """False also if `answer` is not an expression.

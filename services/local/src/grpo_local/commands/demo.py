@@ -228,8 +228,8 @@ def follow_training(
             if done + len(records) >= sizes.steps:
                 return records
             raise ProcessFailed(
-                f"trainer ended with status 0 after {done + len(records)} of {sizes.steps} steps; "
-                f"see {trainer.log_path}\n{trainer.log_tail()}"
+                f"the trainer ended with status 0 after {done + len(records)} of {sizes.steps} "
+                f"steps; see {trainer.log_path}\n{trainer.log_tail()}"
             )
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
             raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
@@ -238,7 +238,7 @@ def follow_training(
 
 def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
     return (
-        f"no training step within {sizes.step_deadline_s:g} s, {done} of {sizes.steps} done; see "
-        f"{trainer.log_path} and the other logs beside it, or raise --step-deadline-s\n"
+        f"no training step ended within {sizes.step_deadline_s:g} s, after {done} of {sizes.steps} "
+        f"steps; see {trainer.log_path} and the other logs there, or raise --step-deadline-s\n"
         f"{trainer.log_tail()}"
     )

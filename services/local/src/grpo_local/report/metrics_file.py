@@ -59,7 +59,8 @@ class MetricsFile:
                 ".".join(map(str, problem["loc"])) or "the line" for problem in error.errors()
             )
             raise ProtocolViolation(
-                f"{self._path} line {self._lines} is no record of a step: wrong or missing {keys}"
+                f"{self._path} line {self._lines} is not the record of a step: wrong or missing "
+                f"{keys}"
             ) from None
 
 

@@ -38,7 +38,9 @@ class ModeResult(BaseModel):
         if self.facts.server is None:
             return [f"{self.mode}: the server did not report how many requests it dropped"]
         dropped = self.facts.server.dropped_requests
-        return [f"{self.mode}: {dropped} dropped requests, must be 0"] if dropped else []
+        return (
+            [f"{self.mode}: the server dropped {dropped} requests; expected 0"] if dropped else []
+        )
 
 
 class Comparison(BaseModel):

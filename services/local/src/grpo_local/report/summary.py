@@ -109,7 +109,7 @@ def read_record(kind: type[Model], path: Path) -> Model:
         raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, p["loc"])) or "JSON" for p in error.errors())
-        raise ProtocolViolation(f"{path} is not as expected: wrong or missing {keys}") from None
+        raise ProtocolViolation(f"{path} is not valid: wrong or missing {keys}") from None
 
 
 def summary_lines(summary: Summary, publication: str) -> list[str]:

@@ -86,14 +86,18 @@ class CompareSettings(CommandSettings):
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.gpu_ids and not self.side_by_side:
-            yield Mistake("gpu_ids", "only with --side-by-side; add it or leave this out")
+            yield Mistake(
+                "gpu_ids",
+                "this option needs --side-by-side; add --side-by-side, or omit this option",
+            )
         elif self.gpu_ids and len(self.gpu_ids) != len(self.modes):
             yield Mistake(
-                "gpu_ids", f"{len(self.gpu_ids)} GPUs for {len(self.modes)} modes; name one each"
+                "gpu_ids",
+                f"{len(self.gpu_ids)} GPUs for {len(self.modes)} modes; name one GPU for each mode",
             )
         given = {word.partition("=")[0].replace("_", "-") for word in self.run_options}
         for name in sorted(given & SET_FOR_EACH_RUN):
-            yield Mistake(None, f"{name}: not for a comparison; leave it out")
+            yield Mistake(None, f"{name}: a comparison does not support this option; omit it")
 
     def _mistakes_of_runs(self) -> Iterator[Mistake]:
         """Messages of `grpo-demo --dry-run` in each mode, each once."""

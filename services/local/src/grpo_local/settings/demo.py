@@ -245,7 +245,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
 
         yield from self._mistakes_of_sizes()
         if self.resume is not None and self.run_dir is not None:
-            yield Mistake("run_dir", "--resume names the directory; leave this out")
+            yield Mistake("run_dir", "--resume already names the run's directory; omit this option")
         yield from super().mistakes()
 
     def _mistakes_of_sizes(self) -> Iterator[Mistake]:
@@ -256,19 +256,20 @@ class DemoSettings(WithServiceOptions, ModeOptions):
                 None,
                 f"--group-size {self.group_size} does not divide the {sequences} sequences of a "
                 f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
-                f"{sizes.gradient_accumulation_steps}); choose sizes such that it does",
+                f"{sizes.gradient_accumulation_steps}); choose a group size that divides them",
             )
         if sizes.max_completion_tokens >= sizes.seq_len:
             yield Mistake(
                 None,
                 f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
-                f"prompt in --seq-len {sizes.seq_len}; lower it or raise --seq-len",
+                f"prompt in --seq-len {sizes.seq_len}; lower --max-completion-tokens or raise "
+                "--seq-len",
             )
         if sizes.max_model_len < sizes.seq_len:
             yield Mistake(
                 None,
                 f"--max-model-len {sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
-                "the server would refuse prompts; raise it or lower --seq-len",
+                "the server would refuse prompts; raise --max-model-len or lower --seq-len",
             )
 
     def _machine_mistakes(self) -> Iterator[Mistake]:

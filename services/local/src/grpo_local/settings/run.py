@@ -117,12 +117,14 @@ class RunSettings(WithServiceOptions, ModeOptions):
         try:
             shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"expected words as in a shell ({error})") from None
+            raise ValueError(f"a shell could not split this text into words ({error})") from None
         return value
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.port == self.health_port:
-            yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
+            yield Mistake(
+                None, f"--port and --health-port are both {self.port}; change one of them"
+            )
         yield from super().mistakes()
 
     def _machine_mistakes(self) -> Iterator[Mistake]:

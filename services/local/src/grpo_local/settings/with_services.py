@@ -66,7 +66,7 @@ class WithServiceOptions(CommandSettings):
         for service, options in given.items():
             if service not in self.services:
                 message = f"--{service}.{next(iter(options))}: {prog} starts no such service"
-                yield Mistake(None, f"{message}; leave it out")
+                yield Mistake(None, f"{message}; omit this option")
             for message in options_set_elsewhere(service, options, prog, names):
                 yield Mistake(None, message)
 

@@ -42,7 +42,7 @@ def batch_size_conflicts(
         if why_unservable(size, batch_size)
     ]
     coming = [
-        f"environment {env_id} sends groups of {size}"
+        f"environment {env_id} sends groups of {size} sequences"
         for env_id, size in sorted(group_size_of.items())
         if why_unservable(size, batch_size)
     ]

@@ -74,9 +74,9 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
     ]
     if scaled:
         _log.warning(
-            "minimums.scaled_down",
+            "min_batch_allocation.scaled_down",
             env_ids=scaled,
-            hint="the min_batch_allocation of all environments exceed one batch together; "
+            hint="one batch cannot contain the min_batch_allocation of every environment; "
             "lower these values",
         )
 

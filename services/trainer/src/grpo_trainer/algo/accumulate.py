@@ -76,7 +76,7 @@ def _accumulated(
         if not math.isfinite(value):
             found = loss_sums(logp, *_columns(micro), clip_eps)
             raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: loss is {value} (largest ratio "
+                f"step {step}, micro-batch {i}: the loss is {value} (largest ratio "
                 f"{found.ratio_max:.3g}, largest |log ratio| {found.diff_max:.3g}); no weight was "
                 "changed by this step. Lower the learning rate, or inspect the batch's logprobs"
             )

@@ -34,9 +34,10 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     saved = store.newest()
     if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
         raise StateMismatch(
-            f"{saved.directory} is a checkpoint of {saved.record.model_name}, not of "
-            f"{settings.model}; pass --resume {saved.directory} if the two names mean the "
-            "same model, --resume never to train from the start, or another --save-path"
+            f"{saved.directory} is a checkpoint of the model {saved.record.model_name}, but "
+            f"--model is {settings.model}. To train from the start, pass `--resume never` or "
+            "another --save-path; if both names mean the same model, pass "
+            f"--resume {saved.directory}"
         )
     return saved
 
@@ -100,10 +101,10 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
             known = False
     if not known:
         log.warning(
-            "run.differs",
+            "run.mismatched",
             checkpoint=str(saved.directory),
-            unknown_batch=at.batch_id,
-            hint="the checkpoint belongs to another run than the one at run-api; training "
+            unknown_batch_id=at.batch_id,
+            hint="the checkpoint belongs to a different run than the one at run-api; training "
             "continues with run-api's data",
         )
     at = at if known else replace(at, batch_id=0)
@@ -114,10 +115,10 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
 def _of_another_run(saved: SavedState, api: TrainerClient, found: str) -> StateOfAnotherRun:
     record = saved.record
     return StateOfAnotherRun(
-        f"{saved.directory} includes {record.step} steps, the last one on batch "
+        f"{saved.directory} includes {record.step} steps, the newest one with batch "
         f"{record.batch_id} of run {record.run_uuid or 'unknown'}, but run-api at {api.base_url} "
         f"has another run, or its Redis lost data ({found}). To train from the start, pass "
-        "--resume never or another --save-path; to resume from this checkpoint with run-api's "
+        "`--resume never` or another --save-path; to resume from this checkpoint with run-api's "
         f"data, pass --resume {saved.directory}"
     )
 

@@ -154,13 +154,13 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
     states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
     log.info(
-        "disk.planned",
+        "disk_usage.planned",
         save_path=str(settings.save_path),
         megabytes=_megabytes(models * model_bytes + states * state_bytes),
         models=models,
         model_megabytes=_megabytes(model_bytes),
-        states=states,
-        state_megabytes=_megabytes(state_bytes),
+        checkpoints=states,
+        checkpoint_megabytes=_megabytes(state_bytes),
         hint="to need less disk space, lower --keep-checkpoints or raise --checkpoint-interval",
     )
 

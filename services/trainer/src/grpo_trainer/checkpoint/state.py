@@ -145,10 +145,14 @@ def require_fit(
     """
     ours, saved = _shapes(policy), record.parameters
     problems = _other_options(record, settings)
-    problems += [f"{name}: not in the checkpoint" for name in ours if name not in saved]
-    problems += [f"{name}: not in the model" for name in saved if name not in ours]
     problems += [
-        f"{name}: saved shape {list(saved[name])}, the model's {list(shape)}"
+        f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved
+    ]
+    problems += [
+        f"{name}: this parameter is not in the model" for name in saved if name not in ours
+    ]
+    problems += [
+        f"{name}: shape {list(saved[name])} in the checkpoint, {list(shape)} in the model"
         for name, shape in ours.items()
         if name in saved and saved[name] != shape
     ]
@@ -156,7 +160,7 @@ def require_fit(
         raise StateMismatch(
             f"{where} does not fit {settings.model}:\n  "
             + "\n  ".join(problems)
-            + "\npass --resume never to train from the start, or another --save-path"
+            + "\nto train from the start, pass `--resume never` or another --save-path"
         )
 
 
@@ -172,7 +176,7 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
             (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
         ]
     return [
-        f"{what}: the checkpoint has {then}, this run {this}"
+        f"{what}: the checkpoint has {then}, this run has {this}"
         for what, then, this in pairs
         if then != this
     ]

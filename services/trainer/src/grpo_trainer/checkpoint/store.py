@@ -135,8 +135,8 @@ def _problem(path: Path, written: FileFacts) -> str | None:
 def _damaged(directory: Path, what: str) -> DamagedState:
     return DamagedState(
         f"{directory}: {what}. run-api has deleted the batches that this checkpoint includes. To "
-        "resume from an older checkpoint without them, name it with --resume DIRECTORY; to train "
-        "from the start, pass --resume never"
+        "resume without these batches from an older checkpoint, pass --resume DIRECTORY; to train "
+        "from the start, pass `--resume never`"
     )
 
 

@@ -181,9 +181,9 @@ class CommandLine(
         if self.max_staleness is not None and self.max_staleness < oldest:
             yield Mistake(
                 "max_staleness",
-                f"{self.max_staleness} drops usable data: weights are published every "
-                f"{oldest + 1} steps, so groups are up to {oldest} steps old; allow {oldest} or "
-                "publish more often",
+                f"{self.max_staleness} would drop usable data: weights are published every "
+                f"{oldest + 1} steps, so groups are up to {oldest} steps old; pass {oldest} or "
+                "more, or publish more often",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:

@@ -183,8 +183,8 @@ class _Probe:
         tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
-                f"{type(base_model(self._policy)).__name__} gives other results with this "
-                f"option: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
+                f"{type(base_model(self._policy)).__name__} gives different results with "
+                f"this option: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
             )
 
     def differentiate(self, forward: ForwardPass) -> None:

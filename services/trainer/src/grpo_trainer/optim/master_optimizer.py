@@ -75,7 +75,7 @@ class MasterOptimizer:
         norm, clip_factor = self._norm_and_clip_factor()
         if not math.isfinite(norm):
             raise NonFiniteGradient(
-                f"step {step}: gradient norm is {norm}; the weights of the previous step are "
+                f"step {step}: the gradient norm is {norm}; the weights of the previous step are "
                 "intact. Lower the learning rate, or look for extreme importance ratios in the "
                 "last metrics"
             )

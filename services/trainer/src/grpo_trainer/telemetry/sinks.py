@@ -76,7 +76,7 @@ def rotate_records(path: Path) -> None:
             f"{path} contains records of another run and cannot be renamed: {error}; move "
             "this file away, or pass another --metrics-file"
         ) from error
-    log.info("metrics.rotated", file=str(aside))
+    log.info("metrics_file.renamed", file=str(path), renamed_to=str(aside))
 
 
 def _step_of(line: str) -> int | None:

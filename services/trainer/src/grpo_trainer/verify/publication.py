@@ -112,7 +112,7 @@ class PublicationCheck:
         problems = self._problems(alignment, served, named, version)
         if problems:
             raise ServedWeightsDiffer(
-                f"{MISMATCH} {label}, version {tuple(version)} is published, but "
+                f"{MISMATCH} {label}, policy version {tuple(version)} is published, but "
                 + "; ".join(problems)
             )
         if alignment.is_conclusive:
@@ -146,7 +146,8 @@ class PublicationCheck:
         if named != {version}:
             names = ", ".join(str(tuple(v)) for v in sorted(named))
             problems.append(
-                f"the server's answer names {names}: stop another trainer that publishes to it"
+                f"the server's answer names policy version {names}; if another trainer publishes "
+                "to this server, stop it"
             )
         return problems
 

@@ -36,7 +36,7 @@ class Handover:
 
     def take(self, transport: Any) -> None:
         """Park the connection of an asyncio transport and end the transport."""
-        assert self._park is not None, "begin() comes first"
+        assert self._park is not None, "call begin() first"
         descriptor = os.dup(transport.get_extra_info("socket").fileno())
         try:
             # The transport must not read again before the hand-over: those bytes would be lost.

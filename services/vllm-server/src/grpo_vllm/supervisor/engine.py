@@ -108,7 +108,7 @@ class EngineSlot:
     async def end(self) -> int:
         """End the engine and its processes, and wait until its memory is free. Returns its exit
         code."""
-        assert self.engine is not None, "launch() comes first"
+        assert self.engine is not None, "call launch() first"
         code = await self.engine.end(self._settings.stop_grace_s)
         # vLLM's worker processes become our children when the engine ends.
         end_orphans(self._host.pids)

@@ -74,11 +74,11 @@ def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
     if not settings.await_weights:
         return "--no-await-weights"
     if kind is WeightKind.MEMORY:
-        return "a trainer wrote them in place (shared_vllm), so they are not on disk"
+        return "a trainer wrote the weights in place (shared_vllm), so they are not on disk"
     if kind is not wanted:
-        return f"they are {_article(kind)}, but this server serves {_article(wanted)}"
+        return f"the weights are {_article(kind)}, but this server serves {_article(wanted)}"
     if served.model != settings.model:
-        return f"they belong to {served.model}, but this server serves {settings.model}"
+        return f"the weights belong to {served.model}, but this server serves {settings.model}"
     return None
 
 

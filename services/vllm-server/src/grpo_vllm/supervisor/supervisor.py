@@ -188,7 +188,10 @@ class Supervisor:
 
     async def _start_failed(self, code: int) -> None:
         """An engine failed to start: roll back, retry after a delay, or give up."""
-        reason = f"the engine ended with status {code} before it served; read the server's log"
+        reason = (
+            f"the engine ended with status {code} before it answered requests; "
+            "read the server's log"
+        )
         if self._state.launched is None:
             self._state.reason = reason
             await self._back_off()

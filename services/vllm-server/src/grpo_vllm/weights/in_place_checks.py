@@ -64,7 +64,8 @@ def _of_the_model(facts: LayoutFacts) -> Iterator[str]:
     # Layers of quantised, MLA and expert models are reported above as one obstacle.
     if facts.special_layers and not (facts.quantization or facts.latent_attention or facts.experts):
         yield (
-            f"layers that store weights in their own form ({_some(facts.special_layers)}); "
+            f"a trainer cannot write layers that store weights in their own form "
+            f"({_some(facts.special_layers)}); "
             f"{OTHER_MODES}"
         )
 
@@ -78,26 +79,29 @@ def _of_the_workers(facts: LayoutFacts) -> Iterator[str]:
             f"one; remove these options, or {OTHER_MODES}"
         )
     if facts.expert_parallel:
-        yield "--enable-expert-parallel: a trainer writes only one worker's weights; remove it"
+        yield (
+            "--enable-expert-parallel: a trainer writes only one worker's weights; remove this "
+            "option"
+        )
 
 
 def _of_the_memory(facts: LayoutFacts) -> Iterator[str]:
     if facts.sleep_mode:
         yield (
-            "--enable-sleep-mode: other processes cannot share its memory, and sleeping would "
-            "release it; remove it"
+            "--enable-sleep-mode: other processes cannot share this memory, and sleeping would "
+            "release it; remove this option"
         )
     elif facts.cumem_allocator:
-        yield "--enable-cumem-allocator: other processes cannot share its memory; remove it"
+        yield "--enable-cumem-allocator: other processes cannot share its memory; omit it"
     if facts.uva_offload_gb > 0:
         yield (
             f"--cpu-offload-gb {facts.uva_offload_gb:g}: weights are in the host's memory instead "
-            "of the GPU's; remove it, or serve a smaller model"
+            "of the GPU's; remove this option, or serve a smaller model"
         )
     if facts.prefetch_offload_groups > 0:
         yield (
             f"--offload-group-size {facts.prefetch_offload_groups}: layers are copied to the GPU "
-            "only when they are needed; remove it, or serve a smaller model"
+            "only when they are needed; remove this option, or serve a smaller model"
         )
 
 

@@ -45,7 +45,7 @@ class WriteBack:
         self.missing = True
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
         log.warning(
-            "write_back.awaited",
+            "write_back.wait_started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
             reason="the engine holds the checkpoint's weights, but the run served newer ones",

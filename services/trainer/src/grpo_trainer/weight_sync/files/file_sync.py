@@ -118,7 +118,7 @@ class FileSync:
         else:
             self.begun_as = status.version
             self._check.require(status.version, "At the start")
-            log.info("weights.already_served", served_as=tuple(status.version))
+            log.info("weights.already_served", policy_version=tuple(status.version))
         return version
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
@@ -182,7 +182,7 @@ class FileSync:
         self.directories.remove_older(in_use)
         log.info(
             "weights.published",
-            version=tuple(version),
+            policy_version=tuple(version),
             seconds=round(time.monotonic() - started, 2),
             logprob_difference=alignment.mean,
         )

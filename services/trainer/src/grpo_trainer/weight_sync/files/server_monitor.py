@@ -73,7 +73,7 @@ class ServerMonitor:
             if status is not None and status.state is SupervisorPhase.SERVING:
                 self.note_presence()
                 if waited:
-                    log.info("server.returned", version=tuple(status.version))
+                    log.info("server.available_again", policy_version=tuple(status.version))
                 return status
             if not waited:
                 log.warning("server.unavailable", reason=describe(status))

@@ -72,12 +72,13 @@ class Publisher:
             reason = f"{outcome.state}: {outcome.reason}"
             if outcome.state is OutcomeState.REFUSED:
                 raise WeightsRefused(
-                    f"the server refuses version {tuple(weights.version)} in {weights.path}: "
-                    f"{outcome.reason}. The server keeps serving the previous version"
+                    f"the server refuses policy version {tuple(weights.version)} in "
+                    f"{weights.path}: {outcome.reason}. The server keeps serving the previous "
+                    "weights"
                 )
             if deadline.left_s <= retry_s:
                 raise self._not_published(weights, reason)
-            log.warning("publication.retried", version=tuple(weights.version), reason=reason)
+            log.warning("publication.retried", policy_version=tuple(weights.version), reason=reason)
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
@@ -120,7 +121,7 @@ class Publisher:
 
     def _not_published(self, weights: WeightRef, reason: str) -> NotPublished:
         return NotPublished(
-            f"version {tuple(weights.version)} is not served after {self.deadline_s:g} s "
+            f"policy version {tuple(weights.version)} is not served after {self.deadline_s:g} s "
             f"({reason}). Read the server's log; if the server only needs more time, raise "
             "--publish-deadline-s. Start the trainer again to resume from its newest "
             "checkpoint"

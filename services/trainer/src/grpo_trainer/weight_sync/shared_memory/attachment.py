@@ -126,7 +126,7 @@ class ServerConnection:
             PolicyMismatch: it came back with another data type.
         """
         log.warning(
-            "server.lost",
+            "server.connection_lost",
             reason=why,
             deadline_s=self.return_deadline_s,
         )
@@ -141,7 +141,7 @@ class ServerConnection:
                 time.sleep(RETURN_POLL_S)
             else:
                 log.info(
-                    "server.reattached",
+                    "trainer.reattached",
                     seconds=round(time.monotonic() - started, 1),
                     generation=attachment.weights.manifest.generation,
                 )

@@ -106,7 +106,7 @@ class SharedVllm:
         self._policy = build_policy(self._model_name, attachment.weights)
         self._version = info.policy_version.next_epoch()
         log.info(
-            "weights.attached",
+            "shared_memory.attached",
             generation=attachment.weights.manifest.generation,
             megabytes=round(attachment.weights.manifest.total_bytes / 1e6, 1),
             dtype=attachment.weights.dtype_name,
@@ -205,7 +205,7 @@ class SharedVllm:
 
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name the version → resume."""
-        assert self._optimizer is not None, "start() comes first"
+        assert self._optimizer is not None, "call start() first"
         session = self._server.attachment.session
         try:
             self._bridge.pause(session, self._lease_s, version)
@@ -237,8 +237,8 @@ class SharedVllm:
         connections."""
         if isinstance(error, RequestRefused) and error.status != _CONFLICT:
             raise WeightSyncError(
-                f"cannot publish version {tuple(version)}: {error}. Does --vllm-control-url name "
-                "the server's control port?"
+                f"cannot publish policy version {tuple(version)}: {error}. Check that "
+                "--vllm-control-url names the server's control port"
             ) from error
 
 
