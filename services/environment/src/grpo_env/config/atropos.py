@@ -70,7 +70,7 @@ def one_policy(servers: list[Any]) -> dict[str, Any]:
         ValueError: they differ in more, or a URL is missing
     """
     if not servers or not all(isinstance(server, dict) for server in servers):
-        raise ValueError("openai: expected one mapping per server, and at least one")
+        raise ValueError("openai: expected a non-empty list with one mapping for each server")
     first: dict[str, Any] = servers[0]
     differing = {
         str(key)

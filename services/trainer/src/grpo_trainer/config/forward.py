@@ -33,8 +33,8 @@ class ForwardOptions(BaseModel):
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",
-        description="Implementation of the fused head. torch: PyTorch. liger: the Triton kernel of "
-        "liger-kernel, which needs a GPU",
+        description="Implementation of the output layer (LM head) that computes logprobs directly. "
+        "torch: PyTorch. liger: the Triton kernel of liger-kernel, which needs a GPU",
     )
     compile: bool = Field(
         False,

@@ -90,7 +90,12 @@ class GroupFilter:
         """
         repeated = self._batches.count_repeats(groups, step)
         if repeated and step >= self._next_repeat_warning:
-            log.warning("groups.repeated", groups=repeated, batch_groups=len(groups), step=step)
+            log.warning(
+                "trained_groups.received_again",
+                groups=repeated,
+                batch_groups=len(groups),
+                step=step,
+            )
             self._next_repeat_warning = step + REPEAT_EVERY_STEPS
         young: list[tuple[ScoredGroup, GroupProvenance]] = []
         for group, version in zip(groups, received_under or [None] * len(groups), strict=True):

@@ -137,7 +137,9 @@ def enable(model: CausalLM) -> None:
     )
     model.set_attn_implementation(NAME)
     if model.config.get_text_config()._attn_implementation != NAME:
-        raise FastPathRefused("the model's layers do not use transformers' attention")
+        raise FastPathRefused(
+            "the model's layers do not use the attention interface of the package transformers"
+        )
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class WandbSink:
             raise WandbUnavailable(f"W&B did not start within {deadline_s:g} s; {_ADVICE}")
         answer = self._from_child.readline()
         if not answer:
-            raise WandbUnavailable(f"W&B ended while it started; {_ADVICE}")
+            raise WandbUnavailable(f"the W&B process exited during its start; {_ADVICE}")
         reply: dict[str, str] = json.loads(answer)
         if "error" in reply:
             raise WandbUnavailable(f"W&B did not start: {reply['error']}; {_ADVICE}")

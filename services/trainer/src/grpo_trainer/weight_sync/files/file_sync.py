@@ -208,10 +208,10 @@ class FileSync:
                 return status
             if deadline.has_passed:
                 raise PolicyMismatch(
-                    f"the server at {self.bridge.base_url} serves version "
-                    f"{tuple(info.policy_version)}, but the server of run "
-                    f"{self.supervisor.run_id!r} in Redis serves {tuple(status.version)}: these "
-                    "are two servers. Give server and trainer the same --redis-url and --run-id"
+                    f"the server at {self.bridge.base_url} serves policy version "
+                    f"{tuple(info.policy_version)}, but according to Redis the server of run "
+                    f"{self.supervisor.run_id!r} serves {tuple(status.version)}, so these are two "
+                    "servers. Start server and trainer with the same --redis-url and --run-id"
                 )
             time.sleep(POLL_S)
             info = self.bridge.info()
