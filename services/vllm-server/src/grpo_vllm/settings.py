@@ -190,8 +190,8 @@ class ServerSettings(CommandSettings):
     drain_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds to wait for requests in flight before a restart of the engine. Requests "
-        "that are unanswered after that get status 503",
+        description="Seconds to wait for requests in flight before a restart of the engine. "
+        "Requests that are unanswered after that get status 503",
     )
     stop_grace_s: float = Field(
         8.0,

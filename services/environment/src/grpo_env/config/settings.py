@@ -148,8 +148,8 @@ class EnvServerSettings(CommandSettings):
         ge=0.0,
         le=1.0,
         allow_inf_nan=False,
-        description="Minimum fraction (0 to 1) of every batch that must come from this environment. "
-        "run-api delays a batch until the queue contains this fraction",
+        description="Minimum fraction (0 to 1) of every batch that must come from this "
+        "environment. run-api delays a batch until the queue contains this fraction",
     )
     seed: int = Field(0, description="Random seed for the order of the prompts")
     run_api_deadline_s: float = Field(

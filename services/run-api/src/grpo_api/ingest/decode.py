@@ -162,8 +162,8 @@ class SubmissionDecoder:
         except TimeoutError as error:
             _log.warning("decoder.timed_out", deadline_s=self._decoding_s)
             raise StoreUnavailable(
-                f"run-api did not finish reading this submission within {self._decoding_s:g} s; send "
-                "the same groups again"
+                f"run-api did not finish reading this submission within {self._decoding_s:g} s; "
+                "send the same groups again"
             ) from error
         except (EOFError, OSError) as error:
             _log.warning("decoder.exited", reason=repr(error))
