@@ -11,7 +11,7 @@ from grpo_core.settings import load_settings, resolved_yaml
 from grpo_local.__main__ import compare, run, with_config_of_resumed_run
 from grpo_local.__main__ import main as demo
 from grpo_local.process.ports import free_port
-from grpo_local.run_directory import RunDirectory
+from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 
 PORT = str(free_port())
@@ -30,6 +30,10 @@ MISTAKES = {
         "--run-dir /dev": "--run-dir /dev: not an empty directory; name a new one",
         "--resume /dev": "--resume /dev: no config.yaml in it; name the directory of a run",
         "--trainer.steps 3": "--trainer.steps: grpo-demo sets it; write --steps",
+        "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets it; leave it out",
+        "--env.env.wandb_name x": "--env.env.wandb-name: grpo-demo sets it; leave it out",
+        "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}'; name a directory without",
+        "--resume --steps 3": "--resume: expected a value after it",
         "--server.port 3": "--server.port: grpo-demo sets it; leave it out",
         "--trainer.max-stalenes 3": "did you mean --trainer.max-staleness?",
         "--env.temperature hot": "--env.temperature: expected a number, greater than 0; got 'hot'",
@@ -124,3 +128,29 @@ def test_a_run_that_is_complete_or_still_running_is_not_resumed(
     with stopped_run.hold(), pytest.raises(SystemExit, match="2"):
         resumed("--resume", str(stopped_run.path))
     assert "this run is still running; stop it first" in capsys.readouterr().err
+
+
+def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create_run_directory(tmp_path / "first", seed=0)
+    second = RunDirectory(first.path.rename(tmp_path / "second"))
+    assert second.run_id == "first"
+    (second.path / "run-id").unlink()  # a run of an earlier release
+    monkeypatch.chdir(second.path)
+    assert RunDirectory.of(Path()).run_id == "second"
+
+
+def test_a_run_with_a_token_is_resumed_with_a_token(
+    stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(DemoSettings, ["--steps", "6", "--run-api-token", "a-secret"])
+    stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
+    with pytest.raises(SystemExit, match="2"):
+        resumed("--resume", str(stopped_run.path))
+    assert "pass --run-api-token again" in capsys.readouterr().err
+    resumed("--resume", str(stopped_run.path), "--run-api-token", "another-secret")
+
+
+def test_help_needs_no_run_to_resume() -> None:
+    assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
+        *("--resume", "/none", "--help")
+    ]

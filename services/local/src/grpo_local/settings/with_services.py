@@ -26,6 +26,8 @@ class WithServiceOptions(CommandSettings):
     """`services`: those that the command starts."""
 
     services: ClassVar[tuple[str, ...]]
+    sets_too: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Further options of services that the command sets."""
 
     service_options: tuple[str, ...] = Field(
         (), description="Options of single services, such as --trainer.max-staleness 4"
@@ -67,6 +69,8 @@ class WithServiceOptions(CommandSettings):
             if service not in self.services:
                 message = f"--{service}.{next(iter(options))}: {prog} starts no such service"
                 yield Mistake(None, f"{message}; leave it out")
+            for name in self.sets_too.get(service, frozenset()).intersection(options):
+                yield Mistake(None, f"--{service}.{name}: {prog} sets it; leave it out")
             for message in options_set_elsewhere(service, options, prog, names):
                 yield Mistake(None, message)
 
