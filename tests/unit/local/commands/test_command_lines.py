@@ -51,6 +51,10 @@ MISTAKES = {
         "--modes none -- --lr x": "grpo-compare: --lr: expected a number, greater than 0; got 'x'",
     },
     run: {
+        "--training-steps 30": "--training-steps: an option of the trainer; write --trainer.tr",
+        "--max_model_len 8": "--max_model_len: an option of the server; write --server.max-model-",
+        "--weights-socket x": "--weights-socket: grpo-run sets it; leave it out",
+        "--stpes 30": "--stpes: no such option",
         "-- --lora_r=8": "--trainer.lora-r: grpo-run sets it; write --lora-r",
         "-- --weights-socket x": "--trainer.weights-socket: grpo-run sets it; leave it out",
         "--env.seed 3": "--env.seed: grpo-run starts no such service",

@@ -12,14 +12,21 @@ from grpo_core.settings import CommandSettings, Mistake
 from grpo_core.settings.names import Names
 from grpo_core.settings.options import options_of
 from grpo_local.service_options import (
+    SERVER,
+    SET_BY_RUNNER,
+    TRAINER,
     Options,
     UnexpectedWord,
     mistakes_in,
     options_by_service,
     options_set_elsewhere,
     section,
+    trainer_has,
     words_of_sections,
 )
+
+SIZES_OF_SERVER = frozenset({"gpu-memory-utilization", "max-model-len"})
+"""The trainer has these too, for a server that it starts itself."""
 
 
 class WithServiceOptions(CommandSettings):
@@ -89,5 +96,9 @@ class WithServiceOptions(CommandSettings):
         if not word.startswith("--"):
             return f"{word!r}: unexpected; every option begins with --"
         typed = word.partition("=")[0]
-        names = Names(self.command, options_of(type(self)))
-        return f"{typed}: {names.unknown(typed.removeprefix('--').replace('_', '-'))}"
+        name = typed.removeprefix("--").replace("_", "-")
+        if name in SET_BY_RUNNER[TRAINER] | self.sets_too.get(TRAINER, frozenset()):
+            return f"{typed}: {self.command.prog} sets it; leave it out"
+        if owner := SERVER if name in SIZES_OF_SERVER else TRAINER if trainer_has(name) else None:
+            return f"{typed}: an option of the {owner}; write --{owner}.{name}"
+        return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"
