@@ -26,7 +26,7 @@ def stop_after(steps: int, run: RunDirectory, *flags: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny_model")
-@pytest.mark.parametrize("mode", ["shared_vllm", "none"])
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "none"])
 def test_a_stopped_run_goes_on_with_its_options_and_can_be_prolonged(
     tmp_path: Path, mode: str
 ) -> None:

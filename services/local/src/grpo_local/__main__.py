@@ -52,7 +52,7 @@ def with_config_of_resumed_run(
 ) -> list[str]:
     """Add `--config` with the configuration of the run that `--resume` names."""
     named = _value_of("--resume", words) or environment.get("GRPO_DEMO_RESUME")
-    if not named:
+    if not named or {"-h", "--help", "--version"}.intersection(words):
         return list(words)
     config = RunDirectory.of(Path(named)).config
     if _value_of("--config", words):
@@ -80,7 +80,7 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
     """The last value of an option."""
     found = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == option:
+        if word == option and not following.startswith("--"):
             found = following
         elif word.startswith(f"{option}="):
             found = word.partition("=")[2]

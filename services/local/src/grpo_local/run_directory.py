@@ -16,6 +16,7 @@ from grpo_core.errors import GrpoError
 RUNS = Path("runs")
 LATEST = "latest"
 _LOCK = ".lock"
+_RUN_ID = "run-id"
 _CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
 """Name of a checkpoint's directory: its number, which counts up, and its step."""
 
@@ -26,18 +27,20 @@ class RunDirectoryUnusable(GrpoError):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run. `path.name` is the run's id."""
+    """The files of one run."""
 
     path: Path
 
     @classmethod
     def of(cls, path: Path) -> RunDirectory:
-        """Of an earlier run. A link such as `runs/latest` is followed, since the name counts."""
+        """Of an earlier run. A link such as `runs/latest` is followed."""
         return cls(path.parent / path.readlink() if path.is_symlink() else path)
 
     @property
     def run_id(self) -> str:
-        return self.path.name
+        """Saved at the start, since keys in Redis contain it and the directory may be renamed."""
+        file = self.path / _RUN_ID
+        return file.read_text().strip() if file.is_file() else self.path.resolve().name
 
     @property
     def config(self) -> Path:
@@ -66,6 +69,11 @@ class RunDirectory:
     @property
     def reward_plot(self) -> Path:
         return self.path / "reward.png"
+
+    def write_config(self, text: str) -> None:
+        temporary = self.config.with_suffix(".part")
+        temporary.write_text(text)
+        temporary.replace(self.config)
 
     def newest_checkpoint_step(self) -> int | None:
         """Steps that the newest checkpoint of the trainer includes; None if there is none."""
@@ -109,6 +117,7 @@ def create_run_directory(path: Path | None, seed: int) -> RunDirectory:
         raise RunDirectoryUnusable(problem)
     for directory in (run.logs, run.redis):
         directory.mkdir(parents=True, exist_ok=True)
+    (run.path / _RUN_ID).write_text(run.run_id + "\n")
     if run.path.parent.resolve() == RUNS.resolve():
         point_latest_at(run.path)
     return run

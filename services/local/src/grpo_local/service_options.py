@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
+
+from grpo_core.settings import EXIT_USAGE
 
 TRAINER, SERVER, ENV = "trainer", "server", "env"
 SERVICES = (TRAINER, SERVER, ENV)
@@ -143,6 +146,19 @@ def mistakes_in(
         return []
     lines = done.stderr.strip().splitlines()[-_SHOWN_LINES:]
     return [_named_here(service, options, line) for line in lines]
+
+
+@cache
+def trainer_has(name: str) -> bool:
+    """True if `grpo` has this option, under any of its names."""
+    done = subprocess.run(
+        [sys.executable, "-m", MODULES[TRAINER], f"--{name}=", "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=_DRY_RUN_DEADLINE_S,
+    )
+    answered = done.returncode in (0, EXIT_USAGE)
+    return answered and f"--{name}: no such option" not in done.stderr
 
 
 def _named_here(service: str, options: Options, line: str) -> str:

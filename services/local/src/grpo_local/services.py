@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.security.bearer_token import plain
+from grpo_core.settings.machine import does_not_answer
 from grpo_local.defaults import TaskName
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
@@ -150,6 +151,8 @@ class ServiceFactory:
             | hand_off.environment()
             | self._token(),
             may_finish=True,
+            # In some modes grpo starts a server itself if nothing listens yet.
+            may_start=lambda: _accept_connections(run_api_port, vllm_port),
         )
 
     def environment(self, task: TaskName, model: str, run_api_port: int, vllm_port: int) -> Service:
@@ -171,6 +174,8 @@ class ServiceFactory:
                 *(("--data", settings.data) if settings.data else ()),
                 *("--start-deadline-s", sizes.server_deadline_s),
                 *("--log-level", settings.log_level),
+                # run-api reports the complete run until the trainer of the resumed run registers.
+                *(("--next-run-deadline-s", sizes.server_deadline_s) if settings.resume else ()),
                 *service_words(settings.options_of(ENV)),
             ),
             healthy=lambda: self.probe.has_environment(url(run_api_port), task),
@@ -178,6 +183,7 @@ class ServiceFactory:
             environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task))
             | self._token(),
             may_finish=True,  # after the last batch
+            may_start=lambda: _accept_connections(run_api_port),
         )
 
     def _token(self) -> dict[str, str]:
@@ -188,6 +194,10 @@ class ServiceFactory:
     def _data_is_on_the_hub(self, task: TaskName) -> bool:
         data = self.settings.data
         return task == "gsm8k" and data is not None and not Path(data).expanduser().is_dir()
+
+
+def _accept_connections(*ports: int) -> bool:
+    return not any(does_not_answer(url(port)) for port in ports)
 
 
 def url(port: int) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, SecretStr, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID
+from grpo_core.redis.keys import DEFAULT_RUN_ID, is_run_id
 from grpo_core.redis.url import RedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
@@ -139,6 +139,6 @@ class RunApiSettings(CommandSettings):
     @field_validator("run_id")
     @classmethod
     def _fits_a_redis_key(cls, value: str) -> str:
-        if not value or any(letter in "{}" or letter.isspace() for letter in value):
+        if not is_run_id(value):
             raise ValueError("expected a name without spaces and braces")
         return value

@@ -5,6 +5,11 @@ from __future__ import annotations
 DEFAULT_RUN_ID = "default"
 
 
+def is_run_id(text: str) -> bool:
+    """True if keys can contain it."""
+    return bool(text) and not any(letter in "{}" or letter.isspace() for letter in text)
+
+
 def run_prefix(run_id: str) -> str:
     """The braces put all keys of a run into one hash slot, as scripts on a cluster require."""
     return f"grpo:{{{run_id}}}:"

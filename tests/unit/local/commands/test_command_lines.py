@@ -11,7 +11,7 @@ from grpo_core.settings import load_settings, resolved_yaml
 from grpo_local.__main__ import compare, run, with_config_of_resumed_run
 from grpo_local.__main__ import main as demo
 from grpo_local.process.ports import free_port
-from grpo_local.run_directory import RunDirectory
+from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 
 PORT = str(free_port())
@@ -31,6 +31,10 @@ MISTAKES = {
         "--resume /dev": "--resume /dev: this directory has no config.yaml; name",
         "--trainer.steps 3": "--trainer.steps: grpo-demo sets this option; write --steps",
         "--server.port 3": "--server.port: grpo-demo sets this option itself; omit it",
+        "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",
+        "--env.env.wandb_name x": "--env.env.wandb-name: grpo-demo sets this option itself",
+        "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}'; name a directory without",
+        "--resume --steps 3": "--resume: expected a value after it",
         "--trainer.max-stalenes 3": "did you mean --trainer.max-staleness?",
         "--env.temperature hot": "--env.temperature: expected a number, greater than 0; got 'hot'",
     },
@@ -38,11 +42,19 @@ MISTAKES = {
         "--modes none,some": "--modes: expected one of shared_vllm",
         "--side-by-side --gpu-ids 0,1": "--gpu-ids: 2 GPUs for 4 modes; name one GPU for each mode",
         "--gpu-ids 0": "--gpu-ids: this option needs --side-by-side",
-        "--run-dir x": "--run-dir: a comparison does not support this option; omit it",
+        "--run-dir x": "--run-dir: a run of a comparison does not accept this option; omit",
+        "--weight-bridge-mode none": "--weight-bridge-mode: a run of a comparison does not accept",
+        "-- --seed=5": "--seed: a run of a comparison does not accept this option; write it before",
+        "-- --training-steps 5": "--training-steps: a run of a comparison does not accept this",
+        "-- --config x": "--config: a run of a comparison does not accept this option; omit it",
         "--directory /dev": "--directory /dev: this path is not an empty directory; name",
         "--modes none -- --lr x": "grpo-compare: --lr: expected a number, greater than 0; got 'x'",
     },
     run: {
+        "--training-steps 30": "--training-steps: an option of the trainer; write --trainer.tr",
+        "--max_model_len 8": "--max_model_len: an option of the server; write --server.max-model-",
+        "--weights-socket x": "--weights-socket: grpo-run sets this option itself",
+        "--stpes 30": "--stpes: no such option",
         "-- --lora_r=8": "--trainer.lora-r: grpo-run sets this option; write --lora-r",
         "-- --weights-socket x": "--trainer.weights-socket: grpo-run sets this option itself",
         "--env.seed 3": "--env.seed: grpo-run starts no such service",
@@ -120,3 +132,29 @@ def test_a_run_that_is_complete_or_still_running_is_not_resumed(
     with stopped_run.hold(), pytest.raises(SystemExit, match="2"):
         resumed("--resume", str(stopped_run.path))
     assert "this run is still running; stop it first" in capsys.readouterr().err
+
+
+def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create_run_directory(tmp_path / "first", seed=0)
+    second = RunDirectory(first.path.rename(tmp_path / "second"))
+    assert second.run_id == "first"
+    (second.path / "run-id").unlink()  # a run of an earlier release
+    monkeypatch.chdir(second.path)
+    assert RunDirectory.of(Path()).run_id == "second"
+
+
+def test_a_run_with_a_token_is_resumed_with_a_token(
+    stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(DemoSettings, ["--steps", "6", "--run-api-token", "a-secret"])
+    stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
+    with pytest.raises(SystemExit, match="2"):
+        resumed("--resume", str(stopped_run.path))
+    assert "pass --run-api-token again" in capsys.readouterr().err
+    resumed("--resume", str(stopped_run.path), "--run-api-token", "another-secret")
+
+
+def test_help_needs_no_run_to_resume() -> None:
+    assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
+        *("--resume", "/none", "--help")
+    ]

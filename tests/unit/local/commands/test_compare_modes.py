@@ -113,7 +113,7 @@ def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: C
     assert comparing.events == ["begins none", "ends none", "begins lora_only", "ends lora_only"]
     for mode in ("none", "lora_only"):
         run = comparing.directory / mode
-        expected = f"--mode {mode} --steps 20 --seed 5 --run-dir {run} --lr 0.125"
+        expected = f"--lr 0.125 --mode {mode} --steps 20 --seed 5 --run-dir {run}"
         assert comparing.said(mode).startswith(expected)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from grpo_core.process.managed import ProcessFailed
 from grpo_core.settings import load_settings
+from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
@@ -243,3 +244,18 @@ def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) ->
     expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
     assert shown.err.startswith(expected)
     assert shown.out == ""
+
+
+def test_a_resume_that_fails_leaves_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run_directory(tmp_path / "run", seed=0)
+    run.config.write_text("seed: 1\n")
+    monkeypatch.setattr(demo, "start_services", fail_to_start)
+    settings = load_settings(DemoSettings, ["--resume", str(run.path), "--seed", "2"])
+    assert run_demo(settings, Shown()) == 1
+    assert run.config.read_text() == "seed: 1\n"
+
+
+def fail_to_start(*_: object) -> None:
+    raise ProcessFailed("redis ended with status 1")

@@ -67,6 +67,19 @@ def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Sta
     assert ready == ["first", "second"]
 
 
+def test_a_service_is_started_once_the_services_it_needs_accept_connections(stack: Stack) -> None:
+    answers = iter([False, False, True])
+    stack.start([script("first", SLEEP), script("second", SLEEP, may_start=lambda: next(answers))])
+    assert next(answers, None) is None
+    assert is_alive(stack.process("second").pid)
+
+
+def test_a_service_that_may_not_start_in_time_is_named(stack: Stack) -> None:
+    never = script("second", SLEEP, may_start=lambda: False, deadline_s=0.1)
+    with pytest.raises(ProcessFailed, match=r"second was not started, because after 0\.1 s"):
+        stack.start([script("first", SLEEP), never])
+
+
 def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 60.0)  # a late answer would count as no answer
     base = url(free_port())

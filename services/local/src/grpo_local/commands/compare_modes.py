@@ -91,8 +91,8 @@ def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
     return Service(
         name=mode,
         command=[
-            *(sys.executable, "-m", "grpo_local", *words, "--run-dir", str(run)),
-            *settings.passed_on,
+            *(sys.executable, "-m", "grpo_local", *settings.passed_on),
+            *(*words, "--run-dir", str(run)),
         ],
         healthy=lambda: True,
         deadline_s=0.0,

@@ -63,7 +63,8 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
             held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
-        run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
+        if settings.resume is None:
+            run.write_config(resolved_yaml(settings.command, settings.resolved()))
         try:
             _train_and_report(settings, run, screen, stop_request)
         except StopRequested as stopped:
@@ -112,6 +113,8 @@ def _train_and_report(
         factory = ServiceFactory(settings, run, probe)
         try:
             hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
+            if settings.resume:  # not earlier, so that a failed start leaves the old one
+                run.write_config(resolved_yaml(settings.command, settings.resolved()))
             training_started = time.monotonic()
             records += follow_training(
                 stack, run, settings.sizes, settings.weight_mode, screen, len(records)

@@ -33,6 +33,8 @@ class Service:
     """Its task in a few words, for the user."""
     may_finish: bool = False
     """An end with status 0 is no failure."""
+    may_start: Callable[[], bool] = lambda: True
+    """False until the services that it connects to accept connections."""
 
 
 class Stack:
@@ -64,7 +66,8 @@ class Stack:
         services: Sequence[Service],
         ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
     ) -> None:
-        """Start services side by side and wait until all are healthy.
+        """Start services side by side and wait until all are healthy. Each process is created once
+        `may_start` holds.
 
         The deadline of a service begins when the previous one is healthy. A service that may finish
         also counts as healthy once it has ended with status 0. So a job is a service that may
@@ -78,7 +81,9 @@ class Stack:
             StopRequested: a stop signal arrived.
         """
         self.check()
-        started = [(service, self._spawn(service), time.monotonic()) for service in services]
+        started = [
+            (service, self._spawn_in_time(service), time.monotonic()) for service in services
+        ]
         for service, process, started_at in started:
             healthy = partial(self._is_healthy, service, process)
             process.wait_until(healthy, service.deadline_s)
@@ -137,6 +142,18 @@ class Stack:
     def __exit__(self, *_: object) -> None:
         self.stop()
         stop_adopting()
+
+    def _spawn_in_time(self, service: Service) -> ManagedProcess:
+        deadline = Deadline(service.deadline_s)
+        while not service.may_start():
+            if deadline.has_passed:
+                raise ProcessFailed(
+                    f"{service.name} was not started, because after {service.deadline_s:g} s the "
+                    "services that it connects to do not accept connections; see their logs in "
+                    f"{self._log_directory}"
+                )
+            self.sleep(_POLL_S)
+        return self._spawn(service)
 
     def _spawn(self, service: Service) -> ManagedProcess:
         log_path = self._log_directory / f"{service.name}.log"

@@ -12,13 +12,17 @@ from pydantic import AfterValidator, Field
 
 from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import not_writable
+from grpo_core.settings.names import Names
+from grpo_core.settings.options import COMMON, options_of
 from grpo_local.modes import ModeName
 from grpo_local.run_directory import RUNS, unusable
 from grpo_local.service_options import words_of_sections
+from grpo_local.settings.demo import DemoSettings
 from grpo_local.settings.fields import each_once
 
 SEPARATOR = "--"
-SET_FOR_EACH_RUN = frozenset({"--mode", "--run-dir", "--resume", "--dry-run", "--config"})
+SET_FOR_EACH_RUN = frozenset({"mode", "run_dir", "resume", "steps", "seed"})
+"""Options of a run that differ from run to run, or that are options of the comparison too."""
 _DEMO = "grpo-demo: "
 
 
@@ -95,15 +99,24 @@ class CompareSettings(CommandSettings):
                 "gpu_ids",
                 f"{len(self.gpu_ids)} GPUs for {len(self.modes)} modes; name one GPU for each mode",
             )
-        given = {word.partition("=")[0].replace("_", "-") for word in self.run_options}
-        for name in sorted(given & SET_FOR_EACH_RUN):
-            yield Mistake(None, f"{name}: a comparison does not support this option; omit it")
+        yield from self._set_for_each_run()
+
+    def _set_for_each_run(self) -> Iterator[Mistake]:
+        names = Names(DemoSettings.command, options_of(DemoSettings))
+        words = (word.partition("=")[0] for word in self.passed_on if word.startswith("--"))
+        for word in dict.fromkeys(words):
+            name = word.removeprefix("--").replace("_", "-")
+            found = names.find(name)
+            if name in COMMON or (found and found.field in SET_FOR_EACH_RUN):
+                own = found and found.field in type(self).model_fields
+                fix = f"write it before {SEPARATOR}" if own else "omit it"
+                yield Mistake(None, f"{word}: a run of a comparison does not accept this option; {fix}")
 
     def _mistakes_of_runs(self) -> Iterator[Mistake]:
         """Messages of `grpo-demo --dry-run` in each mode, each once."""
         if not self.run_options:
             return
-        command = [sys.executable, "-m", "grpo_local", "--steps", str(self.steps), *self.passed_on]
+        command = [sys.executable, "-m", "grpo_local", *self.passed_on, "--steps", str(self.steps)]
         checks = [
             subprocess.Popen(
                 [*command, "--mode", mode, "--dry-run"],

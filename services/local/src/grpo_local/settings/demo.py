@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
+from grpo_core.redis.keys import is_run_id
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import missing_directory, missing_model, not_writable
@@ -25,6 +26,8 @@ _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
 """Options are checked before the tiny model is made and before Redis has a port."""
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
+HIDDEN_TOKEN = "# run-api-token: ***\n"
+"""The line in the config.yaml of a run that had a token."""
 
 
 def half_the_cores() -> int:
@@ -85,6 +88,11 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         passes_on="service_options",
     )
     services: ClassVar[tuple[str, ...]] = SERVICES
+    sets_too: ClassVar[Mapping[str, frozenset[str]]] = {
+        # It reads this file, and looks for environments by these names.
+        TRAINER: frozenset({"metrics-file"}),
+        ENV: frozenset({"wandb-name", "env.wandb-name"}),
+    }
 
     model: Annotated[str | None, Shown(default="a tiny model, made on first use")] = Field(
         None, min_length=1, description="Model: a directory or an id on the Hugging Face hub"
@@ -282,8 +290,19 @@ class DemoSettings(WithServiceOptions, ModeOptions):
                 yield Mistake("run_dir", problem)
             elif self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
                 yield Mistake(None, problem)
+            elif self.run_dir and not is_run_id(run_id := RunDirectory(self.run_dir).run_id):
+                yield Mistake(
+                    "run_dir",
+                    f"the run's id would be {run_id!r}; name a directory without spaces and braces",
+                )
             return
         run = RunDirectory.of(self.resume)
+        if self.run_api_token is None and HIDDEN_TOKEN in run.config.read_text():
+            yield Mistake(
+                None,
+                f"--resume {self.resume}: the run had a token, and {run.config.name} does not "
+                "contain it; pass --run-api-token again",
+            )
         if run.is_in_use():
             yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")
         step = run.newest_checkpoint_step()

@@ -12,20 +12,29 @@ from grpo_core.settings import CommandSettings, Mistake
 from grpo_core.settings.names import Names
 from grpo_core.settings.options import options_of
 from grpo_local.service_options import (
+    SERVER,
+    SET_BY_RUNNER,
+    TRAINER,
     Options,
     UnexpectedWord,
     mistakes_in,
     options_by_service,
     options_set_elsewhere,
     section,
+    trainer_has,
     words_of_sections,
 )
+
+SIZES_OF_SERVER = frozenset({"gpu-memory-utilization", "max-model-len"})
+"""The trainer has these too, for a server that it starts itself."""
 
 
 class WithServiceOptions(CommandSettings):
     """`services`: those that the command starts."""
 
     services: ClassVar[tuple[str, ...]]
+    sets_too: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Further options of services that the command sets."""
 
     service_options: tuple[str, ...] = Field(
         (), description="Options of single services, such as --trainer.max-staleness 4"
@@ -67,6 +76,8 @@ class WithServiceOptions(CommandSettings):
             if service not in self.services:
                 message = f"--{service}.{next(iter(options))}: {prog} starts no such service"
                 yield Mistake(None, f"{message}; omit this option")
+            for name in self.sets_too.get(service, frozenset()).intersection(options):
+                yield Mistake(None, f"--{service}.{name}: {prog} sets this option itself; omit it")
             for message in options_set_elsewhere(service, options, prog, names):
                 yield Mistake(None, message)
 
@@ -85,5 +96,9 @@ class WithServiceOptions(CommandSettings):
         if not word.startswith("--"):
             return f"{word!r}: unexpected; every option begins with --"
         typed = word.partition("=")[0]
-        names = Names(self.command, options_of(type(self)))
-        return f"{typed}: {names.unknown(typed.removeprefix('--').replace('_', '-'))}"
+        name = typed.removeprefix("--").replace("_", "-")
+        if name in SET_BY_RUNNER[TRAINER] | self.sets_too.get(TRAINER, frozenset()):
+            return f"{typed}: {self.command.prog} sets it; leave it out"
+        if owner := SERVER if name in SIZES_OF_SERVER else TRAINER if trainer_has(name) else None:
+            return f"{typed}: an option of the {owner}; write --{owner}.{name}"
+        return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"
