@@ -6,8 +6,14 @@ import pytest
 from pydantic import Field, SecretStr
 
 from grpo_api.settings import RunApiSettings
-from grpo_core.settings import Command, CommandSettings, load_settings
-from grpo_local.settings import RunSettings
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    load_settings,
+    resolved_yaml,
+    without_secrets,
+)
+from grpo_local.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 
@@ -82,3 +88,33 @@ def test_no_command_shows_what_a_redis_url_holds(
     told = capsys.readouterr()
     assert told.err.count("REDIS_URL: ") == 3
     assert "hunter" not in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("settings_type", "words"),
+    [
+        (RunApiSettings, ["--redis-url", "redis://h/0?password=hunter2"]),
+        (ServerSettings, ["--model", "m", "--hf-token", "hunter2"]),
+        (
+            CommandLine,
+            ["--model=m", "--mode=none", "--redis-url=redis://h", "--vllm-flags=--api-key hunter2"],
+        ),
+        (RunSettings, ["--model=m", "--redis-url=redis://h", "--server.api-key=hunter2"]),
+        (CompareSettings, ["--run-api-token", "hunter2"]),
+    ],
+)
+def test_a_resolved_configuration_shows_no_secret(
+    settings_type: type[CommandSettings], words: list[str]
+) -> None:
+    settings = load_settings(settings_type, [*words], {})
+    shown = resolved_yaml(settings_type.command, settings.resolved())
+    assert "***" in shown
+    assert "hunter" not in shown
+
+
+def test_only_values_of_secret_options_are_left_out() -> None:
+    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--seed", "3"]
+    assert without_secrets(words) == (
+        ["--tokenizer", "t", "--seed", "3"],
+        ["--hf-token", "--api_key"],
+    )
