@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from pydantic import Field, SecretStr
 
 from grpo_api.settings import RunApiSettings
-from grpo_core.settings import Command, CommandSettings, load_settings
-from grpo_local.settings import RunSettings
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    load_settings,
+    resolved_yaml,
+    without_secrets,
+)
+from grpo_local.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 
@@ -36,7 +43,7 @@ def test_options_of_others_are_passed_on_as_written() -> None:
 def test_options_behind_two_dashes_are_passed_on_even_if_they_resemble_own_ones() -> None:
     behind = ["--", "--batch-sizes", "4", "--batch-size=5"]
     settings = load("--batch-size", "3", *behind)
-    assert (settings.batch_size, settings.passed_on) == (3, tuple(behind))
+    assert (settings.batch_size, settings.passed_on) == (3, tuple(behind[1:]))
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +89,98 @@ def test_no_command_shows_what_a_redis_url_holds(
     told = capsys.readouterr()
     assert told.err.count("REDIS_URL: ") == 3
     assert "hunter" not in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("settings_type", "words"),
+    [
+        (RunApiSettings, ["--redis-url", "redis://h/0?password=hunter2"]),
+        (ServerSettings, ["--model", "m", "--hf-token", "hunter2"]),
+        (
+            CommandLine,
+            ["--model=m", "--mode=none", "--redis-url=redis://h", "--vllm-flags=--api-key hunter2"],
+        ),
+        (RunSettings, ["--model=m", "--redis-url=redis://h", "--server.api-key=hunter2"]),
+        (CompareSettings, ["--run-api-token", "hunter2"]),
+    ],
+)
+def test_a_resolved_configuration_shows_no_secret(
+    settings_type: type[CommandSettings], words: list[str]
+) -> None:
+    settings = load_settings(settings_type, [*words], {})
+    shown = resolved_yaml(settings_type.command, settings.resolved())
+    assert "***" in shown
+    assert "hunter" not in shown
+
+
+def test_only_values_of_secret_options_are_left_out() -> None:
+    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--seed", "3"]
+    assert without_secrets(words) == (
+        ["--tokenizer", "t", "--seed", "3"],
+        ["--hf-token", "--api_key"],
+    )
+
+
+@pytest.mark.parametrize("words", [["--config", ""], ["--config="], ["--dry-run=false"]])
+def test_a_value_that_a_common_option_cannot_have_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load(*words)
+    assert stop.value.code == 2
+    assert words[0].partition("=")[0] in capsys.readouterr().err
+
+
+def test_paths_and_models_below_the_home_directory_are_expanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--model=~/m", "--mode=shared_vllm", "--save-path=~/run", "--metrics-file=~/x"]
+    settings = load_settings(CommandLine, words, {})
+    assert settings.model == "/home/me/m"
+    assert (settings.save_path, settings.metrics_file) == (Path("/home/me/run"), Path("/home/me/x"))
+
+
+def test_words_in_one_string_of_a_file_are_split_as_in_a_shell(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("""passed-on: "--a 'b c'"\n""")
+    assert load("--config", str(file)).passed_on == ("--a", "b c")
+    assert load("--config", str(file), "--d").passed_on == ("--a", "b c", "--d")
+
+
+def inference_url(*words: str, environment: dict[str, str]) -> str:
+    words = ("--model=m", "--mode=shared_vllm", *words)
+    return load_settings(CommandLine, words, environment).inference_url
+
+
+def test_the_port_of_the_server_counts_only_without_a_url() -> None:
+    port, url = "--vllm-port=7", "http://srv:9001"
+    assert inference_url(port, environment={}) == "http://127.0.0.1:7"
+    assert inference_url(port, environment={"GRPO_VLLM_URL": url}) == url
+    assert inference_url(f"--vllm-url={url}", port, environment={}) == url
+    variables = {"GRPO_VLLM_PORT": "7", "GRPO_INFERENCE_URL": url}
+    assert inference_url(environment=variables) == url
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        (["--vllm-port=abc"], {}, "--vllm-port: expected a port, 1 to 65535; got 'abc'"),
+        ([], {"GRPO_VLLM_PORT": "abc"}, "GRPO_VLLM_PORT: expected a port"),
+        (
+            [],
+            {"GRPO_STEPS": "60", "GRPO_TRAINING_STEPS": "5"},
+            "GRPO_STEPS and GRPO_TRAINING_STEPS name the same option, but their values differ",
+        ),
+    ],
+)
+def test_a_wrong_port_and_variables_that_contradict_each_other_are_refused(
+    words: list[str], environment: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        inference_url(*words, environment=environment)
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
+    inference_url(environment={"GRPO_STEPS": "60", "GRPO_TRAINING_STEPS": "60"})
+    contradicting = {"GRPO_STEPS": "60", "GRPO_TRAINING_STEPS": "5"}
+    inference_url("--steps=7", environment=contradicting)

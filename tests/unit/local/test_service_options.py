@@ -7,6 +7,7 @@ import pytest
 from grpo_local.service_options import (
     UnexpectedWord,
     options_by_service,
+    options_set_elsewhere,
     section,
     service_words,
     words_of_sections,
@@ -49,3 +50,10 @@ def test_sections_of_a_file_mean_the_same() -> None:
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(UnexpectedWord, match=word):
         options_by_service([word, "--env.seed", "3"])
+
+
+@pytest.mark.parametrize(("service", "name"), [("server", "api-key"), ("trainer", "vllm-api-key")])
+def test_a_key_that_the_run_api_token_sets_is_refused(service: str, name: str) -> None:
+    (message,) = options_set_elsewhere(service, {name: ("x",)}, "grpo-demo", ["run-api-token"])
+    assert message.endswith("write --run-api-token")
+    assert not [*options_set_elsewhere(service, {name: ("x",)}, "grpo-run", ["run-id"])]

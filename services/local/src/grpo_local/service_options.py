@@ -38,6 +38,8 @@ SET_BY_RUNNER: Mapping[str, frozenset[str]] = {
 }
 """Options that connect the services with each other."""
 
+_API_KEYS = ("api-key", "vllm-api-key")
+
 Options = Mapping[str, tuple[str, ...]]
 """Values by option name, which is written with dashes; an option without a value has none."""
 _OPTION = re.compile(rf"--({'|'.join(SERVICES)})\.([^=]+)(=.*)?", re.DOTALL)
@@ -118,7 +120,9 @@ def options_set_elsewhere(
     """A message per option that `prog` sets itself. `own`: its own options, with dashes."""
     own = set(own) - {"log-level"}
     for name in options:
-        if name in own:
+        if name in _API_KEYS and "run-api-token" in own:
+            yield f"--{service}.{name}: {prog} sets this option; write --run-api-token"
+        elif name in own:
             yield f"--{service}.{name}: {prog} sets this option; write --{name}"
         elif name in SET_BY_RUNNER[service]:
             yield f"--{service}.{name}: {prog} sets this option itself; omit it"

@@ -3,7 +3,7 @@
 from grpo_core.settings.command import Alias, Command, CommandSettings, Mistake, Shown
 from grpo_core.settings.fields import CommaSeparated, HttpUrl, InferenceUrl, LogLevel
 from grpo_core.settings.load import EXIT_USAGE, load_settings
-from grpo_core.settings.resolved import resolved_yaml
+from grpo_core.settings.resolved import resolved_yaml, without_secrets
 
 __all__ = [
     "EXIT_USAGE",
@@ -18,4 +18,5 @@ __all__ = [
     "Shown",
     "load_settings",
     "resolved_yaml",
+    "without_secrets",
 ]

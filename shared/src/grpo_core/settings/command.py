@@ -31,10 +31,16 @@ class Shown:
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of an option. `convert` turns a value of the alias into one of the option."""
+    """Another name of an option.
+
+    Args:
+        convert: turns a value of the alias into one of the option, or raises `ValueError`
+        yields: the alias has no effect if the option is given under another name
+    """
 
     field: str
     convert: Callable[[Any], Any] | None = None
+    yields: bool = False
 
 
 @dataclass(frozen=True)

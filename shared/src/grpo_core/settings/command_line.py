@@ -16,10 +16,19 @@ _NOT = {"true": "false", "false": "true"}
 
 
 class Given(NamedTuple):
-    """A value and the name it was given under, for messages: an option, a variable or a key."""
+    """A value and the name it was given under, for messages: an option, a variable or a key.
+    `yields`: see `Alias`."""
 
     value: Any
     name: str
+    yields: bool = False
+
+
+def merge(values: dict[str, Given], more: Mapping[str, Given]) -> None:
+    """Add values that win over the earlier ones, unless they yield."""
+    for name, given in more.items():
+        if name not in values or values[name].yields or not given.yields:
+            values[name] = given
 
 
 @dataclass
@@ -54,7 +63,7 @@ class _Reader:
             if word in ("-h", "--help"):
                 self._read.common["help"] = ""
             elif word == "--" and self._command.passes_on is not None:
-                self._read.passed_on += [word, *self._words]
+                self._read.passed_on += self._words
                 self._words.clear()
             elif word.startswith("-") and word != "-":
                 self._option(word)
@@ -67,8 +76,7 @@ class _Reader:
         name = typed.removeprefix("--").replace("_", "-")
         inline = value if separator else None
         if name in COMMON:
-            has_value = name == "config"
-            self._read.common[name] = self._value(typed, inline) or "" if has_value else ""
+            self._common(typed, name, inline)
             return
         if name in self._command.without_effect:
             self._read.without_effect.append(typed)
@@ -83,12 +91,27 @@ class _Reader:
         given = self._given(option, typed, inline, is_negated=found.is_negated)
         if given is None:
             return
-        if found.convert is not None:
-            given = found.convert(given)
+        try:
+            if found.convert is not None:
+                given = found.convert(given)
+        except ValueError as error:
+            self._read.problems.append(f"{typed}: {error}")
+            return
         earlier = self._read.values.get(option.field)
         if option.is_list and earlier is not None:
             given = [*earlier.value, *given]
-        self._read.values[option.field] = Given(given, typed)
+        merge(self._read.values, {option.field: Given(given, typed, found.yields)})
+
+    def _common(self, typed: str, name: str, inline: str | None) -> None:
+        if name == "config":
+            value = self._value(typed, inline)
+            if value == "":
+                self._read.problems.append(f"{typed}: expected the path of a file; got ''")
+            self._read.common[name] = value or ""
+        elif inline is None:
+            self._read.common[name] = ""
+        else:
+            self._read.problems.append(f"{typed}={inline}: {typed} takes no value")
 
     def _given(self, option: Option, typed: str, inline: str | None, *, is_negated: bool) -> Any:
         if option.is_flag:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_core.settings.command import Command, CommandSettings
-from grpo_core.settings.command_line import Given
+from grpo_core.settings.command_line import Given, merge
 from grpo_core.settings.names import Names
 from grpo_core.settings.options import Option
 
@@ -38,12 +39,33 @@ def read_config_file(
         read.problems.append(f"--config: {path}: expected lines such as `batch-size: 8`")
         return read
     try:
-        content = settings_type.prepare_file(content)
+        content = settings_type.prepare_file(_with_words(content, settings_type.command.passes_on))
     except ValueError as error:
         read.problems.append(f"--config: {path}: {error}")
         return read
     _read_keys(settings_type.command, options, path, content, read)
     return read
+
+
+def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, Any]:
+    """`engine-arguments: --seed 3` → `engine-arguments: [--seed, "3"]`, split as a shell does.
+
+    Raises:
+        ValueError: the string is not words of a shell
+    """
+    return {
+        key: _words(key, value)
+        if str(key).replace("-", "_") == passes_on and isinstance(value, str)
+        else value
+        for key, value in content.items()
+    }
+
+
+def _words(key: str, value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{key}: expected words as in a shell ({error})") from None
 
 
 def _read_keys(
@@ -64,8 +86,13 @@ def _read_keys(
         if found is None and field_name not in (*command.positional, command.passes_on):
             read.problems.append(f"{path}: {key}: {names.unknown(name).replace('--', '')}")
         elif value is not None:
-            given = found.convert(value) if found and found.convert else value
-            read.values[field_name] = Given(given, f"{path}: {key}")
+            try:
+                given = found.convert(value) if found and found.convert else value
+            except ValueError as error:
+                read.problems.append(f"{path}: {key}: {error}")
+                continue
+            yields = found is not None and found.yields
+            merge(read.values, {field_name: Given(given, f"{path}: {key}", yields)})
 
 
 def _flat(content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:

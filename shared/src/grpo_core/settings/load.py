@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_core.settings.command import Command, CommandSettings
-from grpo_core.settings.command_line import Given, read_command_line
+from grpo_core.settings.command import Alias, Command, CommandSettings
+from grpo_core.settings.command_line import Given, merge, read_command_line
 from grpo_core.settings.config_file import ConfigFile, read_config_file
 from grpo_core.settings.help import help_text
 from grpo_core.settings.messages import lines_of, name_of
@@ -52,14 +52,17 @@ def load_settings(
         _print_and_exit(f"{command.prog} {VERSION}\n")
     file = ConfigFile()
     if path := line.common.get("config"):
-        file = read_config_file(settings_type, options, Path(path))
-    _end_on_mistakes(command, [*line.problems, *file.problems])
+        file = read_config_file(settings_type, options, Path(path).expanduser())
+    variables, problems = _variables(command, options, environment, line.values)
+    _end_on_mistakes(command, [*line.problems, *file.problems, *problems])
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored, because they have no effect here: {', '.join(ignored)}\n"
         )
-    given = {**file.values, **_variables(command, options, environment), **line.values}
-    values = {name: value for name, (value, _) in given.items()}
+    given = dict(file.values)
+    merge(given, variables)
+    merge(given, line.values)
+    values = {name: _expanded(options.get(name), found.value) for name, found in given.items()}
     if command.passes_on and line.passed_on:
         values[command.passes_on] = [*values.get(command.passes_on, ()), *line.passed_on]
     try:
@@ -82,26 +85,71 @@ def load_settings(
     return settings
 
 
+def _expanded(option: Option | None, value: Any) -> Any:
+    """`~/model` → `/home/me/model`. A shell leaves `--model=~/model` as it is."""
+    if option is None or option.kind not in (Path, str) or not isinstance(value, str):
+        return value
+    return os.path.expanduser(value) if value == "~" or value.startswith("~/") else value
+
+
 def _variables(
-    command: Command, options: Mapping[str, Option], environment: Mapping[str, str]
-) -> dict[str, Given]:
-    """An empty variable counts as none: Compose passes on what a .env file leaves empty."""
+    command: Command,
+    options: Mapping[str, Option],
+    environment: Mapping[str, str],
+    on_command_line: Mapping[str, Given],
+) -> tuple[dict[str, Given], list[str]]:
+    """Values and problems. An empty variable counts as none: Compose passes on what a .env file
+    leaves empty."""
     found: dict[str, Given] = {}
-    if command.env_prefix:
-        for name in reversed(list(command.aliases)):
-            variable = command.env_prefix + name.upper().replace("-", "_")
-            alias = command.alias(name)
-            if alias and (text := environment.get(variable)):
-                found[alias.field] = Given(alias.convert(text) if alias.convert else text, variable)
-        for field in options:
-            variable = command.env_prefix + field.upper()
-            if text := environment.get(variable):
-                found[field] = Given(text, variable)
-    for field in options:
+    problems: list[str] = []
+    for field, option in options.items():
         shared = command.variable(field)
         if shared and (text := environment.get(shared)):
             found[field] = Given(text, shared)
-    return found
+            continue
+        try:
+            given = _by_name(command, field, environment) if command.env_prefix else []
+        except ValueError as error:
+            if field not in on_command_line:
+                problems.append(str(error))
+            continue
+        if not given:
+            continue
+        found[field] = given[0]
+        for other in given[1:]:
+            if other.value != given[0].value and field not in on_command_line:
+                values = "" if option.is_secret else f" ({given[0].value!r}, {other.value!r})"
+                problems.append(
+                    f"{given[0].name} and {other.name} name the same option, but their values "
+                    f"differ{values}; unset one of them"
+                )
+    return found, problems
+
+
+def _by_name(command: Command, field: str, environment: Mapping[str, str]) -> list[Given]:
+    """The variables of an option and its aliases. One that yields is the only one, if any.
+
+    Raises:
+        ValueError: the value of an alias cannot be converted
+    """
+    names = {field: Alias(field)}
+    names |= {name: alias for name in command.aliases if (alias := command.alias(name))}
+    given = [
+        (command.env_prefix + name.upper().replace("-", "_"), alias)
+        for name, alias in names.items()
+        if alias.field == field
+    ]
+    given = [(variable, alias) for variable, alias in given if environment.get(variable)]
+    firm = [(variable, alias) for variable, alias in given if not alias.yields]
+    return [_converted(variable, environment[variable], alias) for variable, alias in firm or given]
+
+
+def _converted(variable: str, text: str, alias: Alias) -> Given:
+    try:
+        value = alias.convert(text) if alias.convert else text
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}") from None
+    return Given(value, variable, alias.yields)
 
 
 def _end_on_mistakes(command: Command, lines: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ class Found(NamedTuple):
     field: str
     convert: Callable[[Any], Any] | None = None
     is_negated: bool = False
+    yields: bool = False
 
 
 class Names:
@@ -33,7 +34,9 @@ class Names:
         }
         for name in command.aliases:
             if alias := command.alias(name):
-                self._found[name.replace("_", "-")] = Found(alias.field, alias.convert)
+                self._found[name.replace("_", "-")] = Found(
+                    alias.field, alias.convert, yields=alias.yields
+                )
         flags = [name for name, found in self._found.items() if options[found.field].is_flag]
         self._negated = {f"no-{name}": self._found[name] for name in flags}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.process.managed import describe_exit
+from grpo_core.settings import without_secrets
 from grpo_local.modes import ModeName
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack
@@ -58,7 +59,7 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
                 seed=settings.seed,
                 cores=os.cpu_count() or 1,
                 side_by_side=settings.side_by_side,
-                passed_on=settings.passed_on,
+                passed_on=without_secrets(settings.passed_on)[0],
                 results=results,
             )
             write_comparison(comparison, directory)

@@ -34,7 +34,17 @@ M = TypeVar("M", bound=BaseModel)
 
 CONFIG_FILE = "config.yaml"
 """Below --save-path: the resolved configuration."""
+LAST_PORT = 65535
 SINGLE_PROCESS = "the trainer is one process; omit this option"
+
+
+def _url_of_port(port: object) -> str:
+    text = str(port)
+    if not (text.isdecimal() and 1 <= int(text) <= LAST_PORT):
+        raise ValueError(f"expected a port, 1 to {LAST_PORT}; got {text!r}")
+    return f"http://127.0.0.1:{text}"
+
+
 COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
@@ -118,7 +128,7 @@ COMMAND = Command(
         "training-steps": "steps",
         "atropos-url": "run_api_url",
         "vllm-url": "inference_url",
-        "vllm-port": Alias("inference_url", lambda port: f"http://127.0.0.1:{port}"),
+        "vllm-port": Alias("inference_url", _url_of_port, yields=True),
         "vllm-gpu-memory-utilization": "gpu_memory_utilization",
     },
     refused={

@@ -1,6 +1,7 @@
 """Entry point of the engine process, which the fork server forks.
 
-If forking is not possible, the fork server runs `python -m grpo_vllm.engine.process PLAN OPTION...`
+If forking is not possible, the fork server runs `python -m grpo_vllm.engine.process PLAN SETTINGS`.
+SETTINGS is the descriptor of a file of `engine_settings_file`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
 from grpo_vllm.forkserver.protocol import EnginePlan
-from grpo_vllm.settings import ServerSettings, load_server_settings
+from grpo_vllm.settings import ServerSettings, settings_of_engine
 
 EXIT_FAILED = 1
 
 
-def preload(options: list[str]) -> str | None:
+def preload(descriptor: int) -> str | None:
     """Import vLLM and everything that serving needs. Returns the reason why this process cannot be
     forked, None if it can."""
-    settings = load_server_settings(options)
+    settings = settings_of_engine(descriptor)
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
@@ -32,9 +33,9 @@ def preload(options: list[str]) -> str | None:
     return launch.preload()
 
 
-def run_engine(plan: EnginePlan, options: list[str]) -> None:
+def run_engine(plan: EnginePlan, descriptor: int) -> None:
     """Serve until stopped. An error of ours ends the process with status 1."""
-    settings = load_server_settings(options)
+    settings = settings_of_engine(descriptor)
     tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import main
@@ -59,9 +60,9 @@ def _set_environment(settings: ServerSettings) -> None:
 
 
 def main() -> None:
-    plan, options = EnginePlan.model_validate_json(sys.argv[1]), sys.argv[2:]
-    preload(options)
-    run_engine(plan, options)
+    plan, descriptor = EnginePlan.model_validate_json(sys.argv[1]), int(sys.argv[2])
+    preload(descriptor)
+    run_engine(plan, descriptor)
 
 
 if __name__ == "__main__":
