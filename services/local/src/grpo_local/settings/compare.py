@@ -110,7 +110,9 @@ class CompareSettings(CommandSettings):
             if name in COMMON or (found and found.field in SET_FOR_EACH_RUN):
                 own = found and found.field in type(self).model_fields
                 fix = f"write it before {SEPARATOR}" if own else "omit it"
-                yield Mistake(None, f"{word}: a run of a comparison does not accept this option; {fix}")
+                yield Mistake(
+                    None, f"{word}: a run of a comparison does not accept this option; {fix}"
+                )
 
     def _mistakes_of_runs(self) -> Iterator[Mistake]:
         """Messages of `grpo-demo --dry-run` in each mode, each once."""
