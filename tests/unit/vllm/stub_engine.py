@@ -25,7 +25,6 @@ from starlette.types import Receive, Scope, Send
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.server import HttpServer, serve_until
-from grpo_vllm.settings import settings_of_engine
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
@@ -123,12 +122,11 @@ def leave_an_orphan() -> int:
     return int(said)
 
 
-def preload(_descriptor: int) -> str | None:
+def preload(_options: list[str]) -> str | None:
     return os.environ.get(OBSTACLE)
 
 
-def run_engine(plan: EnginePlan, descriptor: int) -> None:
-    assert settings_of_engine(descriptor).model
+def run_engine(plan: EnginePlan, _options: list[str]) -> None:
     places = [Path(os.environ[DIRECTORY]), plan.weights.path]
     if any(place is not None and (place / BROKEN).exists() for place in places):
         raise SystemExit(3)
@@ -138,4 +136,4 @@ def run_engine(plan: EnginePlan, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    run_engine(EnginePlan.model_validate_json(sys.argv[1]), int(sys.argv[2]))
+    run_engine(EnginePlan.model_validate_json(sys.argv[1]), sys.argv[2:])

@@ -11,4 +11,4 @@ from grpo_vllm.supervisor.main import supervise
 if __name__ == "__main__":
     settings = load_server_settings(sys.argv[1:])
     configure_logging("vllm-server", settings.log_level)
-    raise SystemExit(supervise(settings, "tests.unit.vllm.stub_engine"))
+    raise SystemExit(supervise(settings, sys.argv[1:], "tests.unit.vllm.stub_engine"))

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from grpo_vllm.supervisor.main import supervise
 
     try:
-        status = supervise(settings)
+        status = supervise(settings, arguments)
     except (GrpoError, OSError) as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None

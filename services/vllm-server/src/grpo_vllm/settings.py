@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -300,31 +298,6 @@ class ServerSettings(CommandSettings):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
-
-
-@contextmanager
-def engine_settings_file(settings: ServerSettings) -> Iterator[int]:
-    """Yields the descriptor of a file in memory, for `settings_of_engine` in a process that
-    inherits it.
-
-    Every engine gets the settings of the start. The user's file may have changed since then, or
-    have been a pipe. On a command line, other users could read the API key.
-    """
-    given = settings.model_dump(exclude_unset=True)
-    revealed = {
-        name: value.get_secret_value() if isinstance(value, SecretStr) else value
-        for name, value in given.items()
-    }
-    descriptor = os.memfd_create("vllm-api-server-settings")
-    with open(descriptor, "wb") as file:
-        file.write(json.dumps(revealed, default=str).encode())
-        file.flush()
-        yield descriptor
-
-
-def settings_of_engine(descriptor: int) -> ServerSettings:
-    """The settings in a file of `engine_settings_file`."""
-    return ServerSettings.model_validate_json(Path(f"/proc/self/fd/{descriptor}").read_bytes())
 
 
 def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:

@@ -46,4 +46,4 @@ async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
     # before the engine loads anything
     flags = ["--model", "m", "--share-weights", "--weights-socket", str(path)]
     with pytest.raises(UnsafeSocketDirectory):
-        supervise(load_server_settings(flags), "no.engine")
+        supervise(load_server_settings(flags), flags, "no.engine")

@@ -1,7 +1,6 @@
 """Entry point of the engine process, which the fork server forks.
 
-If forking is not possible, the fork server runs `python -m grpo_vllm.engine.process PLAN SETTINGS`.
-SETTINGS is the descriptor of a file of `engine_settings_file`.
+If forking is not possible, the fork server runs `python -m grpo_vllm.engine.process PLAN OPTION...`
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
 from grpo_vllm.forkserver.protocol import EnginePlan
-from grpo_vllm.settings import ServerSettings, settings_of_engine
+from grpo_vllm.settings import ServerSettings, load_server_settings
 
 EXIT_FAILED = 1
 
 
-def preload(descriptor: int) -> str | None:
+def preload(options: list[str]) -> str | None:
     """Import vLLM and everything that serving needs. Returns the reason why this process cannot be
     forked, None if it can."""
-    settings = settings_of_engine(descriptor)
+    settings = load_server_settings(options)
     configure_logging("vllm-server", settings.log_level)
     _set_environment(settings)
 
@@ -33,9 +32,9 @@ def preload(descriptor: int) -> str | None:
     return launch.preload()
 
 
-def run_engine(plan: EnginePlan, descriptor: int) -> None:
+def run_engine(plan: EnginePlan, options: list[str]) -> None:
     """Serve until stopped. An error of ours ends the process with status 1."""
-    settings = settings_of_engine(descriptor)
+    settings = load_server_settings(options)
     tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import main
@@ -60,9 +59,9 @@ def _set_environment(settings: ServerSettings) -> None:
 
 
 def main() -> None:
-    plan, descriptor = EnginePlan.model_validate_json(sys.argv[1]), int(sys.argv[2])
-    preload(descriptor)
-    run_engine(plan, descriptor)
+    plan, options = EnginePlan.model_validate_json(sys.argv[1]), sys.argv[2:]
+    preload(options)
+    run_engine(plan, options)
 
 
 if __name__ == "__main__":

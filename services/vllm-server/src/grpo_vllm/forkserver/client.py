@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import structlog
 
@@ -27,13 +28,12 @@ class ForkServer:
 
     Args:
         module: the module that the fork server imports; see `grpo_vllm.forkserver.server`
-        settings: descriptor of the engines' settings; see `engine_settings_file`
+        options: the command line of the engines
     """
 
-    def __init__(self, module: str, settings: int) -> None:
+    def __init__(self, module: str, options: Sequence[str]) -> None:
         self._command = [sys.executable, "-m", "grpo_vllm.forkserver.server"]
-        self._arguments = [module, str(settings)]
-        self._settings = settings
+        self._arguments = [module, *options]
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
 
@@ -85,7 +85,7 @@ class ForkServer:
             self._process = await asyncio.create_subprocess_exec(
                 *(*self._command, str(theirs.fileno()), *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), self._settings],
+                pass_fds=[theirs.fileno()],
                 preexec_fn=killed_with_parent,
             )
 

@@ -1,8 +1,8 @@
 """The fork server's process: imports vLLM once and forks an engine whenever one is needed.
 
 Most of an engine's start is importing torch and vLLM; a fork has them already. The supervisor runs
-`python -m grpo_vllm.forkserver.server FD MODULE SETTINGS`; FD and SETTINGS are descriptors. MODULE
-has `preload` and `run_engine`, as `grpo_vllm.engine.process` does. One engine runs at a time.
+`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
+as `grpo_vllm.engine.process` does. One engine runs at a time.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM)
 def main() -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    descriptor, name, settings = sys.argv[1:]
+    descriptor, name, *options = sys.argv[1:]
     supervisor = socket.socket(fileno=int(descriptor))
     os.set_inheritable(supervisor.fileno(), False)
     module = importlib.import_module(name)
-    obstacle = module.preload(int(settings)) or _why_not_forkable()
+    obstacle = module.preload(options) or _why_not_forkable()
     gc.freeze()  # collecting would write to every page, and forks do not share written pages
     plan = _fork_engines(supervisor)
     if plan is None:
         os._exit(0)  # nothing needs to be cleaned up
     if obstacle is None:
-        module.run_engine(plan, int(settings))
+        module.run_engine(plan, options)
         return
     log.warning("engine.not_forked", reason=obstacle, effect="the engine starts more slowly")
     # Descriptors that were received over a socket are inheritable.
-    os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), settings])
+    os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), *options])
 
 
 def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:

@@ -7,13 +7,14 @@ import contextlib
 import os
 import resource
 import signal
+from collections.abc import Sequence
 
 import structlog
 
 from grpo_core.process.orphans import adopt_orphans, children
 from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
 from grpo_vllm.http.server import serving
-from grpo_vllm.settings import ServerSettings, engine_settings_file
+from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.health_app import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.preflight import require_shared_memory
@@ -30,6 +31,7 @@ _REAP_AGAIN_S = 1.0
 
 def supervise(
     settings: ServerSettings,
+    arguments: Sequence[str],
     engine_module: str = ENGINE_MODULE,
 ) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status.
@@ -45,11 +47,12 @@ def supervise(
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
-        return asyncio.run(_run(settings, sockets, engine_module))
+        return asyncio.run(_run(settings, arguments, sockets, engine_module))
 
 
 async def _run(
     settings: ServerSettings,
+    arguments: Sequence[str],
     sockets: Sockets,
     engine_module: str,
 ) -> int:
@@ -61,7 +64,7 @@ async def _run(
             store = await stack.enter_async_context(RedisServedStore(url, settings.run_id))
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
         weights = await first_weights(settings, store)
-        host = ForkServer(engine_module, stack.enter_context(engine_settings_file(settings)))
+        host = ForkServer(engine_module, arguments)
         stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, store, host)
         _handle_signals(supervisor, host)
