@@ -202,7 +202,7 @@ async def test_a_process_that_hangs_is_replaced(decoder: SubmissionDecoder, cloc
     process = await hanging_process(decoder)
     hanging = await stuck(decoder)
     clock.ahead_s += DECODING_S
-    with pytest.raises(StoreUnavailable, match="did not finish reading this submission within .* s; send the same groups again"):
+    with pytest.raises(StoreUnavailable, match=r"within .* s; send the same groups again"):
         await hanging
     assert await decode(decoder) == 2
     await wait_for_async(lambda: not process.is_running())
