@@ -35,7 +35,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n": 0, "best_of": 3, "watermarking": True}, "unknown parameters: best_of"),
         ({"n": 0, "best_of": 3, "watermarking": True}, "watermarking: not offered"),
     ],
-    "only the server sets it": [({"output_kind": 2}, "output_kind: the server sets this parameter")],
+    "only the server sets it": [
+        ({"output_kind": 2}, "output_kind: the server sets this parameter"),
+    ],
     "wrong type": [
         ({"temperature": "hot"}, "temperature"),
         ({"stream": "yes"}, "stream: expected true or false"),
