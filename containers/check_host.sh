@@ -1,5 +1,6 @@
 #!/bin/bash
-# Can this host run the stack? `check_host.sh MODE MODES...`: one line per problem, then status 1.
+# Checks that this host can run the stack: `check_host.sh MODE MODES...`. Prints the first problem and ends
+# with status 1.
 set -euo pipefail
 mode=$1
 shift
@@ -20,12 +21,12 @@ docker compose version >/dev/null 2>&1 ||
 docker buildx version >/dev/null 2>&1 ||
   problem "docker has no buildx plugin, which builds the images: install docker-buildx-plugin or docker-buildx"
 docker info >/dev/null 2>&1 ||
-  problem "no Docker engine answers: start it (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
+  problem "the Docker engine does not answer: start it (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
 
 device=${STACK_DEVICE:-}
 if [ -z "$device" ] && [ -e .env ]; then
   device=$(sed -n 's/^STACK_DEVICE=//p' .env | tail -n 1)
 fi
 if [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
-  problem "no GPU for containers: Docker has no runtime named nvidia. Install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"
+  problem "STACK_DEVICE=gpu, but Docker has no runtime named nvidia: install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"
 fi

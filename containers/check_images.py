@@ -1,9 +1,8 @@
-"""Looks for obvious faults in images: `python check_images.py [--base IMAGE] IMAGE...`.
+"""Checks images for common security faults: `python check_images.py [--base IMAGE] IMAGE...`.
 
-Secrets (private keys, tokens in variables, files that hold credentials) in any layer, also where a
-later one removes them again; files that everybody may write, or that run as somebody else (setuid);
-a user who is root. Layers of the base are not ours to mend and are passed over. Status 1 where
-something is found.
+Finds secrets (private keys, tokens in variables, files with credentials) in every layer, even if a
+later layer removes them; files that every user can write; setuid files; images that run as root.
+Layers of the base image are skipped. The exit status is 1 if a fault is found.
 """
 
 import argparse
@@ -25,7 +24,7 @@ SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE
 )
 EXAMPLES = re.compile(r"(^|/)(tests?|testing|examples?|docs?)/")
-"""Keys in there are published, and open nothing."""
+"""Keys in these directories are published examples."""
 LARGEST_KEY_FILE = 64 * 1024
 ROOT_USERS = ("", "0", "root", "0:0")
 

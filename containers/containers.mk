@@ -1,5 +1,5 @@
-# The stack in containers. A mode is a Compose project of its own, so modes run side by side, each with
-# its volumes: `make up MODE=none RUN_API_PORT=8001 VLLM_PORT=9101 GPU_ID=1` beside another one.
+# The stack in containers. Each mode is a Compose project with its own volumes, so several modes can run at
+# the same time: `make up MODE=none RUN_API_PORT=8001 VLLM_PORT=9101 GPU_ID=1`.
 
 # Label of the images that Compose builds.
 export STACK_VERSION := $(file < shared/src/grpo_core/VERSION)
@@ -9,7 +9,7 @@ PROJECT ?= grpo-$(MODE)
 COMPOSE = docker compose --project-name $(PROJECT) --profile $(MODE)
 TRAINER = trainer-$(subst _,-,$(MODE:shared_vllm=shared))
 
-# A directory is mounted; anything else is a name on the hub, or the default.
+# A directory is mounted. Any other value is an id on the Hugging Face hub.
 STACK_SETTINGS = $(if $(MODEL),$(if $(wildcard $(MODEL)/.),MODEL=/model MODEL_DIR='$(abspath $(MODEL))',MODEL='$(MODEL)') LR=$(or $(LR),1e-5)) \
   $(if $(filter command line environment,$(origin TASK)),TASK=$(TASK)) $(if $(STEPS),STEPS=$(STEPS)) \
   $(if $(DATA),DATA='$(abspath $(DATA))') \
@@ -18,7 +18,7 @@ STACK_SETTINGS = $(if $(MODEL),$(if $(wildcard $(MODEL)/.),MODEL=/model MODEL_DI
 
 .PHONY: up down logs ps wait images config fetch-checkpoint stack-ready
 
-# Settings are written once, when the engine can be asked what it has.
+# The settings are written once, after the Docker engine has answered.
 stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 	@test -e .env || bash containers/write_env.sh .env
@@ -26,33 +26,33 @@ stack-ready:
 up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
 	  bash containers/explain.sh $(COMPOSE); \
-	  echo "what did start goes on: make up again once this is mended, or make down MODE=$(MODE)"; exit 1; }
+	  echo "the other services still run. Remove the cause and run make up again, or stop them: make down MODE=$(MODE)"; exit 1; }
 	@echo
 	@echo "training in mode $(MODE). Next:"
-	@echo "  make logs MODE=$(MODE)              what every service says"
-	@echo "  make wait MODE=$(MODE)              until the trainer ends, with its exit status"
-	@echo "  make fetch-checkpoint MODE=$(MODE)  the trained weights, into checkpoints/"
-	@echo "  make down MODE=$(MODE)              end it (VOLUMES=1: and forget the run)"
+	@echo "  make logs MODE=$(MODE)              follow the logs of all services"
+	@echo "  make wait MODE=$(MODE)              show rewards and wait until the trainer ends"
+	@echo "  make fetch-checkpoint MODE=$(MODE)  copy the trained weights into checkpoints/"
+	@echo "  make down MODE=$(MODE)              stop all services (VOLUMES=1: delete the run's data too)"
 
-down: stack-ready ## End it. An interrupted run can go on with `make up`; VOLUMES=1 removes its data too
+down: stack-ready ## Stop the stack; `make up` continues the run. VOLUMES=1 deletes its data too
 	@$(COMPOSE) down $(if $(VOLUMES),--volumes)
 
-logs: stack-ready ## Follow what the services say (SERVICE=<one of them>)
+logs: stack-ready ## Follow the logs of all services, or of SERVICE=<name>
 	@$(COMPOSE) logs --follow --tail 100 $(SERVICE)
 
-ps: stack-ready ## Which containers run, and how they are
+ps: stack-ready ## List the containers and their state
 	@$(COMPOSE) ps --all
 
-wait: stack-ready ## Wait for the trainer, and end with its exit status
+wait: stack-ready ## Show rewards until the trainer ends; the exit status is the trainer's
 	@bash containers/wait.sh $(TRAINER) $(COMPOSE)
 
 images: stack-ready ## Build the images
 	@$(COMPOSE) build
 
-config: stack-ready ## What Compose makes of all settings
+config: stack-ready ## Print the resulting Compose configuration
 	@$(STACK_SETTINGS) $(COMPOSE) config
 
 fetch-checkpoint: stack-ready ## Copy the trained weights into TO (checkpoints/)
 	@mkdir -p '$(or $(TO),checkpoints)'
 	@$(COMPOSE) cp $(TRAINER):/checkpoints/$(MODE) '$(or $(TO),checkpoints)'
-	@echo "in $(or $(TO),checkpoints)/$(MODE)"
+	@echo "copied to $(or $(TO),checkpoints)/$(MODE)"

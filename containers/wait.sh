@@ -1,13 +1,13 @@
 #!/bin/bash
-# Shows the reward of each step until the trainer has ended for good, and ends with its exit status:
-# `wait.sh SERVICE COMPOSE...`. One that its restart policy starts again is waited for.
+# Prints the reward of each step until the trainer has ended, then ends with the trainer's exit status:
+# `wait.sh SERVICE COMPOSE...`. If the restart policy restarts the trainer, the script continues.
 set -euo pipefail
-export LC_ALL=C # a point in numbers
+export LC_ALL=C # a decimal point in numbers
 service=$1
 shift
 container=$("$@" ps --all --quiet "$service")
 if [ -z "$container" ]; then
-  echo "there is no $service: start it with make up" >&2
+  echo "the container $service does not exist; create it with make up" >&2
   exit 1
 fi
 
@@ -15,16 +15,16 @@ state() { docker inspect --format "{{.State.$1}}" "$container"; }
 starts() { docker inspect --format '{{.RestartCount}}' "$container"; }
 
 if [ "$(state Status)" = created ]; then
-  echo "$service was made and never started: make up says why, make ps what it waits for" >&2
+  echo "$service was created but not started; make up prints the reason, and make ps lists the services that it waits for" >&2
   exit 1
 fi
 
-value() { # of the name in a line of the log
+value() { # prints the value of a field in a log line
   local pattern=" $1=([^ ]+)"
   [[ $line =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
 }
 
-show() { # what it logs until it ends; not with awk, which may keep lines back until it has 4 KB of them
+show() { # prints the log until the container ends; awk would buffer up to 4 KB of lines
   docker logs --follow "$@" "$container" 2>&1 | while IFS= read -r line; do
     case $line in
       *"] step "*)
@@ -39,16 +39,16 @@ show() { # what it logs until it ends; not with awk, which may keep lines back u
 
 shown=$(starts)
 show
-# Neither "docker wait" alone, which returns at an end that is not the last, nor "docker compose wait",
-# which may miss a container that has ended already.
+# "docker wait" returns at the first end, even if a restart follows. "docker compose wait" may miss a container
+# that has ended already.
 while [ "$(state Running)" = true ]; do
   if [ "$(starts)" != "$shown" ]; then
     ended=$(state FinishedAt)
     while [ "$(state Restarting)" = true ]; do sleep 0.2; done
     shown=$(starts)
-    echo "$service ended and was started again ($shown so far)"
+    echo "$service ended and was restarted (restart $shown)"
     show --since "$ended"
-  else # the end is being recorded, or its log broke off
+  else # Docker is recording the end, or the log stream was interrupted
     sleep 0.5
     if [ "$(state Running)" = true ] && [ "$(starts)" = "$shown" ]; then
       show --since "$shown_until"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Packs vLLM, and what our packages need beside it, for a GPU host without network. See docs/how-to/gpu-host.md.
+# Packs vLLM and the requirements of our packages for a GPU host without network. See docs/how-to/gpu-host.md.
 #
 #   gpu/bundle.sh DIR [PART_MB]
 #
-# Writes DIR/part-00, part-01, ... of PART_MB (50) million bytes each, their checksums, and install.sh
-# with what it reads. Runs on any Linux machine that reaches a package index, whatever its Python: wheels
-# are chosen for the host. PYTHON: one that has pip and packaging (python3).
+# Writes DIR/part-00, part-01, ... of PART_MB (default: 50) MB each, their checksums, install.sh and the files
+# that install.sh reads. Runs on any Linux machine with access to a package index; the wheels are chosen for the
+# GPU host. PYTHON names an interpreter with pip and packaging (default: python3).
 set -euo pipefail
 
 dir=${1:?usage: bundle.sh DIR [PART_MB]}
@@ -14,18 +14,18 @@ here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 
 "$python" -c 'import packaging, pip' || {
-  echo "bundle.sh: $python needs pip and packaging; PYTHON names another" >&2
+  echo "bundle.sh: $python has no pip or no packaging; set PYTHON to an interpreter that has both" >&2
   exit 1
 }
 
-# pip takes each platform tag by its exact name, and an older C library's wheels load under a newer one.
+# pip matches platform tags exactly. Wheels for an older C library also load with a newer one.
 platforms=(--platform manylinux1_x86_64 --platform manylinux2014_x86_64)
 for glibc in 17 24 26 27 28 31 34; do
   platforms+=(--platform "manylinux_2_${glibc}_x86_64")
 done
 
 mkdir -p "$dir"
-# Without its checksums a bundle is refused: nobody mistakes one that broke off for a whole one.
+# install.sh refuses a bundle without checksums, so an incomplete bundle cannot be installed.
 rm -f "$dir/parts.sha256" "$dir"/part-*
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT

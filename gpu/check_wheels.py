@@ -1,12 +1,12 @@
-"""Do these wheels find all that they ask for?
+"""Checks that the requirements of a directory of wheels are met.
 
-    python check_wheels.py pack WHEELS    beside what host-has.txt names, before they are packed
-    python check_wheels.py host WHEELS    beside what is installed here, before they are installed
+    python check_wheels.py pack WHEELS    before packing: against the packages in host-has.txt
+    python check_wheels.py host WHEELS    before installing: against the packages of this host
 
-They ask for what their metadata requires, extras that they require of each other included. What
-left-out.txt names is passed over. Status 1 where something is wrong. On the host a bound that is
-not kept is told and passed over, unless it is an exact version: what is compiled against one
-release fails beside another.
+Requirements come from the wheels' metadata, with the extras that wheels require of each other.
+Packages in left-out.txt are ignored. The exit status is 1 if a requirement is not met. On the host,
+a version outside a bound is only reported, unless an exact version is required, because compiled
+code works with that version only.
 """
 
 import argparse
@@ -37,15 +37,15 @@ TARGET = {
     "python_version": "3.12",
     "sys_platform": "linux",
 }
-"""The host that is packed for, in the words of requirements (PEP 508)."""
+"""Environment markers (PEP 508) of the target host."""
 
 Versions = Mapping[str, Version | None]
-"""What is there, by canonical name; None: in a version that is not known."""
+"""Available packages by canonical name; None: the version is unknown."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A requirement, and the wheel that has it."""
+    """A requirement and the wheel that states it."""
 
     by: str
     requirement: Requirement
@@ -70,8 +70,8 @@ class Asked:
         return bounds_agree and entry.name == self.name
 
     def unmet(self, there: Versions) -> str:
-        found = f"there is {there[self.name]}" if self.name in there else "there is none"
-        return f"{self.by} asks for {self.requirement.name}{self.requirement.specifier}: {found}"
+        found = f"found {there[self.name]}" if self.name in there else "not found"
+        return f"{self.by} requires {self.requirement.name}{self.requirement.specifier}: {found}"
 
 
 def main() -> int:
@@ -81,18 +81,18 @@ def main() -> int:
     arguments = parser.parse_args()
     wheels = sorted(arguments.wheels.glob("*.whl"))
     faults = before_packing(wheels) if arguments.where == "pack" else on_the_host(wheels)
-    print("\n".join(faults) or f"{len(wheels)} wheels find what they ask for")  # noqa: T201
+    print("\n".join(faults) or f"the requirements of all {len(wheels)} wheels are met")  # noqa: T201
     return 1 if faults else 0
 
 
 def before_packing(wheels: list[Path]) -> list[str]:
-    """What is wrong with these wheels, or with the lists beside this file."""
+    """Faults of these wheels, or of the lists beside this file."""
     described = descriptions(wheels)
     there = {one.name: noted_version(one) for one in entries("host-has.txt")}
     there |= versions(described)
     asked = requirements(described, TARGET)
     needless = [
-        f"left-out.txt: no wheel asks for {entry}"
+        f"left-out.txt: no wheel requires {entry}"
         for entry in entries("left-out.txt")
         if not any(one.is_covered(entry) for one in asked)
     ]
@@ -100,13 +100,13 @@ def before_packing(wheels: list[Path]) -> list[str]:
 
 
 def on_the_host(wheels: list[Path]) -> list[str]:
-    """What keeps these wheels from working here."""
+    """Reasons why these wheels cannot work on this host."""
     described = descriptions(wheels)
     asked = requirements(described)
     expected = [entry.name for entry in entries("host-has.txt")]
     there = installed([*expected, *(one.name for one in asked)]) | versions(described)
     missing = [
-        f"the host should have {name}: there is none" for name in expected if name not in there
+        f"host-has.txt lists {name}, but this host does not have it" for name in expected if name not in there
     ]
     faults = [*unloadable(wheels), *missing]
     for one in unmet(asked, there):
@@ -126,12 +126,12 @@ def installed(names: list[str]) -> dict[str, Version | None]:
 
 
 def unloadable(wheels: list[Path]) -> Iterator[str]:
-    """Wheels for another Python, processor or C library, told in one line."""
+    """One line if wheels are for another Python, processor or C library."""
     loadable = frozenset(sys_tags())
     others = [wheel.name for wheel in wheels if not loadable & parse_wheel_filename(wheel.name)[3]]
     if others:
         here = f"Python {platform.python_version()} with {' '.join(platform.libc_ver())}"
-        yield f"{here} does not load {len(others)} of the wheels, {others[0]} among them"
+        yield f"{here} cannot load {len(others)} of the wheels, for example {others[0]}"
 
 
 def unmet(asked: list[Asked], there: Versions) -> list[Asked]:

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# On the GPU host: makes our packages importable from SITE_DIR, where install.sh put what they need.
+# On the GPU host: makes our packages importable from SITE_DIR, into which install.sh installed their requirements.
 #
 #   gpu/link.sh SITE_DIR
 #
-# Links to the sources, so that what runs is this checkout as it stands, and each package's metadata: in
-# those vLLM finds our plugin (entry point vllm.general_plugins). pip would copy the sources, and an
-# editable install works by .pth files, which Python does not read in directories of PYTHONPATH.
-# PYTHON: the host's interpreter (python3), which has setuptools.
+# Creates links to this checkout's sources and writes each package's metadata, in which vLLM finds our plugin
+# (entry point vllm.general_plugins). pip would copy the sources. An editable install needs .pth files, which
+# Python ignores in directories of PYTHONPATH. PYTHON names the host's interpreter with setuptools (default:
+# python3).
 set -euo pipefail
 
 site=${1:?usage: link.sh SITE_DIR}
 repo=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 [ -d "$site" ] || {
-  echo "link.sh: $site is missing: run install.sh first" >&2
+  echo "link.sh: $site does not exist; run install.sh first" >&2
   exit 1
 }
 site=$(cd "$site" && pwd)
@@ -29,7 +29,7 @@ from setuptools.build_meta import prepare_metadata_for_build_wheel
 metadata, *projects = sys.argv[1:]
 for project in projects:
     os.chdir(project)
-    # A directory for each: setuptools wants to find nothing else in it.
+    # One directory per package, because setuptools requires an empty one.
     described = os.path.join(metadata, os.path.basename(project))
     os.mkdir(described)
     prepare_metadata_for_build_wheel(described)
@@ -44,5 +44,5 @@ PYTHONPATH=$site "$python" -P - <<'END'
 from importlib.metadata import entry_points
 
 (plugin,) = entry_points(group="vllm.general_plugins", name="grpo_shared_weights")
-print(f"linked; vLLM will find its plugin {plugin.name} ({plugin.value})")
+print(f"created the links; vLLM finds the plugin {plugin.name} ({plugin.value})")
 END

@@ -1,7 +1,7 @@
-"""`python pack_wheels.py DIR >ARCHIVE`: the wheels in DIR as one .tar.xz.
+"""`python pack_wheels.py DIR >ARCHIVE` packs the wheels in DIR into one .tar.xz.
 
-Wheels are compressed already, file by file, with deflate. Stored plainly, in an archive that is
-compressed as a whole, they take a fifth less: CUDA's code repeats itself over many megabytes.
+Wheels compress each file alone, with deflate. This script stores the files uncompressed and
+compresses the whole archive, which saves 20 %: CUDA code repeats over many megabytes.
 """
 
 import io
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PRESET = 1
-"""Of xz: 3 and 6 take 3 and 9 % off the archive, in 1.4 and 3.2 times the time."""
+"""Preset of xz. Presets 3 and 6 save 3 and 9 % more, but take 1.4 and 3.2 times as long."""
 
 
 def pack(wheels: list[Path], into: BinaryIO) -> None:
@@ -29,7 +29,7 @@ def pack(wheels: list[Path], into: BinaryIO) -> None:
 
 
 def stored(wheel: Path) -> bytes:
-    """The same wheel with uncompressed members. Its RECORD still holds: that hashes contents."""
+    """The same wheel with uncompressed members. RECORD stays valid, because it hashes contents."""
     content = io.BytesIO()
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(content, "w") as new:
         for member in old.infolist():

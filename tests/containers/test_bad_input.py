@@ -34,7 +34,7 @@ def test_an_unknown_mode_lists_the_four(stack: Stack) -> None:
 
 
 def test_what_the_host_lacks_is_named(stack: Stack, tmp_path: Path) -> None:
-    refused(stack.up(DOCKER_HOST="unix:///nowhere.sock"), "no Docker engine answers: start it")
+    refused(stack.up(DOCKER_HOST="unix:///nowhere.sock"), "the Docker engine does not answer: start it")
     gpu = stack.up(STACK_DEVICE="gpu", GPU_BASE_IMAGE=stack.settings["BASE_IMAGE"])
     refused(gpu, "no GPU", "STACK_DEVICE=cpu")
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")  # knows nothing of compose
@@ -76,7 +76,7 @@ def test_the_model_is_looked_at_before_anything_trains(stack: Stack, tmp_path: P
 def test_a_refused_run_is_explained_and_goes_with_down(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = stack.up(MODEL=str(tmp_path / "empty"))
-    refused(done, "model ended with status 1", "/model: no config.json there")
+    refused(done, "model ended with status 1", "/model has no config.json")
     assert stack.left_behind() != []
     stack.down()
 

@@ -117,7 +117,7 @@ def test_every_container_that_ended_badly_is_explained(endings: Stack) -> None:
     explained, _ = said(endings, "explain.sh")
     assert "\ngone ended with status 4:\nlast words\n" in explained
     assert "\nill is unhealthy:\ncough\n" in explained
-    assert "\nagain ended and was started again (1 so far); before that it said:\n" in explained
+    assert "\nagain ended and was restarted (restart 1); its last lines before the restart:\n" in explained
     assert "[error] no such weights\n" in explained
     for well in ("fine", "done", "awaited", again):
         assert well not in explained
@@ -131,7 +131,7 @@ def test_the_wait_goes_on_through_a_restart(endings: Stack) -> None:
             "step 1/2  reward 0.250  loss 0.1000\n",
         ]
         touch(endings, "awaited", "/tmp/end")
-        assert next(waiting.stdout) == "awaited ended and was started again (1 so far)\n"
+        assert next(waiting.stdout) == "awaited ended and was restarted (restart 1)\n"
         touch(endings, "awaited", "/tmp/go-on")
         assert next(waiting.stdout) == "step 2/2  reward 0.750  loss 0.1000\n"
         touch(endings, "awaited", "/tmp/well")
@@ -145,5 +145,5 @@ def test_the_wait_ends_with_the_last_status_and_words(endings: Stack) -> None:
 
 def test_what_never_started_is_not_waited_for(endings: Stack) -> None:
     words, status = said(endings, "wait.sh", "unborn")
-    assert "unborn was made and never started" in words
+    assert "unborn was created but not started" in words
     assert status == 1
