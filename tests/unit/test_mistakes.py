@@ -128,7 +128,7 @@ MISTAKES = {
     "unusable token": Mistake(
         run_api,
         "",
-        "RUN_API_TOKEN: a token must be one or more visible",
+        "RUN_API_TOKEN: an access token or API key must be one or more visible",
         (("RUN_API_TOKEN", "a b"),),
     ),
     "file that is missing": Mistake(

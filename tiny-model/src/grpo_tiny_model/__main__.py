@@ -23,10 +23,12 @@ class _Arguments(CommandSettings):
     command: ClassVar[Command] = Command(prog="python -m grpo_tiny_model")
 
     directory: Annotated[Path | None, Shown(default="an entry of the cache")] = Field(
-        None, description="Directory for the model"
+        None,
+        description="Directory of the tiny model. If the directory is empty or missing, the "
+        "command creates the model in it",
     )
     path_file: Path | None = Field(
-        None, description="File that receives the path of the model's directory"
+        None, description="File into which the command writes the path of the model's directory"
     )
 
 

@@ -109,7 +109,7 @@ class StallDetector:
             self._step, self._since = step, self._clock()
         elif self._clock() - self._since >= self._deadline_s:
             raise NoTrainer(
-                f"the trainer took no batch for {self._deadline_s:g} s, and the queue is full "
-                "for this environment; check that the trainer runs and that the other "
+                f"the trainer took no batch for {self._deadline_s:g} s, and this environment "
+                "cannot queue more groups; check that the trainer runs and that the other "
                 "environments submit groups (/status and /environments of run-api)"
             )

@@ -94,7 +94,8 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunDirectoryUnusable(
-                    f"{self.path} is in use by another grpo-demo; stop that grpo-demo first"
+                    f"run directory {self.path} is in use by another grpo-demo process; stop that "
+                    "process first"
                 ) from None
             yield
 
@@ -144,7 +145,9 @@ def point_latest_at(run: Path) -> None:
     """Replace the `latest` link beside `run` in one step."""
     link = run.parent / LATEST
     if link.exists() and not link.is_symlink():
-        raise RunDirectoryUnusable(f"{link} is not a symbolic link; move it away")
+        raise RunDirectoryUnusable(
+            f"cannot replace {link}, because {link} is not a symbolic link; rename or delete {link}"
+        )
     temporary = run.parent / f".{LATEST}-{os.getpid()}"
     temporary.symlink_to(run.name)
     temporary.replace(link)

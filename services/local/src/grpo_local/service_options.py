@@ -102,7 +102,9 @@ def words_of_sections(content: Mapping[str, Any]) -> tuple[list[str], dict[str, 
             for name, item in value.items():
                 words += _words_of(service, str(name), item)
         else:
-            raise ValueError(f"{key}: expected lines such as `max-staleness: 4` below it")
+            raise ValueError(
+                f"{key}: expected a section of options, such as `max-staleness: 4`, one per line"
+            )
     return words, rest
 
 

@@ -102,7 +102,7 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
     batch_id = answer.get("batch_id")
     if not isinstance(batch_id, int) or batch_id <= after:
         raise ProtocolViolation(
-            f"{SERVICE}: expected a batch after {after}, received batch {batch_id}; check "
+            f"{SERVICE}: expected a batch id greater than {after}, received {batch_id}; check "
             "that the URL belongs to run-api"
         )
     try:
@@ -121,12 +121,12 @@ def _received_under(
         versions = _VERSIONS.validate_python(answer.get("received_under"))
     except ValidationError as error:
         raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has an invalid received_under ({problems_of(error)}); "
-            "check that run-api and the trainer have the same version"
+            f"{SERVICE}: the field received_under of batch {batch_id} is invalid "
+            f"({problems_of(error)}); check that run-api and the trainer have the same version"
         ) from error
     if len(versions) != groups:
         raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has {groups} groups, but {len(versions)} entries in "
-            "received_under"
+            f"{SERVICE}: batch {batch_id} has {groups} groups, but the list received_under has "
+            f"{len(versions)} entries"
         )
     return versions

@@ -62,8 +62,8 @@ def usable_token(value: SecretStr | None) -> SecretStr | None:
     """
     if value is not None and not _VISIBLE_ASCII.fullmatch(value.get_secret_value()):
         raise ValueError(
-            "a token must be one or more visible ASCII characters, without spaces or line "
-            "ends; to use no token, leave the option out"
+            "an access token or API key must be one or more visible ASCII characters, without "
+            "spaces or line ends; to use no token or key, omit the option"
         )
     return value
 

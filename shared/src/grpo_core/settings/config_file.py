@@ -65,7 +65,9 @@ def _words(key: str, value: str) -> list[str]:
     try:
         return shlex.split(value)
     except ValueError as error:
-        raise ValueError(f"{key}: expected words as in a shell ({error})") from None
+        raise ValueError(
+            f"{key}: cannot split the value into words as a shell does ({error}); check its quotes"
+        ) from None
 
 
 def _read_keys(

@@ -163,10 +163,10 @@ def _refuse_foreign_directory(directory: Path) -> None:
     """Raises `PermissionError` if another user could redirect or replace the file."""
     link = directory.lstat()
     if stat.S_ISLNK(link.st_mode) and not _is_trusted(link.st_uid):
-        raise PermissionError(1, f"{directory} is a symbolic link of another user")
+        raise PermissionError(1, f"{directory} is a symbolic link that belongs to another user")
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise PermissionError(1, f"every user can replace files in {directory}")
+        raise PermissionError(1, f"every user can replace the files in {directory}")
 
 
 def _refuse_foreign_file(path: Path) -> None:

@@ -133,10 +133,11 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
 def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, WeightGrant]:
     if isinstance(answer, WeightRefusal):
         raise ServiceUnavailable(f"weight socket: the server refused the trainer: {answer.refused}")
-    if isinstance(answer.memory, MemfdMemory) != bool(fds):
+    has_descriptor = isinstance(answer.memory, MemfdMemory)
+    if has_descriptor != bool(fds):
         raise ProtocolViolation(
-            f"weight socket: the server sent {len(fds)} file descriptors, which is wrong for "
-            f"memory of type {answer.memory.kind!r}"
+            f"weight socket: file descriptors for memory of type {answer.memory.kind!r}: "
+            f"expected {int(has_descriptor)}, received {len(fds)}"
         )
     return (fds[0] if fds else -1), answer
 

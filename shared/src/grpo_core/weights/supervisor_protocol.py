@@ -106,7 +106,7 @@ class _Fields(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise ProtocolViolation(
-                f"{cls.__name__} in Redis is invalid: {problems_of(error)}"
+                f"the record {cls.__name__} in Redis has invalid fields: {problems_of(error)}"
             ) from None
 
 

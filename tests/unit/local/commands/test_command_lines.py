@@ -33,7 +33,7 @@ MISTAKES = {
         "--server.port 3": "--server.port: grpo-demo sets this option itself; omit it",
         "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",
         "--env.env.wandb_name x": "--env.env.wandb-name: grpo-demo sets this option itself",
-        "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}'; name a directory without",
+        "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}', but spaces and braces",
         "--resume --steps 3": "--resume: expected a value after it",
         "--trainer.max-stalenes 3": "did you mean --trainer.max-staleness?",
         "--env.temperature hot": "--env.temperature: expected a number, greater than 0; got 'hot'",
@@ -58,7 +58,7 @@ MISTAKES = {
         "-- --lora_r=8": "--trainer.lora-r: grpo-run sets this option; write --lora-r",
         "-- --weights-socket x": "--trainer.weights-socket: grpo-run sets this option itself",
         "--env.seed 3": "--env.seed: grpo-run starts no such service",
-        "--server-flags='half": "--server-flags: a shell could not split this text into words",
+        "--server-flags='half": "--server-flags: cannot split the value into words as a shell does",
         f"--health-port {PORT}": f"--port and --health-port are both {PORT}",
     },
 }

@@ -38,7 +38,9 @@ def test_every_line_is_read_once_however_it_is_written(cuts: set[int]) -> None:
 def test_a_complete_line_that_is_no_record_names_file_line_and_field(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(metrics_line(1) + metrics_line(2, **{"train/loss": "high"}))
-    with pytest.raises(ProtocolViolation, match=r"metrics\.jsonl line 2 .* missing train/loss"):
+    with pytest.raises(
+        ProtocolViolation, match=r"metrics\.jsonl line 2: .* missing or invalid fields: train/loss"
+    ):
         MetricsFile(path).read_new()
 
 

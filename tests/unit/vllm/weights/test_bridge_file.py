@@ -100,7 +100,7 @@ def test_the_file_is_private_and_not_written_where_others_could_replace_it(root:
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == [FILE_NAME]
     path.parent.chmod(0o777)
-    with pytest.raises(BridgeConfigUnwritable, match="every user can replace files"):
+    with pytest.raises(BridgeConfigUnwritable, match="every user can replace the files"):
         write_bridge_config(config("g1"), path)
 
 

@@ -76,16 +76,16 @@ class EnvServerSettings(CommandSettings):
 
     task: TaskName = Field(description="Task to sample: arithmetic or gsm8k")
     action: Literal["serve"] = Field(
-        "serve", description="serve: sample groups until the run is complete"
+        "serve", description="The only action is serve: sample groups until the run has finished"
     )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
-    run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
+    run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
     group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Length in tokens at which a sequence is too long and its group is dropped. If "
-        "the trainer's --seq-len is smaller, the trainer's applies",
+        description="A group is dropped if one of its sequences has this number of tokens or more. "
+        "A smaller --seq-len of the trainer takes precedence",
     )
     max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
         None,
@@ -132,8 +132,8 @@ class EnvServerSettings(CommandSettings):
         ge=0.0,
         lt=1.0,
         allow_inf_nan=False,
-        description="Largest reward for the format of an answer in gsm8k. A correct answer gets a "
-        "reward of 1 in addition",
+        description="Largest reward for the format of a gsm8k answer. If the result is correct, a "
+        "reward of 1 is added",
     )
     wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
         None, min_length=1, description="Name of this environment in metrics and in logs"
@@ -149,13 +149,14 @@ class EnvServerSettings(CommandSettings):
         le=1.0,
         allow_inf_nan=False,
         description="Minimum fraction (0 to 1) of every batch that must come from this "
-        "environment. run-api delays a batch until the queue contains this fraction",
+        "environment. run-api delays a batch until the queue contains enough groups of this "
+        "environment",
     )
     seed: int = Field(0, description="Random seed for the order of the prompts")
     run_api_deadline_s: float = Field(
         120.0,
         gt=0.0,
-        description="Limit, in seconds, on retries while the environment cannot reach run-api",
+        description="Seconds to retry requests while run-api is unreachable",
     )
     trainer_deadline_s: float = Field(
         1800.0,
@@ -166,13 +167,13 @@ class EnvServerSettings(CommandSettings):
     next_run_deadline_s: float = Field(
         0.0,
         ge=0.0,
-        description="Seconds to wait for a trainer to continue the run, if the run is already "
-        "complete when this environment starts",
+        description="Seconds to wait for a trainer to continue the run, if the run has already "
+        "finished when this environment starts",
     )
     ready_file: Path | None = Field(
         None,
-        description="File that exists while this environment is working, for a container's health "
-        "check",
+        description="File for a container's health check. The file exists while this environment "
+        "runs",
     )
     inference_url: CommaSeparated[InferenceUrl] = Field(
         ("http://localhost:9001",),
@@ -196,11 +197,10 @@ class EnvServerSettings(CommandSettings):
     request_deadline_s: float = Field(
         300.0,
         gt=0.0,
-        description="Limit, in seconds, on the request for one prompt's completions, retries "
-        "included",
+        description="Seconds to wait for all completions of one prompt, retries included",
     )
     start_deadline_s: float = Field(
-        1800.0, gt=0.0, description="Seconds to wait at the start for the inference server"
+        1800.0, gt=0.0, description="Seconds to wait for the inference server to become healthy"
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"

@@ -69,10 +69,10 @@ class GroupProducer:
         count = self._task.keep(lambda item: len(self._encode(item.messages)) <= most_tokens)
         if not count.kept:
             raise NoPromptFits(
-                f"all {count.skipped} prompts are too long: with a completion of "
-                f"{plan.max_completion_tokens} tokens they exceed {plan.max_token_length} "
-                "tokens; raise --seq-len of the environment and of the trainer, or lower "
-                "--max-completion-tokens"
+                f"all {count.skipped} prompts are too long: a prompt and its completion of up to "
+                f"{plan.max_completion_tokens} tokens must together have fewer than "
+                f"{plan.max_token_length} tokens; raise --seq-len of the environment and of the "
+                "trainer, or lower --max-completion-tokens"
             )
         log.info(
             "prompts.filtered",

@@ -148,8 +148,8 @@ class Stack:
         while not service.may_start():
             if deadline.has_passed:
                 raise ProcessFailed(
-                    f"{service.name} was not started, because after {service.deadline_s:g} s the "
-                    "services that it connects to do not accept connections; see their logs in "
+                    f"{service.name} was not started, because other services did not accept "
+                    f"connections within {service.deadline_s:g} s; see the log files in "
                     f"{self._log_directory}"
                 )
             self.sleep(_POLL_S)

@@ -56,11 +56,12 @@ class MetricsFile:
             return StepRecord.model_validate_json(line)
         except ValidationError as error:
             keys = ", ".join(
-                ".".join(map(str, problem["loc"])) or "the line" for problem in error.errors()
+                ".".join(map(str, problem["loc"])) or "all (not a JSON object)"
+                for problem in error.errors()
             )
             raise ProtocolViolation(
-                f"{self._path} line {self._lines} is not the record of a step: wrong or missing "
-                f"{keys}"
+                f"{self._path} line {self._lines}: the record of a training step has missing or "
+                f"invalid fields: {keys}"
             ) from None
 
 

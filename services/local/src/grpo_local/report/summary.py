@@ -108,8 +108,10 @@ def read_record(kind: type[Model], path: Path) -> Model:
     except OSError as error:
         raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
-        keys = ", ".join(".".join(map(str, p["loc"])) or "JSON" for p in error.errors())
-        raise ProtocolViolation(f"{path} is not valid: wrong or missing {keys}") from None
+        keys = ", ".join(
+            ".".join(map(str, p["loc"])) or "all (not a JSON object)" for p in error.errors()
+        )
+        raise ProtocolViolation(f"{path} has missing or invalid fields: {keys}") from None
 
 
 def summary_lines(summary: Summary, publication: str) -> list[str]:

@@ -69,7 +69,7 @@ class CompareSettings(CommandSettings):
         description="With --side-by-side: one GPU per mode, separated by commas. A run sees only "
         "its own GPU (CUDA_VISIBLE_DEVICES)",
     )
-    run_options: tuple[str, ...] = Field((), description="Options of every run")
+    run_options: tuple[str, ...] = Field((), description="Options of grpo-demo for every run")
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:

@@ -102,9 +102,9 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     )
     resume: Path | None = Field(
         None,
-        description="Resume the run in this directory, for example runs/latest. Options of the "
-        "command line override the directory's config.yaml. To continue a complete run,"
-        " raise --steps",
+        description="Resume the run in this directory, for example runs/latest. Command-line "
+        "options override the directory's config.yaml. To continue a run that has finished, "
+        "raise --steps",
     )
     task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
         ("arithmetic",),
@@ -125,10 +125,10 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         int | None, Shown(default="250; gsm8k: 60; at most 60 in modes lora_restart and none")
     ] = Field(None, ge=1, description="Number of training steps")
     batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
-        None, ge=1, description="Sequences per forward pass (micro-batch)"
+        None, ge=1, description="Number of sequences in one forward pass (micro-batch)"
     )
     gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
-        None, ge=1, description="Micro-batches per step"
+        None, ge=1, description="Number of micro-batches in one training step"
     )
     group_size: int = Field(8, ge=2, description="Number of completions sampled for each prompt")
     lr: Annotated[
@@ -163,7 +163,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     eager: bool = Field(
         True,
         description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
-        " the server samples faster, which pays in long runs",
+        " the server starts later but samples faster, which saves time in long runs",
     )
     gpu_memory_utilization: float = Field(
         0.4,
@@ -184,24 +184,23 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     ] = Field(
         None,
         gt=0,
-        description="Limit, in seconds, on one training step. After this time the run fails",
+        description="The run fails if no training step ends within this number of seconds",
     )
     model_deadline_s: float = Field(
-        600.0, gt=0, description="Limit, in seconds, on making the tiny model"
+        600.0, gt=0, description="Seconds that the creation of the tiny model may take"
     )
     server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
-        None, gt=0, description="Limit, in seconds, on the start of the server"
+        None, gt=0, description="Seconds to wait for the inference server to start"
     )
     start_deadline_s: Annotated[float | None, Shown(default="300; with --model: 600")] = Field(
         None,
         gt=0,
-        description="Limit, in seconds, on the start of run-api, of the trainer and of each "
-        "environment",
+        description="Seconds to wait for run-api, the trainer and each environment to start",
     )
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Number of compute threads of the server, and also of the trainer",
+        description="Number of compute threads of the server. The trainer uses the same number",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",
@@ -210,7 +209,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         " changes",
     )
     run_api_token: SecretStr | None = Field(
-        None, description="Token that every client of run-api and of the server must send"
+        None,
+        description="Access token that clients must send to run-api and to the inference server",
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages in the services' log files"
@@ -293,15 +293,16 @@ class DemoSettings(WithServiceOptions, ModeOptions):
             elif self.run_dir and not is_run_id(run_id := RunDirectory(self.run_dir).run_id):
                 yield Mistake(
                     "run_dir",
-                    f"the run's id would be {run_id!r}; name a directory without spaces and braces",
+                    f"the run's id would be {run_id!r}, but spaces and braces are not allowed; "
+                    "choose another directory name",
                 )
             return
         run = RunDirectory.of(self.resume)
         if self.run_api_token is None and HIDDEN_TOKEN in run.config.read_text():
             yield Mistake(
                 None,
-                f"--resume {self.resume}: the run had a token, and {run.config.name} does not "
-                "contain it; pass --run-api-token again",
+                f"--resume {self.resume}: the run had an access token, but {run.config.name} "
+                "does not contain the token; pass --run-api-token again",
             )
         if run.is_in_use():
             yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")

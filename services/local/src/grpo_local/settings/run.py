@@ -85,17 +85,16 @@ class RunSettings(WithServiceOptions, ModeOptions):
     log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
     server_flags: str = Field(
         "",
-        description="Further options for the server, in one string: --server-flags='--max-model-len"
-        " 4096'",
+        description="More options for the inference server, in one string, for example "
+        "--server-flags='--max-model-len 4096'",
     )
     server_deadline_s: float = Field(
-        1800.0, gt=0, description="Limit, in seconds, on the start of the server"
+        1800.0, gt=0, description="Seconds to wait for the inference server to start"
     )
     stop_grace_s: float = Field(
         120.0,
         gt=0,
-        description="Limit, in seconds, on the stop of each process. After this time a process is "
-        "killed",
+        description="Seconds to wait for each process to stop before the process is killed",
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"
@@ -117,7 +116,9 @@ class RunSettings(WithServiceOptions, ModeOptions):
         try:
             shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"a shell could not split this text into words ({error})") from None
+            raise ValueError(
+                f"cannot split the value into words as a shell does ({error}); check its quotes"
+            ) from None
         return value
 
     def mistakes(self) -> Iterator[Mistake]:

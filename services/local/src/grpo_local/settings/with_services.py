@@ -37,7 +37,8 @@ class WithServiceOptions(CommandSettings):
     """Further options of services that the command sets."""
 
     service_options: tuple[str, ...] = Field(
-        (), description="Options of single services, such as --trainer.max-staleness 4"
+        (),
+        description="Options for one service, such as --trainer.max-staleness 4 for the trainer",
     )
 
     @classmethod
