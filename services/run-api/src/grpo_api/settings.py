@@ -50,8 +50,7 @@ class RunApiSettings(CommandSettings):
     redis_url: Annotated[RedisUrl, Shown(default=_DEFAULT_REDIS)] = Field(
         SecretStr(_DEFAULT_REDIS),
         description="URL of the Redis that stores the run: redis://, rediss:// or unix://. Set a "
-        "URL with a password in the environment variable, because other users can read "
-        "command lines",
+        "URL that contains a password in REDIS_URL, because other users can read command lines",
     )
     run_id: str = Field(
         DEFAULT_RUN_ID,
@@ -66,20 +65,20 @@ class RunApiSettings(CommandSettings):
         60.0,
         gt=0.0,
         le=3600.0,
-        description="Limit, in seconds, on receiving a request body. A slower request is answered "
+        description="Seconds to wait for a complete request body. A slower request is answered "
         "with status 408",
     )
     max_queued_groups: int = Field(
         100_000,
         ge=1,
-        description="Size of the queue, in groups, at which submissions are delayed. Environments "
-        "slow down from half this size on",
+        description="Limit on the number of groups in the queue. At this limit, run-api delays "
+        "submissions. From half of this limit on, environments slow down",
     )
     max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
         ge=1024,
-        description="Size of the queue and of all partial groups, in compressed bytes, at which "
-        "submissions are delayed",
+        description="Limit on the compressed bytes of the queue and all partial groups together. "
+        "At this limit, run-api delays submissions",
     )
     max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
         _FOUR_GIB,
@@ -105,26 +104,26 @@ class RunApiSettings(CommandSettings):
         60.0,
         gt=0.0,
         le=86400.0,
-        description="Seconds without a request to /status-env after which an environment counts as "
-        "disconnected, until it sends a request again",
+        description="An environment counts as disconnected if it sends no request to /status-env "
+        "for this number of seconds",
     )
     stop_grace_s: int = Field(
         10,
         ge=1,
         le=3600,
-        description="Limit, in seconds, on requests in flight after a stop signal. Slower requests "
+        description="Seconds to wait for requests in flight after a stop signal. Slower requests "
         "are answered with status 503",
     )
     token: SecretStr | None = Field(
         None,
         description="Token that clients must send as Authorization: Bearer <token>. Without a "
-        "token, everybody who reaches the port may send requests",
+        "token, anyone who can reach the port can send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="Further host names under which clients may address this server, separated "
-        "by commas. IP addresses, names without a dot, private names and names of "
-        "this machine are always allowed",
+        description="Additional names that a request may contain in its Host header, separated by "
+        "commas. Always allowed are IP addresses, this machine's names, names without a dot, and "
+        "names that end in .internal, .local, .localhost or .svc",
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"
@@ -140,5 +139,5 @@ class RunApiSettings(CommandSettings):
     @classmethod
     def _fits_a_redis_key(cls, value: str) -> str:
         if not is_run_id(value):
-            raise ValueError("expected a name without spaces and braces")
+            raise ValueError("expected a name without spaces or braces")
         return value

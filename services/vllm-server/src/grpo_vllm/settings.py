@@ -92,7 +92,9 @@ class ServerSettings(CommandSettings):
     model: str = Field(
         min_length=1, description="Model to serve: a directory or an id on the Hugging Face hub"
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address on which the public port listens"
+    )
     port: int = Field(
         9001, ge=1, le=65535, description="TCP port of the public routes, such as /generate"
     )
@@ -104,7 +106,9 @@ class ServerSettings(CommandSettings):
     weights_socket: Annotated[
         Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
     ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
-    control_host: str = Field("127.0.0.1", description="Address of the control and health ports")
+    control_host: str = Field(
+        "127.0.0.1", description="Address on which the control and health ports listen"
+    )
     control_port: Annotated[
         int | None, Shown(default="--port, if --host is a loopback address")
     ] = Field(
@@ -117,40 +121,43 @@ class ServerSettings(CommandSettings):
         120.0, gt=0, description="Longest pause, in seconds, that a trainer may request"
     )
     bridge_config_path: Annotated[Path | None, Shown(default="a file in --logdir")] = Field(
-        None, description=f"Path of {FILE_NAME}, the file that describes the shared weights"
+        None,
+        description=f"Path at which the server writes {FILE_NAME}, which describes the shared "
+        "weights to the trainer",
     )
     logdir: Annotated[Path, Shown(default="the current directory")] = Field(
-        Path("."), description=f"Directory for {FILE_NAME}"
+        Path("."), description=f"Directory in which the server writes {FILE_NAME}"
     )
     redis_url: OptionalRedisUrl = Field(
         None,
-        description="URL of the Redis that records the served version, so that a restarted server "
-        "waits for the same weights. Without Redis, a restarted server serves --model",
+        description="URL of the Redis that records the served weights. A restarted server serves "
+        "the recorded weights or, with --share-weights, waits for a trainer to write them back. "
+        "Without Redis, a restarted server serves --model",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0, description="Limit, in seconds, on Redis' answer when the server starts"
+        10.0, gt=0, description="Seconds to wait for Redis when the server starts"
     )
     await_weights: bool = Field(
         True,
-        description="After a restart, hold requests until a trainer has written the current weights"
-        " back. With --no-await-weights, the server serves --model under a new policy "
+        description="After a restart, hold requests until a trainer has written the last served "
+        "weights back. With --no-await-weights, the server serves --model under a new policy "
         "version instead",
     )
     write_back_hold_s: float = Field(
         20.0,
         gt=0,
-        description="Seconds that a request waits for a trainer to write the weights back after a "
-        "restart. After this time the request is answered with status 503",
+        description="Seconds that a request waits, after a restart of the engine, for a trainer to "
+        "write the weights back. After this time the request is answered with status 503",
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Limit, in seconds, on writing the weights back after a restart. After this "
-        "time the server answers requests with status 503 at once",
+        description="Seconds that a trainer has, after a restart of the engine, to write the "
+        "weights back. After this time the server answers every request at once with status 503",
     )
     enable_lora: bool = Field(
         False,
-        description="Accept LoRA adapters. A request for the model's name then uses the newest "
+        description="Accept LoRA adapters. A request for the model <name> then uses the newest "
         "adapter, and a request for <name>@base uses the base model",
     )
     max_lora_rank: int = Field(
@@ -164,8 +171,8 @@ class ServerSettings(CommandSettings):
     weights_dir: Annotated[Path | None, Shown(default="none; the server then loads no weights")] = (
         Field(
             None,
-            description="The only directory from which the server loads adapters and models: "
-            "served_weights below the trainer's --save-path",
+            description="The server loads adapters and models only from this directory. Pass the "
+            "directory served_weights below the trainer's --save-path",
         )
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
@@ -173,34 +180,33 @@ class ServerSettings(CommandSettings):
         ge=1,
         le=65535,
         validate_default=True,
-        description="TCP port of the routes /healthz, /readyz and /status, which answer during "
-        "restarts too",
+        description="TCP port of the routes /healthz, /readyz and /status, which also answer while "
+        "the engine restarts",
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Key that clients must send as Authorization: Bearer <key>. Without a key, "
-        "everybody who reaches a port may send requests",
+        description="API key that clients must send as Authorization: Bearer <key>. Without an API "
+        "key, anyone who can reach the server's ports can send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",
-        description="Further host names under which clients may address this server, separated "
-        "by commas. IP addresses, names without a dot, private names and names of "
-        "this machine are always allowed",
+        description="Additional names that a request may contain in its Host header, separated by "
+        "commas. Always allowed are IP addresses, this machine's names, names without a dot, and "
+        "names that end in .internal, .local, .localhost or .svc",
     )
     drain_s: float = Field(
         60.0,
         ge=0,
         description="Seconds to wait for requests in flight before a restart of the engine. "
-        "Requests that are unanswered after that get status 503",
+        "Slower requests are answered with status 503",
     )
     stop_grace_s: float = Field(
         8.0,
         gt=0,
-        description="Limit, in seconds, on the stop of the engine. After this time the engine is "
-        "killed",
+        description="Seconds to wait for the engine to stop before it is killed",
     )
     engine_deadline_s: float = Field(
-        1800.0, gt=0, description="Limit, in seconds, on the start of the engine"
+        1800.0, gt=0, description="Seconds to wait for the engine to start before it is stopped"
     )
     restart_limit: int = Field(
         5,
@@ -252,7 +258,9 @@ class ServerSettings(CommandSettings):
     @classmethod
     def _rank_is_one_of_vllms(cls, value: int) -> int:
         if value not in LORA_RANKS:
-            raise ValueError(f"expected one of {', '.join(map(str, LORA_RANKS))}")
+            raise ValueError(
+                f"expected a rank that vLLM supports: {', '.join(map(str, LORA_RANKS))}"
+            )
         return value
 
     def mistakes(self) -> Iterator[Mistake]:

@@ -45,7 +45,8 @@ async def enrol_trainer(store: RunStore, registration: Registration) -> Register
         outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
     if isinstance(outcome, BatchSizeDiffers):
         raise StoreUnavailable(
-            "the run changed while its new batch size was checked; register again"
+            "the queue or the environments changed while run-api checked batch_size "
+            f"{registration.batch_size}; register again"
         )
     return outcome
 

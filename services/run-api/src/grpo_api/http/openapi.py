@@ -132,7 +132,8 @@ def _document(app: FastAPI, token_needed: bool) -> Json:
     document = get_openapi(
         title="run-api",
         version=version("grpo-run-api"),
-        description="Queues scored groups, hands out batches. A number may also be sent as text.",
+        description="Queues scored groups from environments and hands out batches to the trainer. "
+        'Clients may also send a number as text, for example "2" instead of 2.',
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]

@@ -168,7 +168,8 @@ class SubmissionDecoder:
         except (EOFError, OSError) as error:
             _log.warning("decoder.exited", reason=repr(error))
             raise StoreUnavailable(
-                "the decoder process exited, perhaps for lack of memory; send the same groups again"
+                "run-api's decoder process for large submissions exited, perhaps for lack of "
+                "memory; send the same groups again"
             ) from error
         finally:
             if not is_whole:

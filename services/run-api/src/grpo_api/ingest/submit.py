@@ -121,8 +121,8 @@ class Intake:
                 if outcome is not NotPlaced.MOVED:
                     return outcome
         raise StoreUnavailable(
-            f"the run changed {_MAX_PLACEMENTS} times while the groups were added to the "
-            "queue; send the groups again"
+            f"other submissions changed the partial groups {_MAX_PLACEMENTS} times while run-api "
+            "stored this submission; send the same groups again"
         )
 
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:

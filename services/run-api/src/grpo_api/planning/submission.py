@@ -126,9 +126,8 @@ def _check_room(index: int, arrival: Arrival, waiting: Buffer, group_size: int) 
         raise GroupRefused(
             index,
             f"environment {arrival.env_id} has {held} sequences buffered in partial groups "
-            f"of {size}, and these partial groups never add up to group_size {group_size}; "
-            "send partial groups that do, or drop the buffered ones with POST "
-            "/disconnect-env",
+            f"of {size}, which never add up to group_size {group_size}; send partial groups "
+            f"that add up to {group_size}, or delete the buffered ones with POST /disconnect-env",
             is_final=False,
         )
 

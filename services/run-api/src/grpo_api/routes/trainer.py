@@ -45,20 +45,21 @@ After = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="id of the newest batch that the trainer has received, or 0",
+        description="id of the newest batch that the trainer has received; 0 if it has "
+        "received none",
     ),
 ]
 WaitS = Annotated[
     float,
-    Query(ge=0.0, le=_MAX_WAIT_S, description="limit, in seconds, on waiting for a complete batch"),
+    Query(ge=0.0, le=_MAX_WAIT_S, description="seconds to wait for a complete batch"),
 ]
 BatchesLeft = Annotated[
     int | None,
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="number of batches that the run still needs after batch `after`; replaces "
-        "the registered `num_steps` in the answers to environments",
+        description="number of batches that the run needs after batch `after`; run-api "
+        "computes the `num_steps` in the answer of /status-env from this number",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]

@@ -154,11 +154,11 @@ class ServingState(StrEnum):
 
 
 _CLOSED_BECAUSE = {
-    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the checkpoint's weights; "
+    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the weights of --model; "
     "waiting for a trainer to write policy version {version} back",
     ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
-    "in time. Start the trainer again; or start this server with another --run-id, or with "
-    "--no-await-weights to serve the checkpoint on disk",
+    "in time. Start the trainer again; or restart this server with --no-await-weights or another "
+    "--run-id to serve --model",
     ServingState.SLEEPING: "the engine is sleeping; wake it with POST /bridge/wake_up",
 }
 

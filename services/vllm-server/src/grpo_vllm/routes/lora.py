@@ -70,7 +70,8 @@ class AdapterControl:
         version = request.policy_version or served.next_epoch()
         if version < served:
             raise BridgeConflict(
-                f"policy version {tuple(version)} is older than the served version {tuple(served)}"
+                f"policy version {tuple(version)} is older than the served version "
+                f"{tuple(served)}; send a newer policy_version, or omit policy_version"
             )
         loaded = await switch.load(directory, version)
         if version > served:

@@ -145,7 +145,7 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
     if command.version <= served.version and not _is_repetition(command, served):
         raise UnusableWeights(
             f"policy version {tuple(command.version)} is not newer than the served version "
-            f"{tuple(served.version)}; use a new version for new weights"
+            f"{tuple(served.version)}; give new weights a newer version"
         )
     assert settings.weights_dir is not None, "_require_mode checks this"
     # In a thread, because reading a large checkpoint takes seconds.

@@ -189,7 +189,7 @@ class EngineProcess:
             log.warning(
                 "engine.killed",
                 pid=self.pid,
-                reason=f"it did not end within {grace_s:g} s of SIGTERM",
+                reason=f"the engine did not end within {grace_s:g} s of SIGTERM",
             )
             self._process.send(signal.SIGKILL)
         code = await self.ended

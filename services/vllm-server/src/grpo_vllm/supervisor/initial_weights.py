@@ -38,7 +38,7 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
         "weights.not_restored",
         policy_version=tuple(served.weights.version),
         reason=obstacle,
-        effect=f"the server starts with {settings.model} and a new epoch",
+        effect=f"the server serves {settings.model} under a new policy version",
     )
     begun = WeightRef(version=served.weights.version.next_epoch())
     await store.save(ServedWeights(begun, model=settings.model))

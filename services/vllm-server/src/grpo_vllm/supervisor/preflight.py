@@ -58,8 +58,8 @@ def require_shared_memory(engine_arguments: Sequence[str]) -> None:
     free = size.f_bavail * size.f_frsize // MIB
     if free < needed:
         raise SharedMemoryTooSmall(
-            f"{SHARED_MEMORY} has {free} MiB free, but {workers} workers need {needed} MiB; in a "
-            "container set SHM_SIZE or use docker run --shm-size or --ipc host"
+            f"{SHARED_MEMORY} has {free} MiB free, but {workers} workers need {needed} MiB; set "
+            "SHM_SIZE for docker compose, or pass --shm-size or --ipc host to docker run"
         )
 
 

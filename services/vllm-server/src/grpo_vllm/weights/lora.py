@@ -74,8 +74,8 @@ class AdapterSwitch:
             if self.current is not None and self.current.version == version:
                 if self.current.directory != directory:
                     raise AdapterRefused(
-                        f"policy version {tuple(version)} is served from "
-                        f"{self.current.directory}, not from {directory}; use a new version"
+                        f"policy version {tuple(version)} already names the adapter in "
+                        f"{self.current.directory}; load {directory} under a newer version"
                     )
                 return self.current
             self._numbers += 1
@@ -170,9 +170,7 @@ class AdapterNames(MutableMapping[str | None, Any]):
         return int(self._switch.current is not None)
 
     def __setitem__(self, name: str | None, request: Any) -> None:
-        raise AdapterRefused(f"adapter {name} cannot be loaded in this way; use POST /lora/load")
+        raise AdapterRefused(f"adapter {name} was not loaded; load adapters with POST /lora/load")
 
     def __delitem__(self, name: str | None) -> None:
-        raise AdapterRefused(
-            f"adapter {name} cannot be unloaded in this way; use POST /lora/unload"
-        )
+        raise AdapterRefused(f"adapter {name} was not unloaded; unload it with POST /lora/unload")

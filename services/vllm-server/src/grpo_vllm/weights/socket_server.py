@@ -157,7 +157,7 @@ async def _accept(
         try:
             connection, _ = await loop.sock_accept(listener)
         except OSError as error:  # no free descriptor; closing connections free some
-            log.warning("trainer.not_accepted", reason=str(error))
+            log.warning("weight_socket.accept_failed", reason=str(error))
             await asyncio.sleep(ACCEPT_RETRY_S)
             continue
         task = asyncio.create_task(_serve_trainer(connection, weights, bridge))
@@ -232,7 +232,7 @@ def _log_replaced(path: Path) -> None:
         other = read_bridge_config(path)
         log.warning(
             "bridge_config.replaced",
-            reason="another server, or a server that was killed, left its file at this path",
+            reason="another server, or a server that was killed, had written a file at this path",
             path=str(path.absolute()),
             model=other.model,
             generation=other.generation,

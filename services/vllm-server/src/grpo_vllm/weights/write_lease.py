@@ -48,7 +48,7 @@ class WriteBack:
             "write_back.wait_started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
-            reason="the engine holds the checkpoint's weights, but the run served newer ones",
+            reason="the engine holds the weights of --model, but the run last served newer ones",
         )
 
     def done(self) -> None:
@@ -75,9 +75,9 @@ class WriteBack:
         log.error(
             "write_back.overdue",
             deadline_s=deadline_s,
-            effect="requests are refused",
-            hint="start the trainer again; or start this server with another --run-id, or with "
-            "--no-await-weights to serve the checkpoint",
+            effect="requests are answered with status 503",
+            hint="start the trainer again, so that it writes the weights back; or restart this "
+            "server with --no-await-weights or another --run-id to serve --model",
         )
 
 
@@ -248,7 +248,7 @@ class WeightBridge:
         if taken:
             raise BridgeConflict(
                 f"policy version {tuple(version)} is not newer than the served version "
-                f"{tuple(self.version)}; use a new version for new weights"
+                f"{tuple(self.version)}; give new weights a newer version"
             )
 
     async def _abandon(self, pause: _Pause | None, why: str) -> None:
