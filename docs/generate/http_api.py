@@ -71,8 +71,9 @@ def _route(method: str, path: str, operation: Json) -> str:
     if "requestBody" in operation:
         parts.append(f"Body: {_linked(_json(operation['requestBody']))}")
     parts.append(_answers(operation["responses"]["200"]))
-    refusals = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
-    parts.append(f"Statuses of a [refusal](#refusals): {refusals}")
+    *others, last = sorted(status for status in operation["responses"] if status != "200")
+    statuses = f"{', '.join(others)} or {last}" if others else last
+    parts.append(f"A [refused request](#refusals) is answered with status {statuses}.")
     return _PARAGRAPH.join(parts)
 
 

@@ -22,7 +22,8 @@ class ServiceUnavailable(GrpoError):
 
 
 class AnswerLost(ServiceUnavailable):
-    """The connection broke before the answer to a request that must not simply be repeated."""
+    """The connection broke before a service answered. The client did not repeat the request,
+    because the service may have carried it out."""
 
 
 class RequestRefused(GrpoError):
@@ -42,7 +43,7 @@ class TrainerSuperseded(RequestRefused):
 
 
 class LeasesFull(RequestRefused):
-    """The unacknowledged batches have reached the limit --max-leased-bytes of run-api."""
+    """The unacknowledged batches have reached the size `--max-leased-bytes` of run-api."""
 
 
 class UnknownBatch(RequestRefused):

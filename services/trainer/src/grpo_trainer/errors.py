@@ -76,7 +76,7 @@ class DuplicatedBatch(GrpoError):
 
 
 class RolloutMismatch(GrpoError):
-    """The behaviour logprobs of a group do not fit the group's weights, tokens and temperature."""
+    """The behaviour logprobs of a group contradict its tokens, policy version or temperature."""
 
 
 class UnusableSavePath(GrpoError):
@@ -100,11 +100,12 @@ class DamagedState(StateError):
 
 
 class StateMismatch(StateError):
-    """The model, mode, adapter or optimizer of the checkpoint differs from the run's."""
+    """The checkpoint has another model, weight-sync mode, adapter or optimizer than the command
+    line."""
 
 
 class StateOfAnotherRun(StateError):
-    """The checkpoint belongs to a different run than the run that run-api stores."""
+    """The checkpoint does not belong to the run that run-api stores."""
 
 
 class MissingPackage(GrpoError):

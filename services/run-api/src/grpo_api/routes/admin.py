@@ -29,26 +29,26 @@ _log = structlog.get_logger()
 
 @router.get("/")
 async def root() -> Greeting:
-    """The same text as Atropos' server. Atropos' clients use this route as a health check."""
+    """Answers like the server of Atropos, whose clients use the route `GET /` as a health check."""
     return {"message": "AtroposLib API"}
 
 
 @router.get("/health", responses=refusals(503))
 async def health(services: Services) -> Healthy:
-    """The status is 200 if Redis answers, else 503."""
+    """Answers with status 200 if Redis answers, else 503."""
     await services.store.ping()
     return {"status": "ok"}
 
 
 @router.get("/healthz")
 async def healthz() -> Healthy:
-    """The status is 200 while run-api runs, even if Redis does not answer."""
+    """Answers with status 200 while run-api runs, even if Redis does not answer."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
-    """The status is 200 if Redis answers and run-api is not stopping, else 503."""
+    """Answers with status 200 if Redis answers and run-api is not stopping, else 503."""
     if services.lifetime.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
@@ -60,7 +60,8 @@ async def metrics(
     services: Services,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Prometheus metrics. If Redis does not answer, only the metrics of run-api's process."""
+    """Prometheus metrics of the run and of the run-api process. If Redis does not answer, run-api
+    leaves out the metrics of the run."""
     return services.metrics.exposition(await _stats(services.store), accept)
 
 
@@ -74,7 +75,8 @@ async def _stats(store: RunStore) -> RunStats | None:
 
 @router.get("/status", responses=refusals(503))
 async def status(services: Services) -> RunStatus:
-    """Step and queue of the run. `queue_size` counts groups. Without a run, `run_uuid` is null."""
+    """The run's step, and the number of groups in the queue. If no trainer has registered for the
+    run, `run_uuid` is null."""
     return await services.store.trainer.status()
 
 

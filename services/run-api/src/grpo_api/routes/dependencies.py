@@ -87,7 +87,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=_MAX_KEY_CHARS,
         pattern=_KEY_PATTERN,
-        description="idempotency key: of all requests with one key, run-api carries out only one",
+        description="idempotency key: of several requests with the same key, run-api carries out "
+        "only the first",
     ),
 ]
 

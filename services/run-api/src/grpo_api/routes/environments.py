@@ -40,8 +40,7 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    """Register an environment, which receives an `env_id`. The status "wait for trainer to start"
-    means that no trainer has registered and requested a batch yet."""
+    """Register an environment. The answer contains its `env_id`."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}
@@ -85,8 +84,8 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
 async def disconnect_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> Succeeded | Failed:
-    """Remove an environment and its partial groups. An unknown `env_id` is answered with status
-    200 too."""
+    """Remove an environment and its partial groups from the run. run-api answers with status 200
+    even if the `env_id` is unknown."""
     parts_dropped = await services.store.environments.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
@@ -102,8 +101,8 @@ async def disconnect_environment(
 async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
-    """The step of the run and the size of the queue, so that an environment can pace itself. Queue
-    sizes are in groups of the environment's size. This GET request has a body, as in Atropos."""
+    """The step of the run and the size of the queue, from which an environment decides how many
+    groups it samples at once. As in Atropos, `GET /status-env` has a request body."""
     run = await services.store.environments.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
@@ -113,9 +112,9 @@ async def status_of_environment(
 
 @router.get("/environments", responses=refusals(503))
 async def list_environments(services: Services) -> list[KnownEnvironment]:
-    """All environments that have registered, connected or not.
+    """A list of all environments that have registered in the run, connected or not.
 
-    `min_sequences` is the number of sequences that every batch must contain from an environment.
+    `min_sequences` is the minimum number of the environment's sequences in the next batch.
     """
     run = await services.store.environments.view()
     least = run.demand().least

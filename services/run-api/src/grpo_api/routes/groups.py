@@ -49,7 +49,8 @@ class DirectRoute(APIRoute):
 
 
 async def scored_data(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
-    """Submit one group or a partial group. Without a registered trainer, the status is 409."""
+    """Submit one group or a partial group. If no trainer has registered, run-api refuses the group
+    with status 409."""
     key = checked_key(request.headers.get("idempotency-key", idempotency_key))
     try:
         (buffered,) = await _submit(request, services_of(request), decode_group, key)
@@ -94,7 +95,7 @@ async def scored_data_list(
 async def latest_example(
     services: Services, accept_encoding: Annotated[str, Header(include_in_schema=False)] = ""
 ) -> Any:
-    """The newest group that was ever queued, even if run-api has handed out the group since."""
+    """The newest group of the run, even if run-api has already handed out this group in a batch."""
     payload = await services.store.payloads.latest()
     if payload is None:
         return {name: [] for name in NoExample.model_fields}

@@ -30,6 +30,8 @@ class Succeeded(TypedDict):
 
 
 class Failed(TypedDict):
+    """run-api has no environment with this `env_id`."""
+
     status: Literal["failure"]
     error: str
 
@@ -40,10 +42,14 @@ class TrainerNames(TypedDict):
 
 
 class Waiting(TypedDict):
+    """The environment is not registered, because no trainer has requested a batch yet."""
+
     status: Literal["wait for trainer to start"]
 
 
 class EnvironmentEnrolled(TypedDict):
+    """The environment is registered."""
+
     status: Literal["success"]
     env_id: int
     wandb_name: str
@@ -62,11 +68,14 @@ class KnownEnvironment(TypedDict):
 
 
 class GroupReceived(TypedDict):
+    """The group is in the queue."""
+
     status: Literal["received"]
 
 
 class GroupBuffered(TypedDict):
-    """The group is partial. `buffer_size`: sequences in the environment's partial groups."""
+    """The group is partial. `buffer_size` is the number of sequences in all partial groups of the
+    environment."""
 
     status: Literal["buffered"]
     buffer_size: int
@@ -94,35 +103,36 @@ class _Streamed(BaseModel):
 
 
 class ServedGroup(ScoredGroup):
-    """A group as in a batch. Fields that the environment did not send are null."""
+    """The newest group. Fields that the environment did not send are null."""
 
     model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
 
 class NoBatch(_Streamed):
-    """The answer without `trainer` if no batch is complete."""
+    """The answer if no batch is complete and the request has no parameter `trainer`."""
 
     batch: None
 
 
 class NoLease(_Streamed):
-    """The answer with `trainer` if no batch is complete. It counts the environments."""
+    """The answer if no batch is complete and the request has the parameter `trainer`.
+    `environments` counts the environments of the run."""
 
     batch: None
     environments: EnvironmentCount
 
 
 class PolledBatch(_Streamed):
-    """The answer without `trainer`: a batch."""
+    """A batch, if the request has no parameter `trainer`."""
 
     batch: list[ServedGroup]
 
 
 class LeasedBatch(_Streamed):
-    """The answer with `trainer`: a leased batch.
+    """A leased batch, if the request has the parameter `trainer`.
 
-    `received_under`: for each group, the policy version [epoch, step] that was served when run-api
-    received it; null if it was unknown.
+    `received_under` contains one entry for each group: the policy version [epoch, step] that was
+    served when run-api received the group, or null if the version is unknown.
     """
 
     batch_id: int = Field(ge=1)
@@ -139,7 +149,7 @@ class TrainerMissing(_Streamed):
 
 
 class NoExample(_Streamed):
-    """The answer if no group has been queued yet: nine keys, each with an empty list."""
+    """No group has been queued yet: the answer has nine fields, each with an empty list."""
 
     tokens: list[None] = Field(max_length=0)
     masks: list[None] = Field(max_length=0)

@@ -45,21 +45,26 @@ After = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="id of the newest batch that the trainer has received; 0 if it has "
-        "received none",
+        description="id of the newest batch that the trainer has received; 0 before the first "
+        "batch",
     ),
 ]
 WaitS = Annotated[
     float,
-    Query(ge=0.0, le=_MAX_WAIT_S, description="seconds to wait for a complete batch"),
+    Query(
+        ge=0.0,
+        le=_MAX_WAIT_S,
+        description="longest time, in seconds, that run-api waits for a complete batch before it "
+        "answers",
+    ),
 ]
 BatchesLeft = Annotated[
     int | None,
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="number of batches that the run needs after batch `after`; run-api "
-        "computes the `num_steps` in the answer of /status-env from this number",
+        description="number of batches that the run still needs after batch `after`. From this "
+        "number, run-api computes `num_steps` in the answers of `GET /status-env`",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
@@ -123,9 +128,11 @@ async def batch(
 ) -> Any:
     """Take the next batch, which has `batch_size` sequences from the oldest groups of the queue.
 
-    A call with `trainer` leases the batch that follows batch `after`. Repeated calls return the
-    same batch until POST /batch/{batch_id}/ack acknowledges it. A call without `trainer`
-    acknowledges every batch that was sent in full. Concurrent calls get different batches.
+    A request with the parameter `trainer` leases the batch that follows batch `after`. Repeated
+    requests with the same `after` get the same batch.
+
+    A request without the parameter `trainer` acknowledges all batches that run-api has
+    already sent in full. Concurrent requests without `trainer` get different batches.
     """
     try:
         if trainer is None:
@@ -171,7 +178,7 @@ async def _noting_delivery(
 async def acknowledge(
     batch_id: BatchId, trainer: TrainerId, services: Services
 ) -> BatchesAcknowledged:
-    """Acknowledge all batches up to `batch_id`. run-api never hands out these batches again."""
+    """Acknowledge batch `batch_id` and all earlier batches. run-api deletes these batches."""
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
@@ -193,7 +200,8 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
-    """Batch size and longest sequence of the trainer. Without a registered trainer, each is -1."""
+    """`batch_size` and `max_token_len` of the trainer's registration. Both are -1 if no trainer has
+    registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -202,7 +210,8 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
-    """Group and project in Weights & Biases. Without a registered trainer, each is null."""
+    """Group and project that the trainer uses in Weights & Biases. Both are null if no trainer has
+    registered."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}

@@ -49,8 +49,8 @@ RANGES = (
         "alignment/diff_abs_mean",
         0.0,
         0.1,
-        "check alignment/fresh_diff_abs_mean: if this metric is small, the cause is stale data "
-        "(staleness/mean) or too large steps",
+        "if alignment/fresh_diff_abs_mean is small, the cause is stale data (staleness/mean) or "
+        "too large steps; else check the behaviour logprobs",
     ),
     HealthyRange(
         "train/loss",
