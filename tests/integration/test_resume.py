@@ -93,7 +93,7 @@ def test_a_new_run_is_refused_and_learns_nothing(
     """A save path of an earlier run. Environments would count the steps of its checkpoint."""
     config = settings(http, tmp_path)
     save(config)
-    with pytest.raises(StateOfAnotherRun, match=r"has another run.*\(no run yet\)"):
+    with pytest.raises(StateOfAnotherRun, match=r"has another run.*\(run-api has no run yet\)"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["batch_size"] == -1
     assert status(http)[0] == 0

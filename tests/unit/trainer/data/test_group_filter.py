@@ -43,12 +43,13 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
     (
         {"inference_logprobs": [[P, P, -0.1], [P, P, P, -0.2, -0.3]]},
         UnusableReason.POSITIVE_LOGPROBS,
-        "group 4, sequence 1: ref_logprobs avg 1.000 (should be negative!) at 1 of 3 trained",
+        "group 4, sequence 1: ref_logprobs avg 1.000 (should be negative!): in inference_logprobs, "
+        "1 of 3",
     ),
     (
         {"masks": [[5, MASKED, 7], MASKED_PROMPTS[1]]},
         UnusableReason.PROMPT_TRAINED,
-        "group 4: the first token of 1 of 2 sequences is trained on",
+        "group 4: in 1 of 2 sequences, the first token",
     ),
     ({"masks": [[MASKED] * 3, [MASKED] * 5]}, UnusableReason.NOTHING_TRAINED, "every mask is"),
     (
@@ -83,7 +84,7 @@ def test_each_cause_is_refused_by_name(
 
 def test_a_group_of_which_seq_len_leaves_no_trained_token_is_refused() -> None:
     assert usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=3))
-    with pytest.raises(UnusableGroup, match="the first trained token is number 3") as refused:
+    with pytest.raises(UnusableGroup, match="the first trained token is token 3") as refused:
         usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=2))
     assert refused.value.reason is UnusableReason.CUT_OFF
 
@@ -141,7 +142,7 @@ def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_re
     )
     batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
     assert [len(group_filter.filter(batch, step=0).groups) for batch in batches] == [0, 0, 10, 0, 0]
-    with pytest.raises(UnusableGroup, match="No group of 3 batches in a row") as refused:
+    with pytest.raises(UnusableGroup, match="None of the last 3 batches") as refused:
         group_filter.filter([without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
     assert "no_inference_logprobs 1, truncated_sampling 2" in str(refused.value)

@@ -128,5 +128,5 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
 
 def test_a_run_that_gets_only_stale_groups_ends() -> None:
     source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
-    with pytest.raises(StaleData, match="all 1 groups that arrived in 0 s were sampled by"):
+    with pytest.raises(StaleData, match=r"in 0 s .* staleness of 1 groups is above"):
         source.take(AT)

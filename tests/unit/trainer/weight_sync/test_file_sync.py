@@ -233,7 +233,7 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
     ("mode", "takes_adapters", "version", "told"),
     [
         ("lora_only", False, (0, 0), "the server accepts no adapters: start vllm-api-server with"),
-        ("none", False, (3, 1), r"\(3, 1\).*\(0, 0\), so these are two servers"),
+        ("none", False, (3, 1), r"\(3, 1\).*\(0, 0\). So --inference-url is not"),
     ],
 )
 def test_a_server_of_another_mode_or_run_is_refused(

@@ -76,9 +76,9 @@ def _accumulated(
         if not math.isfinite(value):
             found = loss_sums(logp, *_columns(micro), clip_eps)
             raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: the loss is {value} (largest ratio "
-                f"{found.ratio_max:.3g}, largest |log ratio| {found.diff_max:.3g}); no weight was "
-                "changed by this step. Lower the learning rate, or inspect the batch's logprobs"
+                f"step {step}, micro-batch {i}: the loss is {value} (largest importance ratio "
+                f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
+                "step changed no weight. Lower the learning rate, or inspect the batch's logprobs"
             )
         (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.

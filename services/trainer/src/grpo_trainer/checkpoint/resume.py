@@ -88,10 +88,11 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
     run_uuid = api.status().run_uuid
     known = run_uuid is not None and run_uuid == saved.record.run_uuid
     if not known and settings.resume == AUTO:
-        raise _of_another_run(saved, api, f"run {run_uuid}" if run_uuid else "no run yet")
+        now = f"run-api's current run is {run_uuid}" if run_uuid else "run-api has no run yet"
+        raise _of_another_run(saved, api, now)
     api.register(settings.registration(first_step=at.step))
     if known and api.run_uuid != run_uuid:  # it was reset in between
-        raise _of_another_run(saved, api, f"run {api.run_uuid}")
+        raise _of_another_run(saved, api, f"run-api's current run is {api.run_uuid}")
     if known and at.batch_id > 0:
         try:
             api.acknowledge(at.batch_id)
@@ -104,8 +105,8 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
             "run.mismatched",
             checkpoint=str(saved.directory),
             unknown_batch_id=at.batch_id,
-            hint="the checkpoint belongs to a different run than the one at run-api; training "
-            "continues with run-api's data",
+            hint="the checkpoint does not belong to run-api's current run; training continues "
+            "with the batches of run-api's current run",
         )
     at = at if known else replace(at, batch_id=0)
     api.resume_after(at.batch_id)

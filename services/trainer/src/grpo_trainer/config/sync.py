@@ -19,6 +19,7 @@ SERVED_WEIGHTS = "served_weights"
 SERVED_KEPT = 2
 """Directories of weights that are kept: the served weights, and those to roll back to."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
+_EXPECTED_LAYERS = "expected layer numbers or ranges, separated by commas, for example 0-3,28-31"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class HandOffSettings(ModeOptions):
     publish_deadline_s: float = Field(
         600.0,
         gt=0,
-        description="Limit, in seconds, on a publication, including a restart of the engine",
+        description="Seconds to wait for a publication, including a restart of the engine. After "
+        "this time the trainer ends with an error",
     )
 
     @property
@@ -213,15 +215,15 @@ def _numbers_in(parts: Iterable[str]) -> tuple[int, ...]:
         first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
         if first > last:
             raise ValueError(
-                f"{part}: the first number of a range must be the lower one, as in 0-3"
+                f"{part}: the first number of a range must not be above the second one"
             )
         numbers.update(range(first, last + 1))
     if not numbers:
-        raise ValueError("expected numbers and ranges, for example 0-3,28-31")
+        raise ValueError(_EXPECTED_LAYERS)
     return tuple(sorted(numbers))
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{text!r}: expected numbers and ranges, for example 0-3,28-31")
+        raise ValueError(f"{text!r}: {_EXPECTED_LAYERS}")
     return int(text)

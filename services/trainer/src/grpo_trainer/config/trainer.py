@@ -90,7 +90,7 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         "device of the served weights, otherwise a GPU if there is one",
     )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
-    run_api_token: SecretStr | None = Field(None, description="Token that run-api requires")
+    run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
     vllm_api_key: SecretStr | None = Field(
         None, description="API key that the inference server requires"
     )
@@ -100,7 +100,8 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     service_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Limit, in seconds, on retries while the trainer cannot reach a service",
+        description="Seconds for which the trainer repeats a request that run-api, Redis or the "
+        "inference server does not answer",
     )
     server_return_deadline_s: float = Field(
         300.0,
@@ -108,7 +109,9 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         description="Seconds to wait for the inference server to return when it restarts or fails",
     )
     batch_deadline_s: float = Field(
-        600.0, gt=0, description="Limit, in seconds, on waiting for a batch"
+        600.0,
+        gt=0,
+        description="Seconds to wait for a batch. After this time the trainer ends with an error",
     )
     environment_return_deadline_s: float = Field(
         60.0,
@@ -143,8 +146,8 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     state_interval: int = Field(
         10,
         ge=0,
-        description="Steps between two checkpoints, from which a run resumes after a crash. 0: "
-        "checkpoints are only written together with exported models",
+        description="Largest number of steps between two checkpoints. The trainer also writes a "
+        "checkpoint with each exported model. 0: checkpoints are written only with exported models",
     )
     resume: str = Field(
         AUTO,

@@ -80,10 +80,10 @@ class BatchSource:
             )
             if filtered.stale_groups and time.monotonic() - began >= settings.batch_deadline_s:
                 raise StaleData(
-                    f"all {stale} groups that arrived in {settings.batch_deadline_s:g} s were "
-                    f"sampled by weights more than {settings.max_staleness} steps old, the limit "
-                    "of --max-staleness. Shorten the queue (fewer or slower environments), or "
-                    "raise --max-staleness"
+                    f"no group that arrived in {settings.batch_deadline_s:g} s can be trained on: "
+                    f"the staleness of {stale} groups is above --max-staleness "
+                    f"{settings.max_staleness}. Run fewer or slower environments to shorten the "
+                    "queue, or raise --max-staleness"
                 )
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
@@ -106,7 +106,8 @@ class BatchSource:
             log.warning(
                 "leases.full",
                 reason=str(full),
-                hint="the trainer saves a checkpoint early, so that run-api can release batches",
+                hint="the trainer writes a checkpoint early and acknowledges the checkpoint's "
+                "batches, so that run-api can delete these batches",
             )
             if not self.saver.release_batches():
                 raise
@@ -117,7 +118,8 @@ class BatchSource:
                 "batches.missing",
                 first=last_batch + 1,
                 last=leased.id - 1,
-                reason="a newer checkpoint than the resumed one acknowledged these batches",
+                reason="run-api has deleted these batches, because a trainer acknowledged these "
+                "batches with a newer checkpoint than the resumed one",
             )
         return leased
 
@@ -185,11 +187,11 @@ class EnvironmentWatch:
             )
         elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
-                f"no environment is connected to run-api: of the {environments.registered} "
-                "environments that registered in this run, all left or stopped polling, and "
-                f"none came back within {self._return_deadline_s:g} s. Read the environments' "
-                "logs for the cause and start the environments and the trainer again, or raise "
-                "--environment-return-deadline-s"
+                f"no environment is connected to run-api: all {environments.registered} "
+                "environments that registered in this run have left or stopped polling, and "
+                f"none returned within {self._return_deadline_s:g} s. Read the environments' "
+                "logs for the cause, then start the environments and the trainer again. To wait "
+                "longer, raise --environment-return-deadline-s"
             )
 
     def excluding(self, work: Callable[[], None]) -> None:

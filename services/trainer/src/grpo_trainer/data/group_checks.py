@@ -132,8 +132,9 @@ def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:
     if first >= seq_len:
         raise UnusableGroup(
             UnusableReason.CUT_OFF,
-            f"group {index}: the first trained token is number {first + 1}, and --seq-len "
-            f"{seq_len} cuts it off; raise --seq-len, or shorten the environment's prompts",
+            f"group {index}: none of the first {seq_len} tokens (--seq-len) is trained on; the "
+            f"first trained token is token {first + 1}. Raise --seq-len, or shorten the "
+            "environment's prompts",
         )
 
 
@@ -143,10 +144,10 @@ def _check_logprobs(where: str, masks: list[int], logprobs: list[float]) -> None
     if positive:
         raise UnusableGroup(
             UnusableReason.POSITIVE_LOGPROBS,
-            f"{where}: ref_logprobs avg {sum(positive) / len(positive):.3f} (should be negative!) "
-            f"at {len(positive)} of {len(trained)} trained positions of inference_logprobs. If "
-            f"the value is the prompt's placeholder ({PROMPT_LOGPROB}), mask the prompt, and align "
-            "masks with logprobs",
+            f"{where}: ref_logprobs avg {sum(positive) / len(positive):.3f} (should be negative!): "
+            f"in inference_logprobs, {len(positive)} of {len(trained)} logprobs of trained tokens "
+            f"are above 0. Prompt tokens have the placeholder {PROMPT_LOGPROB}; in the "
+            "environment, mask every prompt token, and align masks with inference_logprobs",
         )
 
 
@@ -156,8 +157,9 @@ def _check_prompts(index: int, group: ScoredGroup) -> None:
     if unmasked:
         raise UnusableGroup(
             UnusableReason.PROMPT_TRAINED,
-            f"group {index}: the first token of {len(unmasked)} of {group.size} sequences is "
-            f"trained on, so the prompt is not masked; set masks to {MASKED} at prompt positions",
+            f"group {index}: in {len(unmasked)} of {group.size} sequences, the first token, which "
+            "belongs to the prompt, is not masked; in the environment, set masks to "
+            f"{MASKED} at every prompt position",
         )
 
 
@@ -176,9 +178,8 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
     ):
         raise UnusableGroup(
             UnusableReason.TEMPERATURE,
-            f"group {index} was sampled with temperature {found!r}; sample with a "
-            f"temperature from {MIN_TEMPERATURE:g} to {FLOAT32_MAX:.2g}: the importance "
-            "ratio is undefined at 0",
+            f"group {index} states temperature {found!r}; expected a float32 number of at least "
+            f"{MIN_TEMPERATURE:g}, because the trainer divides logits by the temperature",
         )
     return float(found)
 

@@ -142,13 +142,14 @@ class GroupFilter:
 
     def _raise_if_systematic(self, problems: list[UnusableGroup]) -> None:
         first = problems[0]
-        reasons = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
+        counts = ", ".join(f"{r} {n}" for r, n in Counter(p.reason for p in problems).items())
+        by_reason = f"Unusable groups of the newest batch, by reason: {counts}."
         newest = list(self._tallies)[-MAX_UNUSABLE_BATCHES:]
         if len(newest) == MAX_UNUSABLE_BATCHES and all(0 < t.groups == t.unusable for t in newest):
             raise UnusableGroup(
                 first.reason,
-                f"{first}\n\nNo group of {MAX_UNUSABLE_BATCHES} batches in a row can be trained "
-                f"on (in this batch: {reasons}).",
+                f"{first}\n\nNone of the last {MAX_UNUSABLE_BATCHES} batches has a group that the "
+                f"trainer can train on. {by_reason}",
             )
         unusable = sum(tally.unusable for tally in self._tallies)
         groups = sum(tally.groups for tally in self._tallies)
@@ -156,7 +157,7 @@ class GroupFilter:
             raise UnusableGroup(
                 first.reason,
                 f"{first}\n\n{unusable} of the {groups} groups of the last {WINDOW_BATCHES} "
-                f"batches cannot be trained on (in this batch: {reasons}).",
+                f"batches are unusable; at most half may be unusable. {by_reason}",
             )
 
 
@@ -186,10 +187,10 @@ class RecentBatches:
         for seen in self._seen:
             if batch <= seen.groups and self._is_duplicate(batch):
                 raise DuplicatedBatch(
-                    f"step {step}: all {len(groups)} groups of this batch were in the batch of "
-                    f"step {seen.step}, with the same tokens, logprobs and scores; nothing was "
-                    "trained on this batch. Find in run-api's log a batch that was delivered "
-                    "twice, or an environment that sends its groups again"
+                    f"step {step}: all {len(groups)} groups of this batch were already in the "
+                    f"batch of step {seen.step}, with the same tokens, logprobs and scores. The "
+                    "trainer did not train on this batch. Check in run-api's log whether run-api "
+                    "handed out one batch twice, or an environment submitted groups twice"
                 )
         known = frozenset().union(*(seen.groups for seen in self._seen))
         self._seen.append(_Seen(step, batch))

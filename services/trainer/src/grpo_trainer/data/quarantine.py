@@ -62,10 +62,11 @@ class Quarantine:
         self.since_step += 1
         if isinstance(error, NonFiniteStep) and self.since_step == MAX_IN_A_ROW:
             raise PolicyDiverged(
-                f"step {step}: no step could be taken on {MAX_IN_A_ROW} batches in a row "
-                f"({error}). Inspect these batches in {self._directory}; the next start skips "
-                "them. If the batches look right, the policy has diverged: lower the learning "
-                "rate, or resume from an older checkpoint (--resume DIRECTORY)"
+                f"step {step}: the loss or the gradient norm was not finite for {MAX_IN_A_ROW} "
+                f"batches in a row ({error}). Inspect these batches in {self._directory}; a "
+                "restarted trainer skips these batches. If the batches are correct, the policy "
+                "has diverged: lower the learning rate, or resume from an older checkpoint "
+                "(--resume DIRECTORY)"
             ) from error
 
     def step_taken(self) -> None:

@@ -103,7 +103,7 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
         # Errors of the compiler, or wrong results, must appear now and not in the first step.
         probe.differentiate(forward)
         try:
-            probe.require_equal(forward)
+            probe.require_equal(forward, "torch.compile")
         except FastPathRefused as refusal:
             raise FastPathRefused(f"--compile: {refusal}; omit --compile") from refusal
     log.info("forward.chosen", packed=is_packed, fused_head=is_fused, compiled=options.compile)
@@ -127,7 +127,9 @@ def is_enabled(
         enable()
     except FastPathRefused as refusal:
         if choice == "on":
-            raise FastPathRefused(f"--{option} on, but {refusal}; use --{option} off") from refusal
+            raise FastPathRefused(
+                f"--{option} on is not possible: {refusal}; pass --{option} off"
+            ) from refusal
         log.info("fast_path.refused", option=f"--{option}", reason=str(refusal))
         return False
     return True
@@ -135,11 +137,12 @@ def is_enabled(
 
 def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
     model = base_model(policy)
-    _require_none(model, packing.obstacles(model))
+    _require_none(model, "packing", packing.obstacles(model))
     packing.enable(model)
     try:
-        probe.require_equal(FastForward(layout=packed))
-        probe.require_equal(plain_forward)  # the checks compute single sequences
+        probe.require_equal(FastForward(layout=packed), "packing")
+        # The checks compute single sequences.
+        probe.require_equal(plain_forward, "the attention for packing")
     except FastPathRefused:
         model.set_attn_implementation(packing.DEFAULT)
         raise
@@ -158,14 +161,14 @@ def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
 
 def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -> None:
     model = base_model(policy)
-    _require_none(model, fused_head.obstacles(model))
-    probe.require_equal(FastForward(head=arithmetic))
+    _require_none(model, "a fused head", fused_head.obstacles(model))
+    probe.require_equal(FastForward(head=arithmetic), "a fused head")
 
 
-def _require_none(model: CausalLM, obstacles: list[str]) -> None:
+def _require_none(model: CausalLM, way: str, obstacles: list[str]) -> None:
     if obstacles:
         raise FastPathRefused(
-            f"the model {type(model).__name__} does not support this option: {'; '.join(obstacles)}"
+            f"the model {type(model).__name__} does not support {way}: {'; '.join(obstacles)}"
         )
 
 
@@ -177,14 +180,15 @@ class _Probe:
         self._micro = _probe_batch(policy.config.vocab_size).to(device_of(policy))
         self._expected = self._logprobs(plain_forward)
 
-    def require_equal(self, forward: ForwardPass) -> None:
-        """Raises `FastPathRefused` if `forward` differs by more than rounding."""
+    def require_equal(self, forward: ForwardPass, way: str) -> None:
+        """Raises `FastPathRefused` if `forward` differs by more than rounding. `way` names what
+        `forward` tests, for the message."""
         off = float((self._logprobs(forward) - self._expected).abs().mean())
         tolerance = tolerance_of(self._policy)
         if not off <= tolerance:
             raise FastPathRefused(
-                f"{type(base_model(self._policy)).__name__} gives different results with "
-                f"this option: logprobs differ by {off:.2g} on average (tolerance {tolerance:g})"
+                f"the logprobs of {type(base_model(self._policy)).__name__} with and without "
+                f"{way} differ by {off:.2g} on average (tolerance {tolerance:g})"
             )
 
     def differentiate(self, forward: ForwardPass) -> None:

@@ -245,7 +245,10 @@ def _require_plain(
     if False in (others.get("is_causal"), getattr(module, "is_causal", True)):
         found.append("attention that is not causal")
     if found:
-        raise FastPathRefused(f"{type(module).__name__} needs {', '.join(found)}")
+        raise FastPathRefused(
+            f"packing does not support the layer {type(module).__name__}, which uses "
+            f"{', '.join(found)}"
+        )
 
 
 # Not compiled, because torch.compile would fix the number and the lengths of sequences.

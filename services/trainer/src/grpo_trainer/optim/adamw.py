@@ -214,7 +214,10 @@ class AdamW8bit(UpdateRule):
         except (RuntimeError, AttributeError) as error:
             raise _no_kernel(device, str(error)) from error
         if not furthest < 1e-3:
-            raise _no_kernel(device, f"the result of a test step is wrong by {furthest:.3g}")
+            raise _no_kernel(
+                device,
+                f"in a test step, a new weight differs by {furthest:.3g} from its correct value",
+            )
 
 
 def _unquantised(weights: Tensor) -> State:

@@ -63,8 +63,8 @@ def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRoun
     log.warning(
         "rounding.loses_updates",
         lr=settings.lr,
-        reason="--rounding nearest drops updates below bfloat16's precision: of 1,000 weights "
-        "about 5 change in a step at a learning rate of 1e-6, 35 at 1e-5, 270 at 1e-4",
+        reason="--rounding nearest loses updates that are too small for bfloat16: of 1,000 "
+        "weights, a step changes about 5 at a learning rate of 1e-6, 35 at 1e-5, and 270 at 1e-4",
         hint="pass --rounding stochastic, or --master-dtype float32",
     )
     return None

@@ -75,9 +75,9 @@ class MasterOptimizer:
         norm, clip_factor = self._norm_and_clip_factor()
         if not math.isfinite(norm):
             raise NonFiniteGradient(
-                f"step {step}: the gradient norm is {norm}; the weights of the previous step are "
-                "intact. Lower the learning rate, or look for extreme importance ratios in the "
-                "last metrics"
+                f"step {step}: the gradient norm is {norm}; the step changed no weight. Lower the "
+                "learning rate, or look for extreme importance ratios in the metrics of the "
+                "previous steps"
             )
         lr, scale = self.learning_rate(step), clip_factor / self._scale
         options = StepOptions(lr, self._weight_decay, scale)

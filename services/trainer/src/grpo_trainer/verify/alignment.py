@@ -171,9 +171,10 @@ def require_written(optimizer: MasterOptimizer, step: int) -> None:
     if unwritten:
         raise ServedWeightsDiffer(
             f"{MISMATCH} After step {step}, {unwritten} of {len(optimizer.masters)} "
-            "parameters do not have the values that the optimizer computed, so the server "
-            "serves stale weights: the update was not written, or another process wrote "
-            "over it. Stop that process and start the trainer again"
+            "parameters in shared memory differ from the optimizer's result, so the server "
+            "serves wrong weights. The update was not written, or another process overwrote the "
+            "update. Stop all other processes that write to the shared memory, then start the "
+            "trainer again"
         )
 
 
@@ -187,11 +188,12 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
     is_previous = FAR_BETTER * alignment.previous < alignment.mean
     if is_previous or not alignment.mean <= tolerance:
         raise ServedWeightsDiffer(
-            f"{MISMATCH} {label} the server's logprobs differ from the trainer's by "
-            f"{alignment.mean:.2g} on average, {alignment.max:.2g} at most (tolerance "
-            f"{tolerance:.2g}), and from the trainer's logprobs at the previous check by "
-            f"{alignment.previous:.2g}: the server does not serve the trained weights. Stop "
-            "other processes that write them, and start the server with --share-weights"
+            f"{MISMATCH} {label}, the server does not serve the trainer's weights. The server's "
+            f"logprobs differ from the trainer's by {alignment.mean:.2g} on average (tolerance "
+            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. From the trainer's logprobs at "
+            f"an earlier check, the server's logprobs differ by {alignment.previous:.2g} on "
+            "average. Stop other processes that write to the served weights, and start the "
+            "server with --share-weights"
         )
 
 
@@ -199,7 +201,8 @@ def log_if_inconclusive(alignment: Alignment) -> None:
     if not alignment.is_conclusive:
         log.info(
             "alignment.inconclusive",
-            reason="the weights moved less than rounding error can explain",
+            reason=f"the trainer's logprobs changed by at most {FAR_BETTER:g} times the rounding "
+            "noise, so the check cannot detect that the server serves the previous weights",
             moved=alignment.moved,
             noise=alignment.mean,
         )

@@ -145,11 +145,11 @@ class RolloutCheck:
         unlikely = groups_with_unlikely_prefix(table, origins)
         if 2 * len(unlikely) > len(groups):
             raise RolloutMismatch(
-                f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups all completions "
-                "begin with the same trained tokens. Independent sampling at the stated "
-                "temperature does this with a probability below 1e-13. Likely cause: "
-                f"{Cause.PROMPT_TRAINED}. (Or the temperature was far lower than stated.) "
-                f"{UNCHANGED}"
+                f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups, all completions "
+                "begin with the same trained tokens. If the completions were sampled independently "
+                "at the stated temperature, the probability of a group with equal tokens is below "
+                f"1e-13. Likely cause: {Cause.PROMPT_TRAINED}. Another possible cause: the "
+                f"completions were sampled at a far lower temperature than stated. {UNCHANGED}"
             )
 
     def _ask_server(self, part: TokenTable, batch: Batch) -> ServerAnswer:

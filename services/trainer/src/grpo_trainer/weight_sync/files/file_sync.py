@@ -210,8 +210,9 @@ class FileSync:
                 raise PolicyMismatch(
                     f"the server at {self.bridge.base_url} serves policy version "
                     f"{tuple(info.policy_version)}, but according to Redis the server of run "
-                    f"{self.supervisor.run_id!r} serves {tuple(status.version)}, so these are two "
-                    "servers. Start server and trainer with the same --redis-url and --run-id"
+                    f"{self.supervisor.run_id!r} serves {tuple(status.version)}. So "
+                    "--inference-url is not the URL of that run's server. Start server and trainer "
+                    "with the same --redis-url and --run-id"
                 )
             time.sleep(POLL_S)
             info = self.bridge.info()

@@ -179,7 +179,8 @@ def _visible_gpu(index: int, visible: str | None) -> str:
     gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     if index >= len(gpus):
         raise NoSuchDevice(
-            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} lists {len(gpus)} GPUs, counted from 0"
+            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} lists {len(gpus)} GPUs, which "
+            f"--vllm-gpu counts from 0; choose a lower number, or add the GPU to {VISIBLE_GPUS}"
         )
     return gpus[index]
 

@@ -92,10 +92,11 @@ class Publisher:
             if self._is_lost(command, lost):
                 return Outcome(state=OutcomeState.BUSY, reason="the supervisor lost the command")
             if deadline.has_passed:
-                seen = "accepted but not completed" if outcome else "not accepted"
+                seen = "accepted, but did not complete," if outcome else "has not accepted"
                 raise self._not_published(
                     command.weights,
-                    f"the supervisor had {seen} the command; {describe(self.monitor.status())}",
+                    f"the supervisor {seen} the command to serve the weights; state of the "
+                    f"server: {describe(self.monitor.status())}",
                 )
             time.sleep(POLL_S)
 
@@ -133,5 +134,6 @@ def _directories(outcome: Outcome) -> frozenset[Path]:
         return frozenset(Path(path).resolve() for path in json.loads(outcome.in_use))
     except (ValueError, TypeError) as error:
         raise ProtocolViolation(
-            f"the outcome in Redis has in_use={outcome.in_use!r}, which is not a list of paths"
+            f"the supervisor's answer in Redis has in_use={outcome.in_use!r}; expected a JSON list "
+            "of directories"
         ) from error
