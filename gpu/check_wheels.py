@@ -106,7 +106,9 @@ def on_the_host(wheels: list[Path]) -> list[str]:
     expected = [entry.name for entry in entries("host-has.txt")]
     there = installed([*expected, *(one.name for one in asked)]) | versions(described)
     missing = [
-        f"host-has.txt lists {name}, but this host does not have it" for name in expected if name not in there
+        f"host-has.txt lists {name}, but this host does not have it"
+        for name in expected
+        if name not in there
     ]
     faults = [*unloadable(wheels), *missing]
     for one in unmet(asked, there):

@@ -52,7 +52,7 @@ COLUMNS = (
         "clip",
         "%",
         5,
-        "tokens without a gradient, because their ratio moved too far from 1",
+        "tokens whose importance ratio is outside the clipping range, so they are ignored",
         lambda r: optional(r.clipped_fraction, ".1f", scale=100.0),
     ),
     Column(

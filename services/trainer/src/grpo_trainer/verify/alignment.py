@@ -192,8 +192,8 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
             f"logprobs differ from the trainer's by {alignment.mean:.2g} on average (tolerance "
             f"{tolerance:.2g}) and by {alignment.max:.2g} at most. From the trainer's logprobs at "
             f"an earlier check, the server's logprobs differ by {alignment.previous:.2g} on "
-            "average. Stop other processes that write to the served weights, and start the "
-            "server with --share-weights"
+            "average. Stop other processes that publish to this server, then restart server and "
+            "trainer"
         )
 
 

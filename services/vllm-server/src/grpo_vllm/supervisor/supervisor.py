@@ -222,8 +222,7 @@ class Supervisor:
         now.phase = SupervisorPhase.FAILED
         now.reason = (
             f"{now.reason}; {self._policy.failures} engines failed in a row, so no more are "
-            "started. Fix the cause, then restart this server or the trainer, which sends its "
-            "weights again"
+            "started. Fix the cause, then restart this server"
         )
         log.error("restarts.exhausted", reason=now.reason)
         async with serving(given_up(now.reason), self._sockets.public) as server:
