@@ -34,7 +34,7 @@ def fields(record: str) -> str:
     return table(
         ["Field", "Type", "Required"],
         [
-            [f"`{name}`", _type(one), "yes" if name in required else ""]
+            [f"`{name}`", _type(one), "yes" if name in required else "no"]
             for name, one in schema["properties"].items()
         ],
     )
