@@ -54,7 +54,7 @@ def with_config_of_resumed_run(
     named = _value_of("--resume", words) or environment.get("GRPO_DEMO_RESUME")
     if not named or {"-h", "--help", "--version"}.intersection(words):
         return list(words)
-    config = RunDirectory.of(Path(named)).config
+    config = RunDirectory.of(Path(named).expanduser()).config
     if _value_of("--config", words):
         _refuse("--config: --resume reads the configuration of the run; omit --config or --resume")
     if not config.is_file():

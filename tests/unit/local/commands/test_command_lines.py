@@ -143,15 +143,18 @@ def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert RunDirectory.of(Path()).run_id == "second"
 
 
-def test_a_run_with_a_token_is_resumed_with_a_token(
+def test_a_run_with_secrets_is_resumed_with_secrets(
     stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = load_settings(DemoSettings, ["--steps", "6", "--run-api-token", "a-secret"])
+    secrets = ["--run-api-token", "a-secret", "--server.hf-token", "another-secret"]
+    settings = load_settings(DemoSettings, ["--steps", "6", *secrets])
     stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
     with pytest.raises(SystemExit, match="2"):
         resumed("--resume", str(stopped_run.path))
-    assert "pass --run-api-token again" in capsys.readouterr().err
-    resumed("--resume", str(stopped_run.path), "--run-api-token", "another-secret")
+    told = capsys.readouterr().err
+    assert "pass --run-api-token again" in told
+    assert "pass --server.hf-token again" in told
+    resumed("--resume", str(stopped_run.path), *secrets)
 
 
 def test_help_needs_no_run_to_resume() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +27,8 @@ _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
 """Options are checked before the tiny model is made and before Redis has a port."""
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
-HIDDEN_TOKEN = "# run-api-token: ***\n"
+_HIDDEN = re.compile(r"^# (?:(trainer|server|env): )?([\w.-]+):? \*\*\*$", re.MULTILINE)
+"""A line of config.yaml for an option with a secret: its service, if any, and its name."""
 """The line in the config.yaml of a run that had a token."""
 
 
@@ -298,12 +300,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
                 )
             return
         run = RunDirectory.of(self.resume)
-        if self.run_api_token is None and HIDDEN_TOKEN in run.config.read_text():
-            yield Mistake(
-                None,
-                f"--resume {self.resume}: the run had an access token, but {run.config.name} "
-                "does not contain the token; pass --run-api-token again",
-            )
+        yield from self._lacking_secrets(run)
         if run.is_in_use():
             yield Mistake(None, f"--resume {self.resume}: this run is still running; stop it first")
         step = run.newest_checkpoint_step()
@@ -317,6 +314,18 @@ class DemoSettings(WithServiceOptions, ModeOptions):
                 f"--resume {self.resume}: all {step} steps are done; pass a larger --steps, for "
                 f"example --steps {2 * step}",
             )
+
+    def _lacking_secrets(self, run: RunDirectory) -> Iterator[Mistake]:
+        """Options of the resumed run whose values its config.yaml does not contain."""
+        for service, name in _HIDDEN.findall(run.config.read_text()):
+            option = f"--{service}.{name}" if service else f"--{name}"
+            is_given = name in self.options_of(service) if service else self.run_api_token
+            if not is_given:
+                yield Mistake(
+                    None,
+                    f"--resume {self.resume}: the run had {option}, and {run.config.name} does not "
+                    f"contain its value; pass {option} again",
+                )
 
     def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
         hand_off = self.hand_off(_PLACEHOLDER_URL, RunDirectory(Path("run")), Path("weights.sock"))
