@@ -93,26 +93,26 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	@touch $@
 
 .PHONY: demo
-demo: install ## Train the tiny model on this machine: every service, one command
+demo: install ## Train a model on this machine; starts and stops every service
 	@$(BIN)/grpo-demo $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(RESUME),--resume $(RESUME) $(DEMO_FLAGS),--mode $(MODE) --seed $(SEED) $(TASK_FLAGS))
 
 .PHONY: compare
-compare: install ## Train in every mode, with one seed: a table and a plot of what each takes
+compare: install ## Train in every weight-sync mode with one seed, and compare times, memory and rewards
 	@$(BIN)/grpo-compare $(if $(MODES),--modes $(MODES)) --seed $(SEED) \
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## What CI runs: lint and six suites (docs/contributing/tests.md)
+test: $(VENV)/.installed-dev ## Run the tests that CI runs: lint and the suites of docs/contributing/tests.md
 	@SOAK_SECONDS=15 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: test-full
 test-full: export HYPOTHESIS_PROFILE = full
-test-full: $(VENV)/.installed-dev ## Before a release: every kill, mode and seed, ten times the examples
+test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a release
 	@TIER="not gpu" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: lint
-lint: $(VENV)/.installed-dev ## Style, types, import boundaries, documentation
+lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
 	@$(BIN)/ruff check $(CHECKED)
 	@$(BIN)/ruff format --check $(CHECKED)
 	@$(BIN)/mypy $(SOURCES) benchmarks docs/generate containers/*.py gpu/*.py
@@ -121,7 +121,7 @@ lint: $(VENV)/.installed-dev ## Style, types, import boundaries, documentation
 	@$(MKDOCS) build --strict
 
 .PHONY: docs
-docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build it into site/; SERVE=1 serves it
+docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build the site into site/; SERVE=1 serves the site
 	@$(BIN)/python -m docs.generate
 	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
 
@@ -134,11 +134,11 @@ inference: $(VENV)/.installed-dev # One session: compatibility is tested on the 
 	@$(PYTEST) tests/inference tests/compat
 
 .PHONY: test-containers
-test-containers: $(VENV)/.installed-dev ## The stack in containers, for real: images, every mode, kills
+test-containers: $(VENV)/.installed-dev ## Test the images and a run in containers in every mode
 	@bash tests/containers/with_engine.sh $(PYTEST) tests/containers
 
 .PHONY: test-gpu
-test-gpu: ## On a host with an NVIDIA GPU: PART="proof modes swaps memory precision"
+test-gpu: ## Run the tests for GPUs: PART="proof modes swaps memory precision"
 	@PYTHON=$(GPU_PYTHON) bash tests/gpu/run.sh $(PART)
 
 .PHONY: soak
@@ -147,15 +147,15 @@ soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SO
 	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/soak -s
 
 .PHONY: bench-lora
-bench-lora: install ## Measure decoding with an adapter beside stock vLLM, into benchmarks/RESULTS.md
+bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-run-api
-bench-run-api: install ## Measure run-api beside atroposlib's API server, into benchmarks/RESULTS.md
+bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
 .PHONY: bench-gpu
-bench-gpu: ## On a host with an NVIDIA GPU: what a model of SIZE does there, into benchmarks/RESULTS.md
+bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes benchmarks/RESULTS.md
 	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 include containers/containers.mk

@@ -21,7 +21,7 @@ docker compose version >/dev/null 2>&1 ||
 docker buildx version >/dev/null 2>&1 ||
   problem "docker has no buildx plugin, which builds the images: install docker-buildx-plugin or docker-buildx"
 docker info >/dev/null 2>&1 ||
-  problem "the Docker engine does not answer: start it (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
+  problem "the Docker engine does not answer: start the Docker engine (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
 
 device=${STACK_DEVICE:-}
 if [ -z "$device" ] && [ -e .env ]; then

@@ -23,7 +23,7 @@ stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 	@test -e .env || bash containers/write_env.sh .env
 
-up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
+up: stack-ready ## Start a run in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
 	  bash containers/explain.sh $(COMPOSE); \
 	  echo "the other services still run. Remove the cause and run make up again, or stop them: make down MODE=$(MODE)"; exit 1; }
@@ -32,9 +32,9 @@ up: stack-ready ## Start the stack in containers: MODE= [MODEL= TASK= STEPS= DAT
 	@echo "  make logs MODE=$(MODE)              follow the logs of all services"
 	@echo "  make wait MODE=$(MODE)              show rewards and wait until the trainer ends"
 	@echo "  make fetch-checkpoint MODE=$(MODE)  copy the trained weights into checkpoints/"
-	@echo "  make down MODE=$(MODE)              stop all services (VOLUMES=1: delete the run's data too)"
+	@echo "  make down MODE=$(MODE)              stop all services (VOLUMES=1: also delete the run's data)"
 
-down: stack-ready ## Stop the stack; `make up` continues the run. VOLUMES=1 deletes its data too
+down: stack-ready ## Stop the containers; `make up` continues the run. VOLUMES=1 also deletes the run's data
 	@$(COMPOSE) down $(if $(VOLUMES),--volumes)
 
 logs: stack-ready ## Follow the logs of all services, or of SERVICE=<name>

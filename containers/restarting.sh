@@ -11,7 +11,7 @@ leftover_grace_s=30
 
 case $limit in
   '' | *[!0-9]*)
-    echo "[error    ] number of restarts of the $name: expected a whole number, found \"$limit\"; correct it and run make up again" >&2
+    echo "[error    ] number of restarts of the $name: expected a whole number, found \"$limit\"; correct the number and run make up again" >&2
     exit 2
     ;;
 esac

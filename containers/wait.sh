@@ -7,7 +7,7 @@ service=$1
 shift
 container=$("$@" ps --all --quiet "$service")
 if [ -z "$container" ]; then
-  echo "the container $service does not exist; create it with make up" >&2
+  echo "the container $service does not exist; run make up to create the container" >&2
   exit 1
 fi
 
@@ -15,7 +15,7 @@ state() { docker inspect --format "{{.State.$1}}" "$container"; }
 starts() { docker inspect --format '{{.RestartCount}}' "$container"; }
 
 if [ "$(state Status)" = created ]; then
-  echo "$service was created but not started; make up prints the reason, and make ps lists the services that it waits for" >&2
+  echo "$service was created but not started; make up prints the reason, and make ps lists the services that $service waits for" >&2
   exit 1
 fi
 

@@ -14,7 +14,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 
 "$python" -c 'import packaging, pip' || {
-  echo "bundle.sh: $python has no pip or no packaging; set PYTHON to an interpreter that has both" >&2
+  echo "bundle.sh: $python lacks the package pip or packaging; set PYTHON to an interpreter that has both packages" >&2
   exit 1
 }
 

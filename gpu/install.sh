@@ -18,18 +18,18 @@ fail() {
 }
 
 [ ! -e "$site" ] || fail "$site exists already; remove it, or name another directory"
-"$python" -c 'import packaging, pip' || fail "$python has no pip or no packaging; set PYTHON to an interpreter that has both"
+"$python" -c 'import packaging, pip' || fail "$python lacks the package pip or packaging; set PYTHON to an interpreter that has both packages"
 
 index=$parts/parts.sha256
-[ -f "$index" ] || fail "$index is missing; copy it from the directory that bundle.sh wrote"
+[ -f "$index" ] || fail "$index is missing; copy this file from the directory that bundle.sh wrote"
 mapfile -t names < <(awk '{print $2}' "$index")
 missing=()
 for name in "${names[@]}"; do
   [ -f "$parts/$name" ] || missing+=("$name")
 done
-[ ${#missing[@]} -eq 0 ] || fail "$parts lacks these of ${#names[@]} parts: ${missing[*]}; copy them"
+[ ${#missing[@]} -eq 0 ] || fail "$parts lacks these parts of the bundle: ${missing[*]}; copy the missing parts"
 damaged=$(cd "$parts" && sha256sum --check --quiet parts.sha256 2>/dev/null | cut -d: -f1) ||
-  fail "these parts are damaged; copy them again: ${damaged//$'\n'/ }"
+  fail "copy these parts of the bundle again, because they are damaged: ${damaged//$'\n'/ }"
 
 mkdir -p "$(dirname "$site")"
 wheels=$(mktemp -d)
@@ -59,6 +59,6 @@ for name in ("vllm", "torch", "transformers", "triton", "numpy", "redis"):
 END
 if [ -d "$site/vllm" ]; then
   PYTHONPATH=$site "$python" -c 'import torch, vllm._C_stable_libtorch; print("  CUDA", torch.version.cuda)' ||
-    fail "vLLM is installed in $site, but its kernels do not load; they need torch for CUDA 13 and NVIDIA's driver"
+    fail "vLLM is installed in $site, but its kernels do not load; the kernels need torch for CUDA 13 and NVIDIA's driver"
 fi
 echo "export PYTHONPATH=$site"

@@ -92,12 +92,12 @@ def _json(message: Json) -> Json:
 def _answers(response: Json) -> str:
     schema = _json(response)
     if not schema:
-        return f"Answer: {' or '.join(f'`{kind}`' for kind in response['content'])}"
+        return f"Response: {' or '.join(f'`{kind}`' for kind in response['content'])}"
     alternatives = schema.get("anyOf", [schema])
     if len(alternatives) == 1:
-        return f"Answer: `{_shape(schema)}`"
+        return f"Response: `{_shape(schema)}`"
     lines = [f"- `{_shape(one)}`{_said_of(one)}" for one in alternatives]
-    return "\n".join(["One of these answers:", "", *lines])
+    return "\n".join(["One of these responses:", "", *lines])
 
 
 def _said_of(schema: Json) -> str:
@@ -155,10 +155,22 @@ def _type(schema: Json) -> str:
         kinds = list(schema["anyOf"])
         if any(one.get("type") in ("integer", "number") for one in kinds):
             kinds = [one for one in kinds if one.get("type") not in ("string", "boolean")]
-        return " or ".join(dict.fromkeys(_type(one) for one in kinds))
+        names = list(dict.fromkeys(_type(one) for one in kinds))
+        if len(names) == 2 and names[0].startswith("list ") and names[1] == "null":
+            return f"{names[0]}, or null"
+        return " or ".join(names)
     if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        return f"list of {_plural(schema.get('items', {}))}"
     return " ".join([_NAMES.get(schema.get("type", ""), "anything"), *_bounds(schema)])
+
+
+def _plural(schema: Json) -> str:
+    """The name of a list's items: `lists of numbers`."""
+    name = _type(schema)
+    if name == "anything":
+        return name
+    noun, separator, rest = name.partition(" ")
+    return f"{noun}s{separator}{rest}"
 
 
 _NAMES = {

@@ -34,7 +34,10 @@ def test_an_unknown_mode_lists_the_four(stack: Stack) -> None:
 
 
 def test_what_the_host_lacks_is_named(stack: Stack, tmp_path: Path) -> None:
-    refused(stack.up(DOCKER_HOST="unix:///nowhere.sock"), "Docker engine does not answer: start it")
+    refused(
+        stack.up(DOCKER_HOST="unix:///nowhere.sock"),
+        "Docker engine does not answer: start the Docker engine",
+    )
     gpu = stack.up(STACK_DEVICE="gpu", GPU_BASE_IMAGE=stack.settings["BASE_IMAGE"])
     refused(gpu, "no runtime named nvidia", "STACK_DEVICE=cpu")
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")  # knows nothing of compose

@@ -93,7 +93,7 @@ def test_a_new_run_is_refused_and_learns_nothing(
     """A save path of an earlier run. Environments would count the steps of its checkpoint."""
     config = settings(http, tmp_path)
     save(config)
-    with pytest.raises(StateOfAnotherRun, match=r"has another run.*\(run-api has no run yet\)"):
+    with pytest.raises(StateOfAnotherRun, match=r"has a different run.*\(run-api has no run yet\)"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["batch_size"] == -1
     assert status(http)[0] == 0
@@ -107,7 +107,7 @@ def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
     save(config)
     http.get("/reset_data").raise_for_status()
     train_three_batches(http, settings(http, tmp_path, seq_len=7))
-    with pytest.raises(StateOfAnotherRun, match="has another run"):
+    with pytest.raises(StateOfAnotherRun, match="has a different run"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["max_token_len"] == 7
     assert first_batch_without_a_state(config) == 1

@@ -130,7 +130,7 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
 async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run) -> None:
     former = f"{run.link.run_prefix}2:"
     await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
-    with pytest.raises(Refused, match="an older version of run-api stored"):
+    with pytest.raises(Refused, match="an older release of run-api stored"):
         await run.register()
     assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
     await run.store.reset()

@@ -75,7 +75,7 @@ def test_routes_show_parameters_bodies_and_answers() -> None:
     assert (
         '`{"batch_id": integer ≥ 1, "received_under": [[integer ≥ 0, integer ≥ 0] or null' in routes
     )
-    assert "| `tokens` | list of list of integer ≥ 0 | yes |" in http_api.fields("ScoredGroup")
+    assert "| `tokens` | list of lists of integers ≥ 0 | yes |" in http_api.fields("ScoredGroup")
 
 
 def test_metrics_come_from_their_declarations() -> None:

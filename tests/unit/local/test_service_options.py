@@ -42,7 +42,7 @@ def test_sections_of_a_file_mean_the_same() -> None:
     assert options_by_service(words) == options
     dotted, _ = words_of_sections({"env.seed": 3, "server.x": False, "trainer.y": None})
     assert dotted == ["--env.seed=3", "--server.no-x"]
-    with pytest.raises(ValueError, match="trainer: expected a section of options"):
+    with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
         words_of_sections({"trainer": 3})
 
 

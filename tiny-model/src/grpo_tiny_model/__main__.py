@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = load_settings(_Arguments, sys.argv[1:] if argv is None else argv)
     configure_logging("tiny-model")
     directory = ensure_tiny_model(arguments.directory)
-    log.info("tiny model ready", directory=str(directory))
+    log.info("tiny_model.ready", directory=str(directory))
     if arguments.path_file is not None:
         arguments.path_file.write_text(str(directory))
 

@@ -80,7 +80,7 @@ async def join_run(
         if answer is not None:
             return parse(Membership, answer)
         if not waiting:
-            log.info("trainer.wait_started", deadline_s=trainer_deadline_s)
+            log.info("wait_for_trainer.started", deadline_s=trainer_deadline_s)
             waiting = True
         if deadline.has_passed:
             raise NoTrainer(

@@ -151,7 +151,7 @@ class Worker:
         if self._next_run is None:
             self._next_run = Deadline(self._settings.next_run_deadline_s)
             if not self._next_run.has_passed:
-                log.info("next_run.wait_started", deadline_s=self._next_run.seconds)
+                log.info("wait_for_next_run.started", deadline_s=self._next_run.seconds)
         return not self._next_run.has_passed
 
     async def _join(self) -> Membership:

@@ -103,7 +103,8 @@ def words_of_sections(content: Mapping[str, Any]) -> tuple[list[str], dict[str, 
                 words += _words_of(service, str(name), item)
         else:
             raise ValueError(
-                f"{key}: expected a section of options, such as `max-staleness: 4`, one per line"
+                f"{key}: expected a section with one option per line, for example "
+                "`max-staleness: 4`"
             )
     return words, rest
 

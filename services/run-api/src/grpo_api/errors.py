@@ -83,7 +83,7 @@ class TrainerSuperseded(Conflict):
     def __init__(self) -> None:
         super().__init__(
             "another trainer has registered for this run and now receives its batches; stop one "
-            "of the two trainers, or give each its own run (--run-id of run-api)"
+            "of the two trainers, or give each trainer its own run (--run-id of run-api)"
         )
 
 
@@ -93,7 +93,8 @@ class BatchesByLease(Conflict):
     def __init__(self) -> None:
         super().__init__(
             "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
-            "a batch away from it; POST /register first, or add ?trainer=<uuid>&after=<batch id>"
+            "a batch away from this trainer; POST /register first, or add "
+            "?trainer=<uuid>&after=<batch id>"
         )
 
 
@@ -122,8 +123,8 @@ class BatchGone(Conflict):
 
     def __init__(self, batch_id: int) -> None:
         super().__init__(
-            f"batch {batch_id} was acknowledged, handed out again or reset while it was sent; ask "
-            "for the next batch"
+            f"batch {batch_id} was acknowledged, handed out again or reset while run-api sent "
+            "the batch; request the next batch"
         )
 
 
@@ -161,7 +162,7 @@ class StoreUnavailable(Unavailable):
 
 class ShuttingDown(Unavailable):
     def __init__(self) -> None:
-        super().__init__("the server is shutting down; send the same request again in a moment")
+        super().__init__("run-api is shutting down; send the same request again in a moment")
 
 
 def unprocessable(location: list[str | int], message: str) -> Refused:

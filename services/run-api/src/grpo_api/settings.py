@@ -90,8 +90,8 @@ class RunApiSettings(CommandSettings):
         20.0,
         ge=0.0,
         le=60.0,
-        description="Seconds that a submission waits for room in a full queue. After this time it "
-        "is answered with status 503",
+        description="Seconds that a submission waits for room in a full queue. After this time the "
+        "submission is answered with status 503",
     )
     redis_deadline_s: float = Field(
         10.0,
@@ -116,8 +116,8 @@ class RunApiSettings(CommandSettings):
     )
     token: SecretStr | None = Field(
         None,
-        description="Token that clients must send as Authorization: Bearer <token>. Without a "
-        "token, anyone who can reach the port can send requests",
+        description="Access token that clients must send as Authorization: Bearer <access token>. "
+        "Without an access token, anyone who can reach the port can send requests",
     )
     allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
         "",

@@ -280,13 +280,14 @@ class ServerSettings(CommandSettings):
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
         if taken := sorted(names & owned):
             yield Mistake(
-                None, f"{', '.join(taken)}: vllm-api-server sets this itself; omit the option"
+                None,
+                f"{', '.join(taken)}: vllm-api-server sets this option itself; omit this option",
             )
         if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
             yield Mistake(
                 "weights_socket",
                 f"{self.socket_path} is longer than the {UNIX_PATH_MAX_BYTES} bytes of a unix "
-                "socket's path; choose a shorter one",
+                "socket's path; choose a shorter path",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:

@@ -78,7 +78,7 @@ class GenerateAnswer(BaseModel):
             ]
         except (ValueError, KeyError, IndexError) as error:
             raise ProtocolViolation(
-                f"{SERVICE}: the lists in the answer of /generate have different "
+                f"{SERVICE}: the lists in the response from /generate have different "
                 f"lengths or invalid values: {error!r}"
             ) from error
 
@@ -232,7 +232,7 @@ class BridgeClient(ServiceClient):
         entries = answer.prompt_logprobs or []
         if len(entries) != len(token_ids):
             raise ProtocolViolation(
-                f"{SERVICE}: the answer of /generate has {len(entries)} prompt_logprobs for "
+                f"{SERVICE}: the response from /generate has {len(entries)} prompt_logprobs for "
                 f"{len(token_ids)} tokens"
             )
         return [
@@ -254,5 +254,5 @@ def _parse_generate(response: httpx.Response) -> GenerateAnswer:
         return GenerateAnswer.model_validate_json(response.content)
     except ValidationError as error:
         raise ProtocolViolation(
-            f"{SERVICE}: the answer of /generate is invalid: {problems_of(error)}"
+            f"{SERVICE}: the response from /generate is invalid: {problems_of(error)}"
         ) from error

@@ -44,7 +44,7 @@ def check_answer(response: httpx.Response, service: str) -> None:
     if response.is_success:
         return
     where = f"{service}: {response.request.method} {response.request.url}"
-    detail = f"{where} answered {response.status_code}: {_reason(response)}"
+    detail = f"{where} was answered with status {response.status_code}: {_reason(response)}"
     if response.status_code in RETRIED_STATUS:
         raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
     if response.is_client_error:
@@ -108,13 +108,13 @@ def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> 
     if isinstance(error, httpx.ReadTimeout):
         seconds = error.request.extensions["timeout"]["read"]
         return ServiceUnavailable(
-            f"{service} at {url} accepted a request but did not answer within {seconds:g} s; it is "
-            "overloaded, or the deadline is too short for this request"
+            f"{service} at {url} accepted a request but did not answer within {seconds:g} s; "
+            "the service is overloaded, or the deadline is too short for this request"
         )
     reason = str(error) or type(error).__name__
     return ServiceUnavailable(
-        f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that it runs and "
-        "that the URL is right"
+        f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that "
+        "the service runs and that the URL is right"
     )
 
 

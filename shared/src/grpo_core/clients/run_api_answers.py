@@ -50,11 +50,12 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
         answer = response.json()
     except ValueError as error:
         raise ProtocolViolation(
-            f"{SERVICE}: the answer of {response.request.url} is not JSON; check the URL of run-api"
+            f"{SERVICE}: the response from {response.request.url} is not JSON; check the URL of "
+            "run-api"
         ) from error
     if not isinstance(answer, dict):
         raise ProtocolViolation(
-            f"{SERVICE}: the answer of {response.request.url} is not a JSON object"
+            f"{SERVICE}: the response from {response.request.url} is not a JSON object"
         )
     return answer
 
@@ -122,7 +123,7 @@ def _received_under(
     except ValidationError as error:
         raise ProtocolViolation(
             f"{SERVICE}: the field received_under of batch {batch_id} is invalid "
-            f"({problems_of(error)}); check that run-api and the trainer have the same version"
+            f"({problems_of(error)}); use the same release of run-api and of the trainer"
         ) from error
     if len(versions) != groups:
         raise ProtocolViolation(

@@ -198,7 +198,7 @@ def _failure(
     if repeated or is_safe_to_repeat(error):
         return unavailable(service, url, deadline_s, error)
     return AnswerLost(
-        f"{service} at {url}: the connection broke before an answer came "
+        f"{service} at {url}: the connection broke before a response arrived "
         f"({str(error) or type(error).__name__}); the request may have been carried out"
     )
 

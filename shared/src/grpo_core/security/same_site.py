@@ -62,8 +62,8 @@ class SameSiteOnly:
         name = _name(host)
         if host and scope["path"] not in PROBE_PATHS and not self._is_ours(name):
             return (
-                f"rejected, because the host name {name!r} may belong to another site; add it to "
-                "--allowed-hosts of this server, or use the server's IP address"
+                f"rejected, because the host name {name!r} may belong to another site; add the "
+                "host name to --allowed-hosts of this server, or use the server's IP address"
             )
         return None if self._is_own_page(headers, host) else _ELSEWHERE
 

@@ -63,7 +63,8 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with options as keys. Environment variables and options win over it",
+        help="YAML file with options as keys. Environment variables and command-line options "
+        "override the file",
     )
     group.add_argument(
         "--dry-run",

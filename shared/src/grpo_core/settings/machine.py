@@ -36,7 +36,7 @@ def not_writable(path: Path) -> str | None:
     if not place.is_dir():
         return f"{place} is not a directory; choose another path"
     if not os.access(place, os.W_OK | os.X_OK):
-        return f"user {os.getuid()} cannot write to {place}; choose another path, or chown it"
+        return f"user {os.getuid()} cannot write to {place}; choose another path, or run chown"
     return None
 
 
@@ -63,6 +63,6 @@ def cannot_listen(host: str, port: int) -> str | None:
     except OSError as error:
         return (
             f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end the "
-            "process that uses it (`ss -ltnp` lists them)"
+            "process that uses this port (`ss -ltnp` lists the processes)"
         )
     return None

@@ -58,8 +58,8 @@ def check_weights(weights: WeightRef, below: Path) -> Path:
     if found != weights.digest:
         raise UnusableWeights(
             f"{directory}: the directory has checksum {found[:12]}…, but the trainer sent "
-            f"{weights.digest[:12]}…; the files changed after they were written, or this "
-            "path is another directory on the server's host"
+            f"{weights.digest[:12]}…; the files changed after they were written, or the "
+            "path leads to a different directory on the server's host"
         )
     return directory
 
@@ -71,8 +71,8 @@ def inside(path: str, below: Path) -> Path:
         is_there = directory.is_dir()
     if directory == root or not directory.is_relative_to(root):
         raise UnusableWeights(
-            f"{path} is not in {root}, the only directory from which weights are accepted; let the "
-            "trainer save there, or start the server with another --weights-dir"
+            f"{path} is not in {root}, the only directory from which the server loads weights; "
+            "start the server with --weights-dir <the trainer's --save-path>/served_weights"
         )
     if not is_there:
         raise UnusableWeights(

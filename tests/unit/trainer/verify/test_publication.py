@@ -157,7 +157,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
     policy = TrainedWeights(model).load(torch.float32).eval()
     server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
-    with pytest.raises(ServedWeightsDiffer, match="another model than --model"):
+    with pytest.raises(ServedWeightsDiffer, match="not started with the trainer's --model"):
         PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
             PolicyVersion(1, 0), "At the start"
         )

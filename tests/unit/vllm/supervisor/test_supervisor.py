@@ -111,7 +111,7 @@ def test_requests_that_outlast_the_drain_are_answered_503_and_counted(
         unforked.wait_for_requests(1)
         unforked.publish()
         assert endless.result().status_code == 503
-        assert "send it again" in endless.result().json()["detail"]
+        assert "send the request again" in endless.result().json()["detail"]
         assert endless.result().headers["retry-after"]
     assert unforked.count("dropped_requests") == dropped + 1
 

@@ -140,8 +140,9 @@ class EnvServerSettings(CommandSettings):
     )
     weight: Weight = Field(
         1.0,
-        description="Weight of this environment when environments share --max-concurrent-groups. "
-        "-1: this environment does not share and samples up to --max-concurrent-groups groups",
+        description="Weight of this environment when the limit --max-concurrent-groups is divided "
+        "among environments. -1: this environment takes no part in the division and may use the "
+        "whole limit",
     )
     min_batch_allocation: float | None = Field(
         None,
@@ -161,8 +162,8 @@ class EnvServerSettings(CommandSettings):
     trainer_deadline_s: float = Field(
         1800.0,
         gt=0.0,
-        description="Seconds to wait for a trainer to register, or to take a batch from a full "
-        "queue",
+        description="Seconds to wait until a trainer registers. If this environment can queue no "
+        "more groups, also the seconds to wait until the trainer takes a batch",
     )
     next_run_deadline_s: float = Field(
         0.0,

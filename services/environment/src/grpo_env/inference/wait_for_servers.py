@@ -50,7 +50,7 @@ class HealthClient(AsyncServiceClient):
         while (failure := await self._failure()) is not None:
             if last is None:
                 log.info(
-                    "server.wait_started",
+                    "wait_for_server.started",
                     url=self.base_url,
                     reason=str(failure) or type(failure).__name__,
                     hint="start vllm-api-server, or check --inference-url",
@@ -91,7 +91,7 @@ class HealthClient(AsyncServiceClient):
         except ValidationError as error:
             fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
             raise ProtocolViolation(
-                f"{SERVICE}: the answer of /bridge/info has invalid fields: {fields}"
+                f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
             ) from error
 
 
@@ -112,5 +112,5 @@ async def wait_for_servers(
                 raise SharedWeightsHaveOneServer(
                     f"the trainer writes the weights of {server.base_url} in place, so the "
                     f"{len(urls) - 1} other servers of --inference-url would keep old weights; "
-                    f"pass only this URL in --inference-url, or use a mode other than shared_vllm"
+                    "pass only one URL in --inference-url, or use a mode other than shared_vllm"
                 )

@@ -116,7 +116,7 @@ def _completions(
         problems.append("prompt_token_ids that differ from the request")
     if problems:
         raise ProtocolViolation(
-            "vllm-server: the answer of /generate contains " + "; ".join(problems)
+            "vllm-server: the response from /generate contains " + "; ".join(problems)
         )
     return completions
 

@@ -242,6 +242,6 @@ def follow_training(
 def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
     return (
         f"no training step ended within {sizes.step_deadline_s:g} s, after {done} of {sizes.steps} "
-        f"steps; see {trainer.log_path} and the other logs there, or raise --step-deadline-s\n"
-        f"{trainer.log_tail()}"
+        f"steps; see {trainer.log_path} and the logs of the other services, or raise "
+        f"--step-deadline-s\n{trainer.log_tail()}"
     )

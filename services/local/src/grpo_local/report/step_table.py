@@ -38,7 +38,7 @@ COLUMNS = (
         "loss",
         "",
         8,
-        "GRPO's loss; near 0, and it need not fall while the reward rises",
+        "GRPO's loss, which stays near 0 even while the reward rises",
         lambda r: f"{r.loss:.4f}",
     ),
     Column(
@@ -52,7 +52,7 @@ COLUMNS = (
         "clip",
         "%",
         5,
-        "tokens whose importance ratio is outside the clipping range, so they are ignored",
+        "tokens whose importance ratio is outside the clipping range",
         lambda r: optional(r.clipped_fraction, ".1f", scale=100.0),
     ),
     Column(
@@ -69,7 +69,13 @@ COLUMNS = (
         "mean number of updates since the completions were sampled",
         lambda r: optional(r.staleness_mean, ".2f"),
     ),
-    Column("speed", "tok/s", 6, "trained tokens per second", lambda r: f"{r.tokens_per_s:.0f}"),
+    Column(
+        "speed",
+        "tok/s",
+        6,
+        "prompt and completion tokens per second",
+        lambda r: f"{r.tokens_per_s:.0f}",
+    ),
     Column(
         "generate", "s", 8, "time to sample one group (mean)", lambda r: seconds(r.generation_s)
     ),
@@ -81,7 +87,7 @@ COLUMNS = (
         "publish",
         "s",
         7,
-        "time until the server has the new weights",
+        "time to publish the new weights and check the served weights",
         lambda r: seconds(r.sync_s),
     ),
 )

@@ -72,7 +72,7 @@ async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
     """The answer after an unexpected error. uvicorn logs its traceback."""
     request_id: str = structlog.contextvars.get_contextvars()["request_id"]
     return JSONResponse(
-        {"detail": "internal error; see the server's log", "request_id": request_id},
+        {"detail": "internal error; see run-api's log", "request_id": request_id},
         status_code=500,
         headers={REQUEST_ID_HEADER: request_id},
     )

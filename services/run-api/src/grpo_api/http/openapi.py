@@ -38,14 +38,14 @@ _FASTAPI_ERRORS = ("HTTPValidationError", "ValidationError")
 
 _WHEN = {
     400: "Content-Encoding names gzip, but the body is not valid gzip",
-    401: "The token is missing or wrong",
+    401: "The access token is missing or wrong",
     403: "The request comes from a web page of another site",
     404: "No batch or environment has the given id",
     408: "The body did not arrive within the deadline; the connection is closed",
     409: "The request conflicts with the state of the run",
     413: "The body is too large",
     422: "The body or a parameter is invalid, or the group fits no batch",
-    503: "Redis is unreachable, the queue is full, or the server stops. Repeat the request",
+    503: "Redis is unreachable, the queue is full, or run-api is stopping. Repeat the request",
 }
 _RETRY_AFTER = {
     "Retry-After": {
@@ -55,7 +55,7 @@ _RETRY_AFTER = {
     }
 }
 _REQUEST_ID = {
-    "description": "the caller's id if it is 1 to 128 visible ASCII characters, else a new one",
+    "description": "the request's id if it has 1 to 128 visible ASCII characters, else a new id",
     "required": True,
     "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
 }

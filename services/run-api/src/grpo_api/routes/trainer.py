@@ -64,7 +64,7 @@ BatchesLeft = Annotated[
         ge=0,
         le=_MAX_BATCH_ID,
         description="number of batches that the run still needs after batch `after`. From this "
-        "number, run-api computes `num_steps` in the answers of `GET /status-env`",
+        "number, run-api computes `num_steps` in the responses to `GET /status-env`",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]

@@ -178,7 +178,7 @@ def _outcome(
         raise Refused(
             422,
             f"Idempotency-Key {submission.key!r} was used for other groups within the last "
-            f"{RECEIPT_S} s; use a new key for every submission that is not a repeat",
+            f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a repeat",
         )
     answered: Outcomes = json.loads(written)
     return answered

@@ -37,10 +37,10 @@ _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
 _REFUSALS = {
-    "OOM": "its memory is full; acknowledge batches to free some, or raise maxmemory",
-    "MISCONF": "it cannot write to its disk; free disk space and read the log of Redis",
-    "NOREPLICAS": "too few replicas are connected; start them, or lower min-replicas-to-write",
-    "READONLY": "it is a replica; set --redis-url to the primary",
+    "OOM": "the memory of Redis is full; acknowledge batches, or raise maxmemory",
+    "MISCONF": "Redis cannot write to its disk; free disk space and read the log of Redis",
+    "NOREPLICAS": "too few replicas are connected; start replicas, or lower min-replicas-to-write",
+    "READONLY": "this Redis is a replica; set --redis-url to the primary",
 }
 """Why Redis rejects writes and how to fix it, by the code at the start of its error."""
 # The code is at the start, after Redis 6.2's text about a script, or after redis-py's about MULTI.
@@ -197,7 +197,7 @@ async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
             "redis.unreachable",
             redis=link.where,
             reason=str(error),
-            hint="requests wait for Redis; start it, or check --redis-url",
+            hint="requests wait for Redis; start Redis, or check --redis-url",
         )
     settings = await _append_settings(link, lifetime)
     appendfsync = settings.get("appendfsync")

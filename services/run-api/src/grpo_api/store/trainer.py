@@ -44,8 +44,8 @@ class TrainerStore:
         if outcome == b"former layout":
             raise Refused(
                 409,
-                "an older version of run-api stored this run in a format that this version cannot "
-                "read; finish the run with the older version, use another run id, or delete the "
+                "an older release of run-api stored this run in a format that this release cannot "
+                "read; finish the run with the older release, use another run id, or delete the "
                 "run with GET /reset_data",
             )
         return BatchSizeDiffers(*rest)

@@ -116,9 +116,9 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
 def _of_another_run(saved: SavedState, api: TrainerClient, found: str) -> StateOfAnotherRun:
     record = saved.record
     return StateOfAnotherRun(
-        f"{saved.directory} includes {record.step} steps, the newest one with batch "
+        f"{saved.directory} includes {record.step} steps, the newest step with batch "
         f"{record.batch_id} of run {record.run_uuid or 'unknown'}, but run-api at {api.base_url} "
-        f"has another run, or its Redis lost data ({found}). To train from the start, pass "
+        f"has a different run, or Redis lost data ({found}). To train from the start, pass "
         "`--resume never` or another --save-path; to resume from this checkpoint with run-api's "
         f"data, pass --resume {saved.directory}"
     )

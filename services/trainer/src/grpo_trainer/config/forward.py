@@ -38,7 +38,8 @@ class ForwardOptions(BaseModel):
     )
     compile: bool = Field(
         False,
-        description="Compile the model's layers with torch.compile. This needs a C++ compiler",
+        description="Compile the model's layers with torch.compile, which needs a C++ compiler "
+        "for a CPU and a C compiler for a GPU",
     )
 
     def forward_conflicts(self) -> Iterator[Mistake]:

@@ -73,7 +73,7 @@ class SharedVllmSettings(ModeOptions):
         10,
         ge=0,
         description="In mode shared_vllm: steps between two comparisons of the server's logprobs "
-        "with the trainer's; 0 turns the comparisons off. Other modes compare after "
+        "with the trainer's; 0 turns the comparisons off. Every other mode compares after "
         "every publication",
     )
 
@@ -127,8 +127,8 @@ class HandOffSettings(ModeOptions):
     vllm_restart_interval: int = Field(
         3,
         ge=1,
-        description="Steps between two restarts of the engine, in mode lora_restart or mode none. "
-        "In mode lora_only, another name for --adapter-sync-interval",
+        description="In modes lora_restart and none: steps between two restarts of the engine. "
+        "In mode lora_only: another name for --adapter-sync-interval",
     )
     publish_deadline_s: float = Field(
         600.0,

@@ -50,7 +50,7 @@ RANGES = (
         0.0,
         0.1,
         "if alignment/fresh_diff_abs_mean is small, the cause is stale data (staleness/mean) or "
-        "too large steps; else check the behaviour logprobs",
+        "steps that are too large; else check the behaviour logprobs",
     ),
     HealthyRange(
         "train/loss",

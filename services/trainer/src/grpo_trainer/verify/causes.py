@@ -42,11 +42,11 @@ class Cause(StrEnum):
     )
     LOGPROBS_EARLY = (
         "inference_logprobs are one position too early: check where the environment inserts the "
-        "prompt's placeholders, and whether it drops the first logprob"
+        "prompt's placeholders, and whether the environment drops the first logprob"
     )
     TEMPERATURE = (
-        "the completions were sampled at another temperature than their group states (1.0 if it "
-        "states none): let the environment send generation_params.temperature"
+        "the completions were not sampled at the temperature that their group states (1.0 if the "
+        "group states no temperature): let the environment send generation_params.temperature"
     )
     PROMPT_TRAINED = (
         "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
@@ -54,7 +54,7 @@ class Cause(StrEnum):
     )
     STALE_WEIGHTS = (
         "the server does not serve the trainer's weights: check whether another process writes "
-        "them, and how the server was started"
+        "weights, and how the server was started"
     )
 
 
@@ -176,5 +176,7 @@ def mismatch_report(
         verdict = f"Likely cause: {best[0].cause}."
     else:
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
-        verdict = f"None of these explains it. Check in this order: {causes}."
+        verdict = (
+            f"None of these assumptions explains the difference. Check in this order: {causes}."
+        )
     return "\n".join([*lines, f"{verdict} {UNCHANGED}"])

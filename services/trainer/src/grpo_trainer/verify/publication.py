@@ -140,14 +140,14 @@ class PublicationCheck:
             problems.append(
                 "the logprobs of tokens that the server samples differ from the trainer's by "
                 f"{alignment.sampled_mean:.4f} on average (tolerance {self.bound.value:.2g}), "
-                f"although those of fixed tokens agree ({alignment.mean:.2g}). Likely cause: "
-                "keys and values of the previous weights are still in the server's KV cache"
+                f"although the logprobs of fixed tokens agree ({alignment.mean:.2g}). Likely "
+                "cause: keys and values of the previous weights are still in the server's KV cache"
             )
         if named != {version}:
             names = ", ".join(str(tuple(v)) for v in sorted(named))
             problems.append(
-                f"the server's answer names policy version {names}; if another trainer publishes "
-                "to this server, stop it"
+                f"the server's response names policy version {names}; if another trainer "
+                "publishes to this server, stop that trainer"
             )
         return problems
 
@@ -158,8 +158,8 @@ class PublicationCheck:
         if FAR_BETTER * previous < mean:
             return "the server still serves the weights of the previous publication"
         return (
-            "the server serves weights of another run, or was started with another model "
-            "than --model (mean difference to the model it should have been started with: "
+            "the server serves weights of another run, or was not started with the trainer's "
+            "--model (mean difference to the untrained model of --model: "
             f"{base:.2g}, to the previous publication: {previous:.2g})"
         )
 

@@ -18,7 +18,9 @@ from grpo_vllm.http.readiness_gate import refuse, samples_nothing
 
 T = TypeVar("T")
 
-GIVEN_UP = "the engine is restarting, and this request did not finish in time; send it again"
+GIVEN_UP = (
+    "the engine is restarting, and this request did not finish in time; send the request again"
+)
 
 
 @dataclass(eq=False)

@@ -159,7 +159,7 @@ _CLOSED_BECAUSE = {
     ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
     "in time. Start the trainer again; or restart this server with --no-await-weights or another "
     "--run-id to serve --model",
-    ServingState.SLEEPING: "the engine is sleeping; wake it with POST /bridge/wake_up",
+    ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
 }
 
 

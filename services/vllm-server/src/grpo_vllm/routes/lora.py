@@ -18,8 +18,8 @@ from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
 UNLOAD_BODY = '{"adapter_name": name}'
-NO_LORA = "this server cannot load adapters; start it with --enable-lora"
-NO_DIRECTORY = "this server cannot load weights from disk; start it with --weights-dir"
+NO_LORA = "this server cannot load adapters; start the server with --enable-lora"
+NO_DIRECTORY = "this server cannot load weights from disk; start the server with --weights-dir"
 
 
 class LoadRequest(BaseModel):

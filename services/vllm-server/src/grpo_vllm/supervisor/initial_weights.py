@@ -74,7 +74,7 @@ def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
     if not settings.await_weights:
         return "--no-await-weights"
     if kind is WeightKind.MEMORY:
-        return "a trainer wrote the weights in place (shared_vllm), so they are not on disk"
+        return "a trainer wrote the weights in place (shared_vllm), so the weights are not on disk"
     if kind is not wanted:
         return f"the weights are {_article(kind)}, but this server serves {_article(wanted)}"
     if served.model != settings.model:

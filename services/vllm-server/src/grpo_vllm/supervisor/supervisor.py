@@ -221,8 +221,8 @@ class Supervisor:
         now = self._state
         now.phase = SupervisorPhase.FAILED
         now.reason = (
-            f"{now.reason}; {self._policy.failures} engines failed in a row, so no more are "
-            "started. Fix the cause, then restart this server"
+            f"{now.reason}; {self._policy.failures} engines failed in a row, so no more "
+            "engines are started. Fix the cause of the failures, then restart this server"
         )
         log.error("restarts.exhausted", reason=now.reason)
         async with serving(given_up(now.reason), self._sockets.public) as server:

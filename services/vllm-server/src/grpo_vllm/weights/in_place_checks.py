@@ -43,13 +43,13 @@ def why_not_shareable(facts: LayoutFacts) -> list[str]:
 def _of_the_model(facts: LayoutFacts) -> Iterator[str]:
     if facts.quantization is not None:
         yield (
-            f"quantised weights ({facts.quantization}): the server stores them in its own form; "
+            f"quantised weights ({facts.quantization}): vLLM stores these weights in its own form; "
             f"serve the original checkpoint, or {OTHER_MODES}"
         )
     if facts.latent_attention:
         yield (
             "multi-head latent attention (MLA): the server computes with copies of the weights, "
-            f"made when it starts; {OTHER_MODES}"
+            f"which it makes at its start; {OTHER_MODES}"
         )
     if facts.experts:
         yield (
@@ -75,8 +75,8 @@ def _of_the_workers(facts: LayoutFacts) -> Iterator[str]:
     if several:
         flags = ", ".join(f"--{n.replace('_', '-')} {size}" for n, size in several.items())
         yield (
-            f"several workers ({flags}): each holds a part or a copy, but a trainer writes only "
-            f"one; remove these options, or {OTHER_MODES}"
+            f"several workers ({flags}): a trainer writes only one worker's weights; remove these "
+            f"options, or {OTHER_MODES}"
         )
     if facts.expert_parallel:
         yield (

@@ -179,7 +179,7 @@ def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
 def _never_loaded(model: nn.Module, shared: SharedParameters) -> dict[str, str]:
     starts = [region.offset for region in shared.manifest.parameters.values()]
     return {
-        name: "not loaded from the checkpoint, so a trainer has no name for it"
+        name: "not loaded from the model's files, so a trainer has no name for this parameter"
         for name, parameter in model.named_parameters()
         if (offset := shared.memory.offset_of(parameter)) is not None
         and not any(offset <= start < offset + parameter.nbytes for start in starts)

@@ -45,7 +45,7 @@ class WriteBack:
         self.missing = True
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
         log.warning(
-            "write_back.wait_started",
+            "wait_for_write_back.started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
             reason="the engine holds the weights of --model, but the run last served newer ones",

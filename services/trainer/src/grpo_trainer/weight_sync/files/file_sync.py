@@ -243,10 +243,10 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
         )
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
         problems.append(
-            "the server accepts adapters, not whole models: start it without --enable-lora"
+            "the server accepts adapters, not whole models: start the server without --enable-lora"
         )
     if info.weights_socket is not None:
-        problems.append("the server shares its weights: start it without --share-weights")
+        problems.append("the server shares its weights: start the server without --share-weights")
     if problems:
         raise PolicyMismatch(
             f"the server at {url} does not fit the trainer's mode:\n  " + "\n  ".join(problems)

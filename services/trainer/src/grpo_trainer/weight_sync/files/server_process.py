@@ -122,7 +122,9 @@ def _wait_for(settings: TrainerSettings, host: str, port: int) -> None:
     while not _listens(host, port):
         if not is_logged:
             log.warning(
-                "server.unavailable", url=settings.inference_url, hint=f"start it: {command}"
+                "server.unavailable",
+                url=settings.inference_url,
+                hint=f"start the server: {command}",
             )
             is_logged = True
         if deadline.has_passed:
