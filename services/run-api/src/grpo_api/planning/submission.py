@@ -127,7 +127,7 @@ def _check_room(index: int, arrival: Arrival, waiting: Buffer, group_size: int) 
             index,
             f"environment {arrival.env_id} has {held} sequences buffered in partial groups "
             f"of {size}, which never add up to group_size {group_size}; send partial groups "
-            f"that add up to {group_size}, or delete the buffered ones with POST /disconnect-env",
+            f"that add up to {group_size}, or delete the buffered groups with POST /disconnect-env",
             is_final=False,
         )
 

@@ -215,7 +215,7 @@ def _numbers_in(parts: Iterable[str]) -> tuple[int, ...]:
         first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
         if first > last:
             raise ValueError(
-                f"{part}: the first number of a range must not be above the second one"
+                f"{part}: the first number of a range must not be above the second number"
             )
         numbers.update(range(first, last + 1))
     if not numbers:

@@ -119,7 +119,7 @@ class BatchSource:
                 first=last_batch + 1,
                 last=leased.id - 1,
                 reason="run-api has deleted these batches, because a trainer acknowledged these "
-                "batches with a newer checkpoint than the resumed one",
+                "batches with a newer checkpoint than the resumed checkpoint",
             )
         return leased
 

@@ -161,8 +161,8 @@ def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
         return ServedWeights.from_fields(fields)
     except (KeyError, ValueError) as error:
         raise BadServedRecord(
-            f"Redis key {key} does not hold a record of served weights ({error!r}); delete the "
-            "key, or start with another --run-id"
+            f"Redis key {key} does not hold a record of served weights ({error!r}); delete this "
+            "Redis key, or start with another --run-id"
         ) from error
 
 

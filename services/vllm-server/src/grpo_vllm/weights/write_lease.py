@@ -48,7 +48,7 @@ class WriteBack:
             "wait_for_write_back.started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
-            reason="the engine holds the weights of --model, but the run last served newer ones",
+            reason="the engine holds the weights of --model, but the run last served newer weights",
         )
 
     def done(self) -> None:
