@@ -140,7 +140,9 @@ def test_a_bundle_of_one_wheel_is_installed_once_every_part_is_whole(tmp_path: P
     whole = part.read_bytes()
     part.write_bytes(whole[::-1])
     refused = call("bash", parts / "install.sh", parts, site)
-    assert "copy these parts of the bundle again, because they are damaged: part-01" in refused.stderr
+    assert (
+        "copy these parts of the bundle again, because they are damaged: part-01" in refused.stderr
+    )
     assert [*tmp_path.glob("site*")] == []
     part.write_bytes(whole)
     assert call("bash", parts / "install.sh", parts, site).returncode == 0

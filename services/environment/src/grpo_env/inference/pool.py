@@ -101,8 +101,8 @@ async def _generate(
         if error.status == _NOT_FOUND:
             raise NoGenerateRoute(
                 f"404 Not Found on /generate at {server.client.base_url}: this server is "
-                "not vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or check "
-                "--inference-url"
+                "not vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
+                "check --inference-url"
             ) from error
         raise
     finally:
