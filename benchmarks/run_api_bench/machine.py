@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.run_api_bench.systems import ATROPOSLIB_PINS
-from grpo_local.process.redis_server import redis_binary
+from grpo_core.redis.server import redis_binary
 
 _BYTES_PER_GIB = 1 << 30
 _VERSION_DEADLINE_S = 10.0

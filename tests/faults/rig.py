@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from grpo_core.process.managed import ManagedProcess
-from grpo_local.process.redis_server import answers_ping
+from grpo_core.redis.server import answers_ping
 from tests.faults.commands import (
     ENVIRONMENT,
     REDIS,

@@ -16,7 +16,7 @@ from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
-from grpo_local.process.redis_server import bundled_redis
+from grpo_core.redis.server import bundled_redis
 from grpo_vllm.weights import served_store
 from grpo_vllm.weights.served_store import (
     BadServedRecord,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_core.process.managed import ManagedProcess
-from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 
 
 def start_redis(

@@ -14,7 +14,7 @@ from grpo_local.defaults import TaskName
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.redis_server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.process.stack import Service
 from grpo_local.run_directory import RunDirectory
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
