@@ -87,6 +87,7 @@ def our_server(
     port = free_port()
     command = [
         *(sys.executable, "-m", "grpo_vllm", "--model", str(model), "--port", str(port)),
+        *("--redis-url", "none"),
         *("--health-port", str(free_port()), "--enable-lora"),
         *("--weights-dir", str(adapter.parent), *ENGINE_FLAGS, *flags),
     ]

@@ -20,8 +20,8 @@ from grpo_api.http.shutdown import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink, report_persistence
-from grpo_local.process.ports import free_port
 from grpo_core.redis.server import bundled_redis
+from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.run_api_calls import (
     acknowledge,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -21,14 +22,15 @@ from tests.integration.run_store_rig import (
 )
 
 RUN_ID = "version-tests"
-OLD, NEW = PolicyVersion(1, 9), PolicyVersion(2, 10)
+OLD, NEW, NEWEST = PolicyVersion(1, 9), PolicyVersion(2, 10), PolicyVersion(2, 11)
 
 
 class VersionedRun:
     """A run, and the inference server's record of the served weights."""
 
-    def __init__(self, run: Run, record: RedisServedStore) -> None:
+    def __init__(self, run: Run, record: RedisServedStore, redis_url: str) -> None:
         self.run = run
+        self.redis_url = redis_url
         self._record = record
 
     async def serve(self, version: PolicyVersion) -> None:
@@ -56,7 +58,7 @@ async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         RedisServedStore(redis_url, RUN_ID) as record,
     ):
         await run.link.call("DEL", run.link.served_weights)
-        yield VersionedRun(run, record)
+        yield VersionedRun(run, record, redis_url)
         await run.link.call("DEL", run.link.served_weights)
 
 
@@ -68,6 +70,25 @@ async def test_groups_carry_the_version_served_when_they_arrived(versioned: Vers
     await versioned.run.submit(4, **LARGE)
     assert await versioned.received_under(after=0) == [(1, None), (2, OLD)]
     assert await versioned.received_under(after=1) == [(3, OLD), (4, NEW)]
+
+
+async def test_groups_follow_the_server_that_the_trainer_names(versioned: VersionedRun) -> None:
+    """run-api and server have different run ids by default."""
+    run = versioned.run
+    others = uuid.uuid4().hex
+    await versioned.serve(OLD)
+    async with RedisServedStore(versioned.redis_url, others) as record:
+        other = VersionedRun(run, record, versioned.redis_url)
+        await other.serve(NEW)
+        await run.register(server_run_id=others)
+        await run.submit(1)
+        await other.serve(NEWEST)
+        await run.submit(2)
+        await run.register()
+        await other.serve(OLD)
+        await run.submit(3, 4)
+    assert await versioned.received_under(after=0) == [(1, NEW), (2, NEWEST)]
+    assert await versioned.received_under(after=1) == [(3, None), (4, None)]
 
 
 async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(

@@ -13,10 +13,10 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis.keys import served_weights_key
+from grpo_core.redis.server import bundled_redis
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
-from grpo_core.redis.server import bundled_redis
 from grpo_vllm.weights import served_store
 from grpo_vllm.weights.served_store import (
     BadServedRecord,
@@ -83,8 +83,20 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
     async with RedisServedStore(url, "run") as record:
         with pytest.raises(RedisUnreachable, match=r"did not answer within 0\.1 s") as raised:
             await record.read(0.1)
-    assert "omit --redis-url to serve the model" in str(raised.value)
+    assert "pass --redis-url none to serve the model" in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+async def test_a_redis_that_nobody_named_may_come_later(tmp_path: Path, run_id: str) -> None:
+    port = free_port()
+    async with RedisServedStore(f"redis://127.0.0.1:{port}/0", run_id, required=False) as record:
+        assert await record.read(DEADLINE_S) is None
+        await record.save(LATEST)
+        process = start_redis(port, tmp_path, bundled_redis())
+        with redis.Redis(port=port, decode_responses=True) as client:
+            key = served_weights_key(run_id)
+            await wait_for_async(lambda: client.hget(key, "model") == "m")
+    process.stop()
 
 
 class NotesAttempts(RedisServedStore):

@@ -26,9 +26,9 @@ from pydantic import BaseModel
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.process.managed import ManagedProcess, describe_exit
+from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_core.wire.run_api import RunStatus
 from grpo_local.process.ports import free_port
-from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from tests.fixtures.health import is_healthy
 from tests.soak import environment, trainer
 from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Hit, Moment

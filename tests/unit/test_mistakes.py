@@ -61,9 +61,6 @@ MISTAKES = {
         f"{TRAINER} --lora-r 8",
         "--lora-r: this option applies only in mode lora_only or lora_restart",
     ),
-    "mode without Redis": Mistake(
-        grpo, "--model m --mode none", "--redis-url: mode none needs the server's Redis"
-    ),
     "unknown task": Mistake(
         env_server, "gsm8x serve --model m", "TASK: expected one of arithmetic, gsm8k; got 'gsm8x'"
     ),

@@ -147,7 +147,7 @@ def supervised(
 ) -> Iterator[Supervised]:
     run_id, port, health_port = run_id or uuid.uuid4().hex, port or free_port(), free_port()
     (directory / "weights").mkdir(exist_ok=True)
-    redis = ("--redis-url", redis_url) if redis_url else ()
+    redis = ("--redis-url", redis_url or "none")
     process = ManagedProcess(
         "vllm-server",
         [

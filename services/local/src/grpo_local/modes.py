@@ -10,12 +10,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from grpo_core.settings import CommandSettings, CommaSeparated, Shown
-from grpo_core.weights.directory_checks import LORA_RANKS
+from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
-
-SERVED_WEIGHTS = "served_weights"
-"""Directory below the trainer's save path for weights that the server loads."""
 
 
 @dataclass(frozen=True)

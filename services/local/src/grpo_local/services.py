@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings.machine import does_not_answer
 from grpo_local.defaults import TaskName
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_local.process.stack import Service
 from grpo_local.run_directory import RunDirectory
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import structlog
+
 from grpo_api.settings import RunApiSettings
+from grpo_core.errors import GrpoError
 from grpo_core.settings import load_settings
+
+EXIT_FAILED = 1
 
 
 def main() -> None:
@@ -13,7 +18,11 @@ def main() -> None:
 
     from grpo_api.app import serve
 
-    serve(settings)
+    try:
+        serve(settings)
+    except (GrpoError, OSError) as error:
+        structlog.get_logger().error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
 
 
 if __name__ == "__main__":

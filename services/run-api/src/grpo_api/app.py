@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import structlog
 import uvloop
@@ -34,8 +34,10 @@ from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink, report_persistence
 from grpo_core.logs import configure_logging
+from grpo_core.redis.server import LocalRedis
 from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly, listed
+from grpo_core.settings.machine import state_directory
 
 _HELD_BODIES = 4
 """Waiting submissions may hold this many bodies of the largest size in memory."""
@@ -102,7 +104,12 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
 
 
 def serve(settings: RunApiSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Redis may start later; `/readyz` shows if it is up."""
+    """Serve until SIGTERM or SIGINT. Redis may start later; `/readyz` shows if it is up.
+
+    Raises:
+        NoRedisServer, RedisNotStarted, OSError: no --redis-url was given, and no local Redis could
+            be started.
+    """
     configure_logging("run-api", settings.log_level)
     forward_library_logs()
     structlog.get_logger().info(
@@ -111,7 +118,10 @@ def serve(settings: RunApiSettings) -> None:
     keep_freed_memory()
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        LocalRedis(state_directory() / "redis") if settings.may_start_redis else nullcontext(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_serve(settings))
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID, is_run_id
-from grpo_core.redis.url import RedisUrl
+from grpo_core.redis.keys import default_run_id, is_run_id
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen
 
-_DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 _FOUR_GIB = 4 * 1024**3
 
 
@@ -47,13 +46,15 @@ class RunApiSettings(CommandSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
-    redis_url: Annotated[RedisUrl, Shown(default=_DEFAULT_REDIS)] = Field(
-        SecretStr(_DEFAULT_REDIS),
-        description="URL of the Redis that stores the run: redis://, rediss:// or unix://. Set a "
-        "URL that contains a password in REDIS_URL, because other users can read command lines",
+    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
+        SecretStr(LOCAL_REDIS),
+        description="URL of the Redis that stores the run: redis://, rediss:// or unix://. If this "
+        "option is not given and no Redis runs at its default, run-api starts one. Set a URL that "
+        "contains a password in REDIS_URL, because other users can read command lines",
     )
-    run_id: str = Field(
-        DEFAULT_RUN_ID,
+    run_id: Annotated[str, Shown(default="port-<port>, for example port-8000")] = Field(
+        "",
+        validate_default=True,
         description="Name of the run. Runs with different names can use the same Redis",
     )
     max_body_bytes: Annotated[int, Shown(default="33554432, which is 32 MiB")] = Field(
@@ -135,9 +136,14 @@ class RunApiSettings(CommandSettings):
         if problem := cannot_listen(self.host, self.port):
             yield Mistake("port", problem)
 
+    @property
+    def may_start_redis(self) -> bool:
+        return "redis_url" not in self.model_fields_set
+
     @field_validator("run_id")
     @classmethod
-    def _fits_a_redis_key(cls, value: str) -> str:
+    def _fits_a_redis_key(cls, value: str, info: ValidationInfo) -> str:
+        value = value or default_run_id(info.data.get("port", 0))
         if not is_run_id(value):
             raise ValueError("expected a name without spaces or braces")
         return value

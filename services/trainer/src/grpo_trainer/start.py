@@ -57,6 +57,7 @@ def start_run(
     """Load the policy, restore the checkpoint if there is one, and publish the first weights."""
     # Dropout would make the trainer's logprobs differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
+    settings = settings.model_copy(update={"run_id": sync.server_run_id})
     forward = build_forward_pass(policy, settings)
     optimizer = build_optimizer(policy, settings)
     if saved is None:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID
-from grpo_core.redis.url import OptionalRedisUrl
+from grpo_core.redis.keys import default_run_id, is_run_id
+from grpo_core.redis.url import LOCAL_REDIS, WITHOUT_REDIS, OptionalRedisUrl, url_or_none
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import (
     Command,
@@ -22,9 +22,9 @@ from grpo_core.settings import (
     Shown,
     load_settings,
 )
-from grpo_core.settings.machine import cannot_listen, missing_model
+from grpo_core.settings.machine import cannot_listen, missing_model, state_directory
 from grpo_core.weights.bridge_config import FILE_NAME
-from grpo_core.weights.directory_checks import LORA_RANKS
+from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
 UNIX_PATH_MAX_BYTES = 107
@@ -128,14 +128,15 @@ class ServerSettings(CommandSettings):
     logdir: Annotated[Path, Shown(default="the current directory")] = Field(
         Path("."), description=f"Directory in which the server writes {FILE_NAME}"
     )
-    redis_url: OptionalRedisUrl = Field(
-        None,
-        description="URL of the Redis that records the served weights. A restarted server serves "
-        "the recorded weights or, with --share-weights, waits for a trainer to write them back. "
-        "Without Redis, a restarted server serves --model",
+    redis_url: Annotated[OptionalRedisUrl, Shown(default=LOCAL_REDIS)] = Field(
+        SecretStr(LOCAL_REDIS),
+        description="URL of the Redis that records the served weights, and through which a trainer "
+        "sends commands. A restarted server serves the recorded weights or, with --share-weights, "
+        f"waits for a trainer to write them back. {WITHOUT_REDIS}: the server never uses Redis. If "
+        "this option is not given, the server starts without Redis, and uses it once it answers",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0, description="Seconds to wait for Redis when the server starts"
+        10.0, gt=0, description="Seconds to wait at the start for a Redis that --redis-url names"
     )
     await_weights: bool = Field(
         True,
@@ -168,12 +169,12 @@ class ServerSettings(CommandSettings):
         ge=2,
         description="Largest number of different adapters that the engine uses in one forward pass",
     )
-    weights_dir: Annotated[Path | None, Shown(default="none; the server then loads no weights")] = (
-        Field(
-            None,
-            description="The server loads adapters and models only from this directory. Pass the "
-            "directory served_weights below the trainer's --save-path",
-        )
+    weights_dir: Annotated[
+        Path | None, Shown(default="<run id>/served_weights below ~/.local/state/grpo")
+    ] = Field(
+        None,
+        description="The server loads adapters and models only from this directory. The trainer "
+        "writes them into it, so both must see it under the same path",
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,
@@ -214,11 +215,28 @@ class ServerSettings(CommandSettings):
         description="Number of engine failures in a row after which the server no longer restarts "
         "the engine and answers requests with status 503",
     )
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
+    run_id: Annotated[str, Shown(default="port-<port>, for example port-9001")] = Field(
+        "", validate_default=True, description="Name of the run in Redis"
+    )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"
     )
     engine_arguments: tuple[str, ...] = ()
+
+    @property
+    def redis(self) -> str | None:
+        """URL of Redis; None without Redis."""
+        return url_or_none(self.redis_url)
+
+    @property
+    def redis_required(self) -> bool:
+        """Whether a start without Redis fails: it was named, so it should be there."""
+        return "redis_url" in self.model_fields_set
+
+    @property
+    def loads_from(self) -> Path:
+        """The only directory from which weights are loaded."""
+        return self.weights_dir or state_directory() / self.run_id / SERVED_WEIGHTS
 
     @property
     def public_is_loopback(self) -> bool:
@@ -253,6 +271,14 @@ class ServerSettings(CommandSettings):
             return value
         above = port + HEALTH_PORT_ABOVE
         return above if above <= LAST_PORT else port - HEALTH_PORT_ABOVE
+
+    @field_validator("run_id")
+    @classmethod
+    def _fits_a_redis_key(cls, value: str, info: ValidationInfo) -> str:
+        value = value or default_run_id(info.data.get("port", 0))
+        if not is_run_id(value):
+            raise ValueError("expected a name without spaces or braces")
+        return value
 
     @field_validator("max_lora_rank")
     @classmethod

@@ -148,6 +148,10 @@ class BridgeInfo(BaseModel):
     kv_block_size: int | None = None
     """Number of tokens in one block of the KV cache."""
     lora_enabled: bool = False
+    run_id: str | None = None
+    """The server's run in Redis; None if it runs without Redis."""
+    weights_dir: str | None = None
+    """Directory from which the server loads weights; None if a trainer writes in place."""
 
     @property
     def awaiting_weights(self) -> bool:
@@ -193,6 +197,11 @@ class BridgeClient(ServiceClient):
     def info(self, deadline_s: float | None = None) -> BridgeInfo:
         answer = self.send("GET", "/bridge/info", deadline_s=deadline_s)
         return BridgeInfo.model_validate_json(answer.content)
+
+    def sees(self, probe: str) -> bool:
+        """Whether the server's weights directory has a file of this name."""
+        answer = self.send("GET", "/bridge/weights_dir", params={"probe": probe})
+        return bool(answer.json()["has_probe"])
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Pause sampling, keep requests in flight, drop the KV cache.

@@ -26,7 +26,7 @@ class SupervisorClient(RedisConnection):
 
     Args:
         url: of Redis
-        run_id: the run of the server
+        run_id: the run of the server; it may be set later
 
     Raises (every method):
         ServiceUnavailable: Redis did not answer in time.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-DEFAULT_RUN_ID = "default"
+
+def default_run_id(port: int) -> str:
+    """The run of a service that listens on `port`, so that runs on one host never meet."""
+    return f"port-{port}"
 
 
 def is_run_id(text: str) -> bool:
@@ -22,3 +25,12 @@ def served_weights_key(run_id: str) -> str:
     with every group.
     """
     return run_prefix(run_id) + "served-weights"
+
+
+def served_weights_followers_key(run_id: str) -> str:
+    """A set of keys like `served_weights_key`: the records of run-apis whose run has another id.
+
+    run-api adds its own key if a trainer registers that uses the inference server of `run_id`. The
+    inference server writes its record to these keys too.
+    """
+    return run_prefix(run_id) + "served-weights:followers"

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+import socket
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import redis
+import structlog
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.process.closing import ClosesOnExit
+from grpo_core.process.managed import ManagedProcess, ProcessFailed
+
+log = structlog.get_logger()
 
 REDIS_DEADLINE_S = 60.0
 """A busy machine needs seconds to start it, and more to read a large append-only file."""
 
 
+LOCAL_PORT = 6379
+"""The port of `grpo_core.redis.url.LOCAL_REDIS`."""
+_WATCH_S, _LOCK_POLL_S, _CONNECT_S = 1.0, 0.1, 0.5
+
+
 class NoRedisServer(GrpoError):
     """This host has no executable `redis-server`."""
+
+
+class RedisNotStarted(GrpoError):
+    """A local Redis did not start."""
 
 
 def redis_binary() -> str:
@@ -68,3 +87,89 @@ def answers_ping(port: int) -> bool:
             return bool(client.ping())
         except redis.RedisError:
             return False
+
+
+class LocalRedis(ClosesOnExit):
+    """Starts Redis on 127.0.0.1 whenever nothing listens on its port.
+
+    Several processes may share one directory. A lock in the directory decides which of them starts
+    Redis. When that process ends, its Redis ends too, and one of the others starts Redis again on
+    the same append-only file.
+
+    Args:
+        directory: for the append-only file and `redis.log`
+
+    Raises:
+        NoRedisServer: this host has no `redis-server`.
+        RedisNotStarted: Redis did not start; the message names its log.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, port: int = LOCAL_PORT) -> None:
+        self._directory, self._port = directory, port
+        self._child: ManagedProcess | None = None
+        self._closed = threading.Event()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = (directory / "lock").open("w")
+        try:
+            self._start_if_absent()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="local-redis", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """End Redis if this process started it."""
+        self._closed.set()
+        self._watcher.join()
+        if self._child is not None:
+            self._child.stop()
+        self._lock.close()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCH_S):
+            try:
+                self._start_if_absent()
+            except (GrpoError, OSError) as error:
+                log.warning("redis.not_started", reason=str(error))
+
+    def _start_if_absent(self) -> None:
+        deadline = Deadline(REDIS_DEADLINE_S)
+        while not self._closed.is_set() and not _listens(self._port):
+            if self._has_lock():
+                return self._start()
+            if deadline.has_passed:
+                raise RedisNotStarted(
+                    f"nothing listens on 127.0.0.1:{self._port}, but another process holds "
+                    f"{self._lock.name} and should start Redis; end that process, or pass "
+                    "--redis-url"
+                )
+            time.sleep(_LOCK_POLL_S)
+
+    def _start(self) -> None:
+        command = redis_command(self._port, self._directory)
+        if self._child is not None:
+            self._child.kill()
+        self._child = ManagedProcess("redis", command, self._directory / "redis.log")
+        try:
+            self._child.wait_until(lambda: answers_ping(self._port), REDIS_DEADLINE_S)
+        except ProcessFailed as error:
+            self._child.kill()
+            raise RedisNotStarted(str(error)) from error
+        log.info("redis.started", port=self._port, directory=str(self._directory))
+
+    def _has_lock(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True

@@ -7,16 +7,23 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, SecretStr
 
+LOCAL_REDIS = "redis://127.0.0.1:6379/0"
+"""The default of every command."""
+WITHOUT_REDIS = "none"
 _SCHEMES = ("redis", "rediss", "unix")
 
 
-def _names_a_redis(value: SecretStr | None) -> SecretStr | None:
-    if value is not None and not _is_usable(value.get_secret_value()):
+def _names_a_redis(value: SecretStr) -> SecretStr:
+    if not _is_usable(value.get_secret_value()):
         raise ValueError(
             "expected redis://host:port/db, rediss://... or unix://...; percent-encode special "
             "characters such as / # ? @ in the password"
         )
     return value
+
+
+def _names_a_redis_or_none(value: SecretStr) -> SecretStr:
+    return value if value.get_secret_value() == WITHOUT_REDIS else _names_a_redis(value)
 
 
 def _is_usable(url: str) -> bool:
@@ -36,4 +43,11 @@ def without_password(url: str) -> str:
 
 
 RedisUrl = Annotated[SecretStr, AfterValidator(_names_a_redis)]
-OptionalRedisUrl = Annotated[SecretStr | None, AfterValidator(_names_a_redis)]
+OptionalRedisUrl = Annotated[SecretStr, AfterValidator(_names_a_redis_or_none)]
+"""A URL, or `none` for a service that runs without Redis."""
+
+
+def url_or_none(value: SecretStr) -> str | None:
+    """The URL of an `OptionalRedisUrl`; None if the service runs without Redis."""
+    text = value.get_secret_value()
+    return None if text == WITHOUT_REDIS else text

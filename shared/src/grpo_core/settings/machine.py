@@ -11,6 +11,15 @@ _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
 
 
+def state_directory() -> Path:
+    """Directory for data that outlives a process, if no other directory was given.
+
+    `$XDG_STATE_HOME/grpo`, by default `~/.local/state/grpo` (XDG Base Directory Specification).
+    """
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "grpo"
+
+
 def missing_directory(name: str) -> str | None:
     """The problem of a path that does not exist; None for an id on the hub, such as owner/name."""
     if not name.startswith(_PATH_STARTS) and name.count("/") <= 1:

@@ -56,7 +56,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
     key = name.replace("_", "-")
     if isinstance(value, SecretStr):
         text = value.get_secret_value()
-        if "://" not in text or "@" in text or "?" in text:
+        if text != "none" and ("://" not in text or "@" in text or "?" in text):
             yield f"# {key}: ***"
             return
         value = text

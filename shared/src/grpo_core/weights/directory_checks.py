@@ -16,6 +16,8 @@ from grpo_core.errors import GrpoError
 from grpo_core.weights.ref import WeightKind, WeightRef
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SERVED_WEIGHTS = "served_weights"
+"""Name of the directory of weights that a server loads."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as --max-lora-rank."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"

@@ -24,6 +24,8 @@ class Registration(WireModel):
 
     With `max_token_len` below 1 environments keep long sequences. With `save_checkpoint_interval`
     below 1 they save nothing. With `num_steps` -1 they use their own number of steps.
+    `server_run_id`: the `--run-id` of the trainer's inference server, if it differs from that of
+    run-api.
     """
 
     wandb_group: Name
@@ -34,6 +36,7 @@ class Registration(WireModel):
     save_checkpoint_interval: OptionalCount
     starting_step: Step
     num_steps: OptionalCount
+    server_run_id: Name | None = None
 
 
 class EnvironmentRegistration(WireModel):

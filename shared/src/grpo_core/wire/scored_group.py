@@ -188,7 +188,7 @@ def _bad_temperatures(where: str, holder: dict[str, Any] | None) -> Iterator[str
         not isinstance(value, int | float) or not value
     ):  # trainers reject values that are not numbers
         return
-    if not MIN_TEMPERATURE <= abs(value) <= FLOAT32_MAX:
+    if not MIN_TEMPERATURE <= value <= FLOAT32_MAX:
         yield (
             f"{where}temperature must be 0 or between {MIN_TEMPERATURE:g} and "
             f"{FLOAT32_MAX:.2g}: other values make gradients overflow float32"

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.files import file_sync
 from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
 from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
@@ -52,6 +53,7 @@ class StandInServer:
 
     def __init__(self, url: str, model: Path, root: Path, takes_adapters: bool) -> None:
         self._model, self._root, self._takes_adapters = str(model), root, takes_adapters
+        self.mounted = root
         self._engine = ServedModel(_loaded(model))
         self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
         self.version = PolicyVersion(0, 0)
@@ -79,7 +81,12 @@ class StandInServer:
             max_model_len=256,
             kv_block_size=16,
             lora_enabled=self._takes_adapters,
+            run_id=self.supervisor.run_id,
+            weights_dir=str(self._root),
         )
+
+    def sees(self, probe: str) -> bool:
+        return (self.mounted / probe).exists()
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return self._engine.served_logprobs(token_ids)
@@ -189,6 +196,34 @@ def test_adapters_are_published_at_the_start_and_at_every_step(bench: NewBench) 
         assert sync.begun_as is None
     assert rig.asked_for == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert names(rig.root) == ["epoch_1_step_2", "epoch_1_step_3"]
+
+
+def test_weights_are_written_where_the_server_looks_and_the_run_is_the_servers(
+    bench: NewBench, tmp_path: Path
+) -> None:
+    rig = bench("lora_only")
+    own = replace(rig, root=tmp_path / "save_path" / "served_weights")
+    with own.trainer() as sync:
+        sync.supervisor.run_id = ""
+        begun(sync)
+        assert sync.server_run_id == rig.server.supervisor.run_id
+    assert names(rig.root) == ["epoch_1_step_0"]
+    assert not own.root.exists()
+
+
+def test_a_server_that_looks_elsewhere_is_refused_at_the_start(
+    bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    rig = bench("lora_only")
+    rig.server.mounted = tmp_path
+    with rig.trainer() as sync, pytest.raises(PolicyMismatch, match="does not see a file"):
+        sync.load_policy()
+    assert names(rig.root) == []
+    (rig.root).rmdir()
+    rig.root.write_text("a file")
+    with rig.trainer() as sync, pytest.raises(PolicyMismatch, match="cannot write there"):
+        sync.load_policy()
 
 
 def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> None:

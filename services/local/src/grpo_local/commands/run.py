@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.redis.server import LocalRedis
+from grpo_core.settings.machine import state_directory
 from grpo_core.weights import bridge_config
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
@@ -28,6 +31,7 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
         StopRequest() as stop_request,
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe() as probe,
+        contextlib.ExitStack() as resources,
         Stack(settings.log_dir, stop_request, grace_s=settings.stop_grace_s) as stack,
     ):
         try:
@@ -35,6 +39,8 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
                 weights_socket_path(Path(temporary)), settings.log_dir / bridge_config.FILE_NAME
             )
             hand_off.make_directories()
+            if settings.may_start_redis:
+                resources.enter_context(LocalRedis(state_directory() / "redis"))
             start_on_screen(stack, [server_of(settings, hand_off, probe)], screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID
-from grpo_core.redis.url import RedisUrl
+from grpo_core.redis.keys import default_run_id
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
 from grpo_core.settings import Command, CommaSeparated, HttpUrl, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, missing_model, not_writable
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
@@ -23,8 +23,8 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 class RunSettings(WithServiceOptions, ModeOptions):
     """Runs the inference server and the trainer of one run on this host: starts the server, then
-    the trainer, and stops server and trainer at the end. Redis, run-api and environments are
-    started separately. The exit status is the trainer's exit status.
+    the trainer, and stops server and trainer at the end. run-api and environments are started
+    separately. The exit status is the trainer's exit status.
 
     To set any option of the trainer or of the server, put the service's name in front:
     --trainer.lr 1e-6 (options of grpo), --server.max-model-len 4096 (options of vllm-api-server and
@@ -43,7 +43,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
             "Logging": ("log_level", "log_dir"),
         },
         examples=(
-            "grpo-run --model ./model --redis-url redis://db:6379 --trainer.steps 100",
+            "grpo-run --model ./model --trainer.steps 100",
             "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
         ),
         aliases={
@@ -70,8 +70,14 @@ class RunSettings(WithServiceOptions, ModeOptions):
             description="Names of the modules that get an adapter, separated by commas",
         )
     )
-    redis_url: RedisUrl = Field(description="URL of the Redis that run-api uses")
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run")
+    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
+        SecretStr(LOCAL_REDIS),
+        description="URL of the Redis that run-api uses. If this option is not given and no Redis "
+        "runs at its default, grpo-run starts one",
+    )
+    run_id: Annotated[str | None, Shown(default="port-<port>, for example port-9001")] = Field(
+        None, description="Name of the run in Redis"
+    )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on")
     port: int = Field(9001, ge=1, le=65535, description="TCP port of the server")
@@ -99,6 +105,10 @@ class RunSettings(WithServiceOptions, ModeOptions):
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"
     )
+
+    @property
+    def may_start_redis(self) -> bool:
+        return "redis_url" not in self.model_fields_set
 
     @property
     def server_words(self) -> list[str]:
@@ -143,7 +153,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
             restart_every_steps=self.vllm_restart_interval,
             target_modules=self.lora_target_modules or (),
             redis_url=self.redis_url.get_secret_value(),
-            run_id=self.run_id,
+            run_id=self.run_id or default_run_id(self.port),
             save_path=self.save_path,
             weights_socket=weights_socket,
             bridge_config=bridge_config,

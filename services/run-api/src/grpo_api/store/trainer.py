@@ -8,6 +8,7 @@ from grpo_api.errors import Refused
 from grpo_api.store.keys import former_keys
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.results import BatchSizeDiffers, Registered
+from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.wire.run_api import Registration, RunStatus
 
 
@@ -26,6 +27,7 @@ class TrainerStore:
         Raises:
             Refused: 409, an older version of run-api stored this run in a previous layout.
         """
+        previous = await self.registration()
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register_trainer",
@@ -40,6 +42,7 @@ class TrainerStore:
         )
         if outcome == b"registered":
             step, run_uuid = rest
+            await self._follow(registration.server_run_id, previous)
             return Registered(trainer_id.int, int(step), run_uuid.decode())
         if outcome == b"former layout":
             raise Refused(
@@ -49,6 +52,20 @@ class TrainerStore:
                 "run with GET /reset_data",
             )
         return BatchSizeDiffers(*rest)
+
+    async def _follow(self, server_run_id: str | None, previous: Registration | None) -> None:
+        """Let the inference server of another run id write its served version to this run too."""
+        own, commands = self._link.served_weights, []
+        if previous is not None and previous.server_run_id is not None:
+            old = served_weights_followers_key(previous.server_run_id)
+            commands = [("SREM", old, own), ("UNLINK", own)]
+        if server_run_id is not None and (source := served_weights_key(server_run_id)) != own:
+            commands += [
+                ("SADD", served_weights_followers_key(server_run_id), own),
+                ("COPY", source, own, "REPLACE"),
+            ]
+        if commands:
+            await self._link.transaction(*commands)
 
     async def registration(self) -> Registration | None:
         (trainer,) = self._link.keys("trainer")

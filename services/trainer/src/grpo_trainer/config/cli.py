@@ -120,7 +120,7 @@ COMMAND = Command(
     },
     examples=(
         "grpo --model Qwen/Qwen2.5-0.5B-Instruct --mode shared_vllm --steps 100",
-        "REDIS_URL=redis://127.0.0.1:6379 grpo --model ./model --mode lora_restart --dry-run",
+        "REDIS_URL=redis://:password@db:6379 grpo --model ./model --mode lora_restart --dry-run",
     ),
     aliases={
         "model-name": "model",
@@ -171,8 +171,6 @@ class CommandLine(
     def mistakes(self) -> Iterator[Mistake]:
         yield from self._options_of_other_modes()
         kind = MODES[self.mode]
-        if self.redis_url is None and kind.hands_off:
-            yield Mistake("redis_url", f"mode {self.mode} needs the server's Redis")
         both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
             yield Mistake(

@@ -12,10 +12,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from grpo_core.settings import CommaSeparated, HttpUrl, Shown
+from grpo_core.weights.directory_checks import SERVED_WEIGHTS
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
-SERVED_WEIGHTS = "served_weights"
 SERVED_KEPT = 2
 """Directories of weights that are kept: the served weights, and those to roll back to."""
 _RANGE = re.compile(r"(\d+)-(\d+)")

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.redis.keys import DEFAULT_RUN_ID
-from grpo_core.redis.url import OptionalRedisUrl
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
 from grpo_core.wire.run_api import Registration
@@ -35,12 +34,14 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     model: str = Field(
         min_length=1, description="Model to train: a directory or an id on the Hugging Face hub"
     )
-    redis_url: OptionalRedisUrl = Field(
-        None,
+    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
+        SecretStr(LOCAL_REDIS),
         description="URL of the Redis through which the trainer tells the server which weights to "
-        "load. Required in every mode except shared_vllm",
+        "load. Mode shared_vllm does not use it",
     )
-    run_id: str = Field(DEFAULT_RUN_ID, description="Name of the run in Redis")
+    run_id: Annotated[str | None, Shown(default="the one that the server reports")] = Field(
+        None, description="Name of the inference server's run in Redis"
+    )
 
     vllm_gpu: Annotated[int | None, Shown(default="the first GPU")] = Field(
         None,
@@ -224,4 +225,5 @@ class TrainerSettings(RunOptions):
             save_checkpoint_interval=self.checkpoint_interval or self.steps,
             starting_step=first_step,
             num_steps=self.steps,
+            server_run_id=self.run_id,
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from grpo_core.clients.supervisor import SupervisorClient
-from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_trainer.config.trainer import TrainerSettings
 
@@ -133,9 +132,10 @@ class Stopwatch:
 
 
 def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
-    """The supervisor's counters; None if Redis is not configured or has no status."""
-    url = plain(settings.redis_url)
-    if url is None:
+    """The supervisor's counters; None without Redis or without a status."""
+    uses_redis = settings.sync.hands_off or "redis_url" in settings.model_fields_set
+    if settings.run_id is None or not uses_redis:
         return None
+    url = settings.redis_url.get_secret_value()
     with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
         return link.status_for_report()

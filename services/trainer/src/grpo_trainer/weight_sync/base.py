@@ -38,6 +38,8 @@ class WeightSync(Protocol):
     begun_as: PolicyVersion | None
     """The policy version under which the server already served the weights of `start`. None if
     `start` published them."""
+    server_run_id: str | None
+    """The server's --run-id, known after `load_policy`; None if the server runs without Redis."""
 
     def load_policy(self, restoring: bool = False) -> CausalLM:
         """Load the model to train, a transformers causal language model.

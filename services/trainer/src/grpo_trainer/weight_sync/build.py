@@ -59,9 +59,8 @@ def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm
 
 
 def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
-    url, action = plain(settings.redis_url), ACTIONS[type(chosen)]
-    assert url is not None, "the command line refuses these modes without --redis-url"
-    supervisor = SupervisorClient(url, settings.run_id, settings.service_deadline_s)
+    url, action = settings.redis_url.get_secret_value(), ACTIONS[type(chosen)]
+    supervisor = SupervisorClient(url, settings.run_id or "", settings.service_deadline_s)
     monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
     return FileSync(
         bridge=_bridge(settings),

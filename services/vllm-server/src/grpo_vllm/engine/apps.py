@@ -40,7 +40,7 @@ class Serving:
     def adapter_control(self) -> AdapterControl:
         settings = self.settings
         return AdapterControl(
-            self.bridge, self.adapters, settings.weights_dir, settings.max_lora_rank
+            self.bridge, self.adapters, settings.loads_from, settings.max_lora_rank
         )
 
 
@@ -53,7 +53,7 @@ async def public_app(
     if adapters is not None:
         resolve_adapters_with(app, AdapterNames(adapters))
     app.include_router(generation_router(engine, bridge, adapters))
-    app.include_router(bridge_info_router(engine, bridge, serving.settings.model, shared, adapters))
+    app.include_router(bridge_info_router(engine, bridge, serving.settings, shared, adapters))
     app.include_router(lora_status_router(serving.adapter_control))
     return app
 

@@ -130,10 +130,11 @@ def _guarded(
 
 async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
     """The record of weights that a trainer writes in place. Other weights come with the plan."""
-    if settings.redis_url is None or not settings.share_weights:
+    if settings.redis is None or not settings.share_weights:
         return ServedStore()
-    url = settings.redis_url.get_secret_value()
-    return await stack.enter_async_context(RedisServedStore(url, settings.run_id))
+    return await stack.enter_async_context(
+        RedisServedStore(settings.redis, settings.run_id, settings.redis_required)
+    )
 
 
 def _initial_weights(

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.engine.vllm_compat.launch import device_type
 from grpo_vllm.routes.errors import ErrorHandlingRoute
+from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.write_lease import WeightBridge
+
+Probe = Annotated[
+    str,
+    Query(
+        pattern=r"^probe-[0-9a-f]{1,64}$",
+        description="name of an empty file that the trainer has just created in the server's "
+        "--weights-dir",
+    ),
+]
 
 
 def bridge_info_router(
     engine: Any,
     bridge: WeightBridge,
-    model_name: str,
+    settings: ServerSettings,
     shared: BridgeConfig | None,
     adapters: AdapterSwitch | None,
 ) -> APIRouter:
-    """`GET /bridge/info` and `GET /bridge/state_dict_info`.
+    """`GET /bridge/info`, `GET /bridge/weights_dir` and `GET /bridge/state_dict_info`.
 
     Args:
         shared: None without --share-weights
@@ -36,13 +46,15 @@ def bridge_info_router(
         return {
             "enabled": shared is not None,
             "shared_weights": shared is not None,
-            "model_name": model_name,
+            "model_name": settings.model,
             "dtype": dtype,
             "device": device,
             "max_model_len": engine.model_config.max_model_len,
             "kv_block_size": engine.vllm_config.cache_config.block_size,
             "lora_enabled": adapters is not None,
             "adapter": {"name": adapter.name, "path": str(adapter.directory)} if adapter else None,
+            "run_id": settings.run_id if settings.redis else None,
+            "weights_dir": None if shared else str(settings.loads_from.absolute()),
             "generation": shared.generation if shared else None,
             "weights_socket": str(shared.weights_socket) if shared else None,
             "policy_version": list(bridge.version),
@@ -55,12 +67,16 @@ def bridge_info_router(
             "last_update_time": bridge.last_update_time,
         }
 
+    @router.get("/weights_dir")
+    async def get_weights_dir(probe: Probe) -> dict[str, bool]:
+        return {"has_probe": (settings.loads_from / probe).exists()}
+
     @router.get("/state_dict_info")
     async def get_state_dict_info() -> dict[str, Any]:
         nothing: dict[str, Any] = {"total_bytes": None, "param_mappings": {}}
         described = shared.model_dump(mode="json") if shared else nothing
         return {
-            "model": model_name,
+            "model": settings.model,
             "dtype": dtype,
             "shared_weights_enabled": shared is not None,
             **described,

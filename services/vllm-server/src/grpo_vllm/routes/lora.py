@@ -19,7 +19,6 @@ from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
 UNLOAD_BODY = '{"adapter_name": name}'
 NO_LORA = "this server cannot load adapters; start the server with --enable-lora"
-NO_DIRECTORY = "this server cannot load weights from disk; start the server with --weights-dir"
 
 
 class LoadRequest(BaseModel):
@@ -51,7 +50,7 @@ class AdapterControl:
 
     bridge: WeightBridge
     adapters: AdapterSwitch | None
-    weights_dir: Path | None
+    weights_dir: Path
     max_rank: int
 
     def switch(self) -> AdapterSwitch:
@@ -61,8 +60,6 @@ class AdapterControl:
 
     async def load(self, request: LoadRequest) -> LoadedAdapter:
         switch = self.switch()
-        if self.weights_dir is None:
-            raise NotOffered(NO_DIRECTORY)
         directory = inside(request.adapter_path, self.weights_dir)
         require_complete(WeightKind.ADAPTER, directory)
         require_rank(directory, self.max_rank)

@@ -147,9 +147,8 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
             f"policy version {tuple(command.version)} is not newer than the served version "
             f"{tuple(served.version)}; give new weights a newer version"
         )
-    assert settings.weights_dir is not None, "_require_mode checks this"
     # In a thread, because reading a large checkpoint takes seconds.
-    directory = await asyncio.to_thread(check_weights, command.weights, settings.weights_dir)
+    directory = await asyncio.to_thread(check_weights, command.weights, settings.loads_from)
     if command.action is not Action.RESTART_WITH_CHECKPOINT:
         require_rank(directory, settings.max_lora_rank)
     return command.weights.model_copy(update={"path": directory})
@@ -160,10 +159,6 @@ def _require_mode(action: Action, settings: ServerSettings) -> None:
         raise UnusableWeights(
             f"the server refuses {action.value}, because a trainer writes the server's "
             "weights in place; start the server without --share-weights"
-        )
-    if settings.weights_dir is None:
-        raise UnusableWeights(
-            f"the server refuses {action.value}, because it was started without --weights-dir"
         )
     wants_lora = action is not Action.RESTART_WITH_CHECKPOINT
     if wants_lora != settings.enable_lora:

@@ -83,10 +83,8 @@ def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
 
 
 async def _from_disk(settings: ServerSettings, served: WeightRef) -> WeightRef:
-    assert served.path is not None, "_obstacle checks this"
-    below = settings.weights_dir or served.path.parent
     try:
-        directory = await asyncio.to_thread(check_weights, served, below)
+        directory = await asyncio.to_thread(check_weights, served, settings.loads_from)
     except UnusableWeights as error:
         raise UnusableWeights(
             f"this run last served policy version {tuple(served.version)}, which cannot be loaded: "

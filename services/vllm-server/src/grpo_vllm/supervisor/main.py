@@ -37,13 +37,15 @@ def supervise(
     """Serve until SIGTERM or SIGINT. Returns the exit status.
 
     Raises:
-        OSError: an address is in use.
+        OSError: an address is in use, or the directory for weights cannot be created.
         GrpoError: the weights to serve are unknown or missing, /dev/shm is too small, or other
             users can enter the directory of the weight socket.
     """
     require_shared_memory(settings.engine_arguments)
     if settings.share_weights:
         make_private_directory(settings.socket_path.parent)
+    else:
+        settings.loads_from.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:
@@ -59,9 +61,10 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         control = ControlPlane()
         store = ServedStore()
-        if settings.redis_url is not None:
-            url = settings.redis_url.get_secret_value()
-            store = await stack.enter_async_context(RedisServedStore(url, settings.run_id))
+        if (url := settings.redis) is not None:
+            store = await stack.enter_async_context(
+                RedisServedStore(url, settings.run_id, settings.redis_required)
+            )
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
         weights = await first_weights(settings, store)
         host = ForkServer(engine_module, arguments)

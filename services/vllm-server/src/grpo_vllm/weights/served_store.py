@@ -17,7 +17,7 @@ import structlog
 from grpo_core.clients.retry import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
-from grpo_core.redis.keys import served_weights_key
+from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 
@@ -27,6 +27,13 @@ ATTEMPT_DEADLINE_S = 0.5
 RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
 """Deadline of the final write when the server ends; well below the server's own stop deadline."""
+_WRITE = """
+redis.call('HSET', KEYS[1], unpack(ARGV))
+for _, follower in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  redis.call('HSET', follower, unpack(ARGV))
+end
+"""
+"""KEYS: the record, and the set of records that follow it. ARGV: fields and values."""
 
 
 class RedisUnreachable(GrpoError):
@@ -86,12 +93,19 @@ class ServedStore:
 
 
 class RedisServedStore(ServedStore, AsyncRedisConnection):
-    """The record of the run `run_id` in Redis."""
+    """The record of the run `run_id` in Redis.
 
-    def __init__(self, url: str, run_id: str) -> None:
+    Args:
+        required: `read` fails without Redis. Otherwise the server starts as if there was no record,
+            and uses Redis as soon as it answers.
+    """
+
+    def __init__(self, url: str, run_id: str, required: bool = True) -> None:
         # Upper limit for any call. Each call also has its own deadline.
         super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
+        self._required = required
+        self._followers = served_weights_followers_key(run_id)
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
 
@@ -113,16 +127,20 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         """
         try:
             async for attempt in async_retrying(
-                deadline_s, lambda e: isinstance(e, FAILURES), self.note_absence
+                deadline_s if self._required else 0.0,
+                lambda e: isinstance(e, FAILURES),
+                self.note_absence,
             ):
                 with attempt:
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:
+            if not self._required:
+                return None
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
                 f"({error or type(error).__name__}), so the weights that this run served last "
-                "are unknown. Start Redis, correct --redis-url, or omit --redis-url to serve "
-                "the model from disk"
+                "are unknown. Start Redis; or correct --redis-url; "
+                "or pass --redis-url none to serve the model from disk"
             ) from error
         return _parse(self._key, fields) if fields else None
 
@@ -150,7 +168,9 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
     async def _write(self, served: ServedWeights, within_s: float = ATTEMPT_DEADLINE_S) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}
         try:
-            await self.attempt("HSET", self._key, *words(fields), within_s=within_s)
+            await self.attempt(
+                *("EVAL", _WRITE, 2, self._key, self._followers), *words(fields), within_s=within_s
+            )
         except FAILURES:
             return False
         return True

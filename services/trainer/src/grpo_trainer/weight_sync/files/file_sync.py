@@ -7,9 +7,11 @@ waits.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -65,6 +67,7 @@ class FileSync:
     every_steps: int
     last_step: int
     begun_as: PolicyVersion | None = field(init=False, default=None)
+    server_run_id: str | None = field(init=False, default=None)
     _policy: CausalLM = field(init=False)
     _check: PublicationCheck = field(init=False)
     _epoch: int = field(init=False, default=0)
@@ -75,15 +78,17 @@ class FileSync:
 
         Raises:
             ServiceUnavailable, LostServer: the server or its supervisor does not answer.
-            PolicyMismatch: the server has another mode, data type or run.
+            PolicyMismatch: the server has another mode, data type, run or weights directory.
             NoSuchDevice: the GPU to train on does not exist.
         """
         device = device_to_load_on(self.device)
         import_architecture(self.weights.model_name)
         info = self.bridge.info()
-        _require_server(self.bridge.base_url, info, self.weights.kind)
+        _require_server(self.bridge.base_url, info, self.weights.kind, self.supervisor.run_id)
+        self.server_run_id = self.supervisor.run_id = info.run_id or ""
         dtype = _dtype_to_load(self.dtype, info)
         self._agreed_status(info)
+        self._agreed_directory(info)
         self._policy = self.weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
         self._check = PublicationCheck(self._policy, self, lengths)
@@ -217,6 +222,40 @@ class FileSync:
             time.sleep(POLL_S)
             info = self.bridge.info()
 
+    def _agreed_directory(self, info: BridgeInfo) -> None:
+        """Choose a directory for the weights in which the server looks too: that below --save-path
+        if the server loads weights from there, otherwise the server's own.
+
+        Raises:
+            PolicyMismatch: the trainer cannot write into it, or it is another directory on the
+                server's host.
+        """
+        assert info.weights_dir is not None, "_require_server checks this"
+        accepted = Path(info.weights_dir)
+        if not self.directories.root.is_relative_to(accepted):
+            self.directories = WeightDirectories(accepted)
+        probe = accepted / f"probe-{secrets.token_hex(8)}"
+        try:
+            self.directories.prepare()
+            probe.touch()
+        except OSError as error:
+            raise PolicyMismatch(
+                f"the server loads weights from {accepted}, and the trainer cannot write there: "
+                f"{error}. Start the server with a --weights-dir that the trainer can write to"
+            ) from error
+        try:
+            deadline = Deadline(PROBE_DEADLINE_S)
+            while not self.bridge.sees(probe.name):  # a network file system may show it late
+                if deadline.has_passed:
+                    raise PolicyMismatch(
+                        f"the server at {self.bridge.base_url} loads weights from {accepted}, but "
+                        "does not see a file that the trainer wrote there; let both hosts or "
+                        "containers mount the same directory under this path"
+                    )
+                time.sleep(POLL_S)
+        finally:
+            probe.unlink()
+
     def _while_serving(self, ask: Callable[[], T]) -> T:
         """Retry until the server answers. The time during which the server is down does not
         count."""
@@ -232,10 +271,21 @@ class FileSync:
             time.sleep(POLL_S)
 
 
-def _require_server(url: str, info: BridgeInfo, kind: WeightKind) -> None:
+def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -> None:
     """Raises `PolicyMismatch` if the server reports that it cannot serve what is trained; lists
-    every reason."""
+    every reason.
+
+    Args:
+        run_id: the value of --run-id; empty if it was not given
+    """
     problems = []
+    if info.run_id is None:
+        problems.append("the server runs without Redis: start it without --redis-url none")
+    elif run_id not in ("", info.run_id):
+        problems.append(
+            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit the "
+            "trainer's --run-id"
+        )
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append(
             "the server accepts no adapters: start vllm-api-server with --enable-lora "

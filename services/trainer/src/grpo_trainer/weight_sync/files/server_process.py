@@ -95,7 +95,7 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
     flags = ["--model", settings.model, "--port", str(port), "--dtype", settings.dtype]
     if not settings.sync.hands_off:
         return [*flags, "--share-weights"]
-    flags += ["--run-id", settings.run_id]
+    flags += ["--run-id", settings.run_id] if settings.run_id else []
     flags += ["--weights-dir", str(served_weights_directory(settings.save_path))]
     if settings.lora is not None:
         flags += ["--enable-lora", "--max-lora-rank", str(served_rank(settings.lora.r))]
@@ -112,7 +112,8 @@ def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> l
 
 def command_to_start(settings: TrainerSettings, port: int) -> str:
     """The shell command that starts a suitable server, for messages."""
-    redis = 'REDIS_URL="<the trainer\'s>" ' if settings.sync.hands_off else ""
+    needs_url = settings.sync.hands_off and "redis_url" in settings.model_fields_set
+    redis = 'REDIS_URL="<the trainer\'s>" ' if needs_url else ""
     return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
 
 
@@ -164,10 +165,10 @@ def _serves(url: str) -> bool:
 
 def _environment(settings: TrainerSettings) -> dict[str, str]:
     """Variables for the server, added to this process's own."""
-    redis_url, api_key = plain(settings.redis_url), plain(settings.vllm_api_key)
+    api_key = plain(settings.vllm_api_key)
     gpu = settings.vllm_gpu
     values = {
-        "REDIS_URL": redis_url,
+        "REDIS_URL": settings.redis_url.get_secret_value(),
         "VLLM_API_KEY": api_key,
         VISIBLE_GPUS: None if gpu is None else _visible_gpu(gpu, os.environ.get(VISIBLE_GPUS)),
     }

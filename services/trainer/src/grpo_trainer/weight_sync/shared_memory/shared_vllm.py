@@ -57,6 +57,7 @@ class SharedVllm:
     """
 
     begun_as: PolicyVersion | None = None  # always None: `start` publishes
+    server_run_id: str | None = None
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class SharedVllm:
         import_architecture(self._model_name)
         attachment = self._server.attach()
         info = attachment.info
+        self.server_run_id = info.run_id
         if not restoring:
             self._refuse_torn(info)
             _log_starting_weights(info)

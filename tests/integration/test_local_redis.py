@@ -1,0 +1,53 @@
+"""A Redis that run-api and grpo-run start if nothing listens on its port."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from grpo_core.redis import server
+from grpo_core.redis.server import LocalRedis, answers_ping
+from grpo_local.process.ports import free_port
+from tests.support.wait import wait_for
+
+
+@pytest.fixture(autouse=True)
+def watches_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_WATCH_S", 0.02)
+
+
+def client(port: int) -> redis.Redis:
+    return redis.Redis(port=port, decode_responses=True)
+
+
+def test_data_lasts_from_one_start_to_the_next(tmp_path: Path) -> None:
+    port = free_port()
+    with capture_logs() as logs, LocalRedis(tmp_path, port), client(port) as connection:
+        connection.set("key", "kept")
+    assert logs == [
+        {"event": "redis.started", "log_level": "info", "port": port, "directory": str(tmp_path)}
+    ]
+    assert not answers_ping(port)
+    with LocalRedis(tmp_path, port), client(port) as connection:
+        assert connection.get("key") == "kept"
+
+
+def test_another_process_starts_it_again_when_its_owner_ends(tmp_path: Path) -> None:
+    port = free_port()
+    owner = LocalRedis(tmp_path, port)
+    with LocalRedis(tmp_path, port), client(port) as connection:
+        connection.set("key", "kept")
+        owner.close()
+        wait_for(lambda: answers_ping(port))
+        assert connection.get("key") == "kept"
+    assert not answers_ping(port)
+
+
+def test_a_redis_that_runs_already_is_used(redis_url: str, tmp_path: Path) -> None:
+    port = int(redis_url.rpartition(":")[2].partition("/")[0])
+    with LocalRedis(tmp_path, port):
+        assert not (tmp_path / "redis.log").exists()
+    assert answers_ping(port)
