@@ -256,7 +256,7 @@ class Worker:
         fields = self._producer.progress.report_if_due()
         if fields is None:
             return
-        log.info("groups.sampled", groups_in_flight=len(self._in_flight), **fields)
+        log.info("progress.reported", unfinished_groups=len(self._in_flight), **fields)
         # A restarted trainer may use another batch size.
         await self._retry(self._ask_trainer_info)
 

@@ -216,7 +216,8 @@ class AdamW8bit(UpdateRule):
         if not furthest < 1e-3:
             raise _no_kernel(
                 device,
-                f"in a test step, a new weight differs by {furthest:.3g} from its correct value",
+                f"self-check: after one optimizer step on test data, a weight differs by "
+                f"{furthest:.3g} from its correct value",
             )
 
 
