@@ -206,12 +206,12 @@ FAULTS = {
     ),
     "an update that is not written": Fault(
         ServedWeightsDiffer,
-        "do not have the values that the optimizer computed",
+        "differ from the optimizer's result",
         sabotage=write_only_once,
     ),
     "a batch handed out twice": Fault(
         DuplicatedBatch,
-        "step 2: all 8 groups of this batch were in the batch of step 0",
+        "step 2: all 8 groups of this batch were already in the batch of step 0",
         {"repeats_after": 2},
     ),
 }

@@ -74,7 +74,7 @@ async def test_a_foreign_value_under_the_key_is_named(
 ) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.hset(served_weights_key(run_id), "epoch", "many")
-        with pytest.raises(BadServedRecord, match=r"served-weights.*delete the key"):
+        with pytest.raises(BadServedRecord, match=r"served-weights.*delete this"):
             await record.read(DEADLINE_S)
 
 
