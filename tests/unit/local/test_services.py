@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_core.settings import load_settings
+from grpo_local.__main__ import main
+from grpo_local.modes import MODES
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.run_directory import RunDirectory
-from grpo_local.services import ServiceFactory
+from grpo_local.service_options import MODULES
+from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
 
 
@@ -62,3 +67,59 @@ def test_one_token_reaches_every_service_and_no_command_line(
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
     assert "a-secret" not in repr(settings)
+
+
+def command_line(name: str, words: list[str]) -> list[str]:
+    """Of one service, as `--dry-run` shows it."""
+    lines = [shlex.split(line) for line in command_lines(load_settings(DemoSettings, words))]
+    (found,) = [line for line in lines if line[2] == name]
+    return found[3:]
+
+
+def value_of(option: str, line: list[str]) -> str | None:
+    return line[line.index(option) + 1] if option in line else None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_the_server_computes_in_bf16_with_graphs_and_takes_its_share_of_the_memory(
+    mode: str,
+) -> None:
+    words = ["--device", "cuda", "--model", "Qwen/Qwen2.5-3B-Instruct", "--mode", mode]
+    server, trainer = command_line("grpo_vllm", words), command_line("grpo_trainer", words)
+    assert value_of("--gpu-memory-utilization", server) == "0.4"
+    assert "--enforce-eager" not in server
+    assert "--kv-cache-memory-bytes" not in server
+    assert [value_of("--dtype", line) for line in (server, trainer)] == ["bfloat16"] * 2
+    assert value_of("--device", trainer) == "cuda"
+    assert "--optimizer" not in trainer  # the trainer's default on a GPU
+
+
+def test_on_a_gpu_given_options_still_count() -> None:
+    words = ["--device", "cuda:1", "--eager", "--kv-cache-mib", "2", "--dtype", "float32"]
+    server = command_line("grpo_vllm", words)
+    assert "--enforce-eager" in server
+    assert value_of("--kv-cache-memory-bytes", server) == str(2 * 2**20)
+    assert value_of("--dtype", server) == "float32"
+
+
+def test_on_a_cpu_the_server_starts_eager_with_a_small_cache() -> None:
+    server = command_line("grpo_vllm", ["--device", "cpu"])
+    assert "--enforce-eager" in server
+    assert "--gpu-memory-utilization" not in server
+    assert value_of("--kv-cache-memory-bytes", server) == str(64 * 2**20)
+    assert value_of("--optimizer", command_line("grpo_trainer", ["--device", "cpu"])) == "adamw"
+
+
+def test_a_dry_run_prints_the_command_lines_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "--device cuda --run-api-token hunter2 --server.hf-token hunter3 --dry-run"
+    monkeypatch.setattr(sys, "argv", ["grpo-demo", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "hunter" not in shown
+    for name in ("grpo_api", *MODULES.values()):
+        assert f" -m {name} " in shown.partition("# Command lines of the services")[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_core.settings import EXIT_USAGE, load_settings
@@ -19,7 +19,12 @@ from grpo_local.settings.compare import SEPARATOR
 
 def main() -> None:
     """`grpo-demo`"""
-    settings = load_settings(DemoSettings, with_config_of_resumed_run(sys.argv[1:]), at_start=True)
+    settings = load_settings(
+        DemoSettings,
+        with_config_of_resumed_run(sys.argv[1:]),
+        at_start=True,
+        dry_run_notes=command_lines_of_services,
+    )
 
     from grpo_local.commands.demo import run_demo
     from grpo_local.screen import Screen
@@ -45,6 +50,13 @@ def compare() -> None:
     from grpo_local.screen import Screen
 
     raise SystemExit(compare_modes(settings, Screen()))
+
+
+def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
+    from grpo_local.services import command_lines
+
+    yield "Command lines of the services. Each run chooses its own ports:"
+    yield from command_lines(settings)
 
 
 def with_config_of_resumed_run(

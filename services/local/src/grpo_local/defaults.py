@@ -31,7 +31,8 @@ class Sizes:
     max_completion_tokens: int
     seq_len: int
     max_model_len: int
-    kv_cache_mib: int
+    kv_cache_mib: int | None
+    """None: vLLM takes what the weights leave of its share of the GPU's memory."""
     lr: float = 3e-4
     step_deadline_s: float = 300.0
     server_deadline_s: float = 600.0
@@ -71,17 +72,25 @@ REASONING_TOKENS: Mapping[TaskName, int] = {"arithmetic": 8, "gsm8k": 256}
 
 
 def sizes_for(
-    tasks: Sequence[TaskName], mode: Mode, *, is_tiny: bool, given: Mapping[str, Any]
+    tasks: Sequence[TaskName],
+    mode: Mode,
+    *,
+    is_tiny: bool,
+    on_gpu: bool,
+    given: Mapping[str, Any],
 ) -> Sizes:
     """Defaults of the task with the longest sequences, replaced by what the user has given.
 
     Args:
         is_tiny: the model is the tiny one
+        on_gpu: server and trainer use a GPU
         given: values by field of `Sizes`
     """
     sizes = max((BY_TASK[task] for task in tasks), key=lambda sizes: sizes.seq_len)
     if not is_tiny:
         sizes = _for_a_pretrained_model(sizes, tasks)
+    if on_gpu:
+        sizes = replace(sizes, kv_cache_mib=None)
     sizes = replace(_for_the_mode(sizes, mode), **given)
     if "max_model_len" not in given:
         sizes = replace(sizes, max_model_len=max(sizes.max_model_len, sizes.seq_len))

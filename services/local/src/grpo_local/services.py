@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,17 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 from grpo_core.security.bearer_token import plain
+from grpo_core.settings import without_secrets
 from grpo_core.settings.machine import does_not_answer
 from grpo_local.defaults import TaskName
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.stack import Service
-from grpo_local.run_directory import RunDirectory
+from grpo_local.run_directory import RUNS, RunDirectory
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
 from grpo_local.settings import DemoSettings
-from grpo_local.settings.demo import GPU_CONTROL
+from grpo_local.settings.demo import TINY_MODEL
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 64
@@ -96,21 +98,25 @@ class ServiceFactory:
                 *("--dtype", settings.weights_dtype),
                 *("--max-model-len", sizes.max_model_len),
                 *("--max-num-seqs", MAX_NUM_SEQS),
-                *(["--enforce-eager"] if settings.eager else []),
+                *(["--enforce-eager"] if settings.starts_eager else []),
                 # vLLM would take nearly all of a GPU, and the trainer needs the rest.
                 *(
                     ("--gpu-memory-utilization", settings.gpu_memory_utilization)
-                    if GPU_CONTROL.exists()
+                    if settings.on_gpu
                     else ()
                 ),
-                *("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20),
+                *(
+                    ("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20)
+                    if sizes.kv_cache_mib
+                    else ()
+                ),
                 *("--seed", settings.seed),
                 *service_words(settings.options_of(SERVER)),
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=sizes.server_deadline_s,
             environment=child_environment(settings.compute_threads, model)
-            | (NO_COMPILER if settings.eager else {})
+            | (NO_COMPILER if settings.starts_eager else {})
             | hand_off.environment()
             | self._token(),
         )
@@ -131,7 +137,8 @@ class ServiceFactory:
                 *("--gradient-accumulation-steps", sizes.gradient_accumulation_steps),
                 *("--lr", sizes.lr),
                 *("--warmup-steps", settings.warmup_steps),
-                *("--optimizer", "adamw"),
+                # On a GPU the trainer chooses the optimizer that needs less memory.
+                *(() if settings.on_gpu else ("--optimizer", "adamw")),
                 *("--dtype", settings.weights_dtype),
                 *("--device", settings.device),
                 *("--seq-len", sizes.seq_len),
@@ -194,6 +201,23 @@ class ServiceFactory:
     def _data_is_on_the_hub(self, task: TaskName) -> bool:
         data = self.settings.data
         return task == "gsm8k" and data is not None and not Path(data).expanduser().is_dir()
+
+
+def command_lines(settings: DemoSettings) -> list[str]:
+    """One line per service, without secrets. Starts nothing."""
+    run = RunDirectory(settings.resume or settings.run_dir or RUNS / "new")
+    model = settings.model or TINY_MODEL
+    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
+    hand_off = settings.hand_off(redis_url(redis_port), run, Path("weights.sock"))
+    with HealthProbe() as probe:
+        factory = ServiceFactory(settings, run, probe)
+        services = [
+            factory.run_api(api_port, redis_port),
+            factory.vllm_server(vllm_port, model, hand_off),
+            factory.trainer(model, api_port, vllm_port, hand_off),
+            *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),
+        ]
+    return [shlex.join(without_secrets(service.command)[0]) for service in services]
 
 
 def _accept_connections(*ports: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -34,11 +34,13 @@ def load_settings(
     environment: Mapping[str, str] = os.environ,
     *,
     at_start: bool = False,
+    dry_run_notes: Callable[[S], Iterable[str]] = lambda _settings: (),
 ) -> S:
     """Parse a command's settings. Options win over variables, and those over `--config FILE`.
 
     Args:
         at_start: check this machine too, as `--dry-run` does in any case
+        dry_run_notes: lines that `--dry-run` prints after the values, as comments
 
     Raises:
         SystemExit: with status 2 and a line per mistake on stderr; with status 0 after `--help`,
@@ -81,7 +83,10 @@ def load_settings(
         ),
     )
     if "dry-run" in line.common:
-        _print_and_exit(resolved_yaml(command, settings.resolved()))
+        notes = "".join(
+            f"# {line}\n" for note in dry_run_notes(settings) for line in note.splitlines()
+        )
+        _print_and_exit(resolved_yaml(command, settings.resolved()) + notes)
     return settings
 
 

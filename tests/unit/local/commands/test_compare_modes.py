@@ -15,7 +15,7 @@ from grpo_local.commands.compare_modes import compare_modes
 from grpo_local.process.peak_memory import MIB
 from grpo_local.report.summary import Benchmark, RunFacts, summarise
 from grpo_local.settings import CompareSettings
-from tests.unit.local.records import metrics_line, record
+from tests.unit.local.records import BENCHMARK, metrics_line, record
 from tests.unit.local.shown import Shown
 
 STEPS = 20
@@ -54,7 +54,7 @@ def facts() -> RunFacts:
         mode="none",
         seed=5,
         summary=summarise(records, total_s=60.0, training_s=40.0),
-        benchmark=Benchmark(publishes=20),
+        benchmark=Benchmark(publishes=20, **BENCHMARK),
         server=SupervisorStatus(
             state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000
         ),
@@ -128,7 +128,12 @@ def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing)
         "all weight sync (s)": ["1.0"] * 2,
         "generated tokens per second": ["125"] * 2,
         "dropped requests": ["0"] * 2,
+        "a publication, mean (s)": ["0.25"] * 2,
         "peak memory, server (MiB)": ["100"] * 2,
+        "peak GPU memory, trainer (MiB)": ["-"] * 2,
+        "mean resident memory, trainer (MiB)": ["40"] * 2,
+        "checkpoint on disk (MiB)": ["12.0"] * 2,
+        "trained adapter on disk (MiB)": ["0.5"] * 2,
     }
     assert {title: comparing.row(title) for title in expected} == expected
     recorded: Any = json.loads((comparing.directory / "comparison.json").read_text())

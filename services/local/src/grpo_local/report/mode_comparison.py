@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from grpo_local.modes import ModeName
 from grpo_local.process.peak_memory import MIB
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.summary import RunFacts
+from grpo_local.report.summary import Benchmark, RunFacts
 from grpo_local.screen import Screen
 
 NOT_KNOWN = "-"
@@ -68,6 +68,16 @@ class Row:
     form: str
 
 
+def _mib_of(value: Callable[[Benchmark], float | None]) -> Callable[[RunFacts], float | None]:
+    """MiB from bytes in the trainer's `benchmark.json`."""
+
+    def in_mib(facts: RunFacts) -> float | None:
+        held = value(facts.benchmark) if facts.benchmark else None
+        return None if held is None else held / MIB
+
+    return in_mib
+
+
 ROWS = (
     Row("total time with start and stop (s)", lambda f: f.summary.total_s, ".1f"),
     Row("training (s)", lambda f: f.summary.training_s, ".1f"),
@@ -76,10 +86,20 @@ ROWS = (
     Row("a step, mean (s)", lambda f: f.summary.step_s, ".2f"),
     Row("all weight sync (s)", lambda f: f.summary.sync_s * f.summary.steps, ".1f"),
     Row("weight sync per step, mean (s)", lambda f: f.summary.sync_s, ".2f"),
+    Row(
+        "a publication, mean (s)", lambda f: f.benchmark.sync_s_mean if f.benchmark else None, ".2f"
+    ),
     Row("all waits for data (s)", lambda f: f.summary.fetch_s * f.summary.steps, ".1f"),
     Row("wait for data per step, mean (s)", lambda f: f.summary.fetch_s, ".2f"),
+    Row("peak GPU memory, trainer (MiB)", _mib_of(lambda b: b.peak_cuda_bytes), ".0f"),
+    Row("mean GPU memory, trainer (MiB)", _mib_of(lambda b: b.cuda_bytes_mean), ".0f"),
+    Row("peak resident memory, trainer (MiB)", _mib_of(lambda b: b.peak_rss_bytes), ".0f"),
+    Row("mean resident memory, trainer (MiB)", _mib_of(lambda b: b.rss_bytes_mean), ".0f"),
     Row("peak memory, trainer (MiB)", lambda f: _mib(f, "trainer"), ".0f"),
     Row("peak memory, server (MiB)", lambda f: _mib(f, "vllm-server"), ".0f"),
+    Row("checkpoint on disk (MiB)", _mib_of(lambda b: b.checkpoint_bytes), ".1f"),
+    Row("trained model on disk (MiB)", _mib_of(lambda b: b.model_bytes), ".1f"),
+    Row("trained adapter on disk (MiB)", _mib_of(lambda b: b.adapter_bytes), ".1f"),
     Row("generated tokens per second", lambda f: _generated_per_s(f), ".0f"),
     Row("publications", lambda f: f.benchmark.publishes if f.benchmark else None, "d"),
     Row("engine restarts", lambda f: f.server.restarts if f.server else None, "d"),
@@ -112,7 +132,8 @@ def document(comparison: Comparison, plot: str) -> str:
             "",
             *(f"- {problem}" for problem in comparison.problems),
             *([""] if comparison.problems else []),
-            "The trainer measures all times but the first two. Memory is the proportional set size "
+            "The trainer measures all times but the first two, and its own GPU and resident memory "
+            "after each step. Peak memory is the proportional set size "
             "of a process and its children, sampled every five seconds: pages that server and "
             "trainer share count once. Generated tokens are counted by the server during training. "
             "The LoRA modes have a higher learning rate.",

@@ -66,7 +66,14 @@ class Benchmark(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     publishes: int
-    peak_cuda_bytes: int | None = None
+    sync_s_mean: float | None
+    rss_bytes_mean: float
+    peak_rss_bytes: int
+    cuda_bytes_mean: float | None
+    peak_cuda_bytes: int | None
+    checkpoint_bytes: int | None
+    model_bytes: int | None
+    adapter_bytes: int | None
 
 
 class RunFacts(BaseModel):

@@ -22,7 +22,7 @@ from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
 from grpo_local.settings.fields import each_once
 from grpo_local.settings.with_services import WithServiceOptions
 
-_PLACEHOLDER_MODEL = "tiny-model"
+TINY_MODEL = "tiny-model"
 _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
 """Options are checked before the tiny model is made and before Redis has a port."""
 GPU_CONTROL = Path("/dev/nvidiactl")
@@ -149,12 +149,12 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     max_model_len: Annotated[int | None, Shown(default="512; gsm8k: 1536; at least --seq-len")] = (
         Field(None, ge=2, description="Longest sequence that the server accepts, in tokens")
     )
-    kv_cache_mib: Annotated[int | None, Shown(default="64; gsm8k: 256")] = Field(
-        None, ge=1, description="Size of the server's KV cache, in MiB"
-    )
+    kv_cache_mib: Annotated[
+        int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
+    ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        Shown(default="float32; bfloat16 for an adapter on a GPU"),
+        Shown(default="float32; on a GPU bfloat16"),
     ] = Field(None, description="Data type of the weights in the server and in the trainer")
     device: str = Field(
         "auto",
@@ -162,8 +162,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         description="Device to train on: cpu, cuda or cuda:N. auto: a GPU if there is one, "
         "otherwise cpu",
     )
-    eager: bool = Field(
-        True,
+    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
+        None,
         description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
         " the server starts later but samples faster, which saves time in long runs",
     )
@@ -228,20 +228,28 @@ class DemoSettings(WithServiceOptions, ModeOptions):
             self.task,
             self.weight_mode,
             is_tiny=self.model is None,
+            on_gpu=self.on_gpu,
             given={name: value for name, value in given.items() if value is not None},
         )
 
     @property
+    def on_gpu(self) -> bool:
+        """Server and trainer use the same device."""
+        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
     def weights_dtype(self) -> str:
-        # vLLM's LoRA kernels for GPUs do not take float32.
-        on_gpu_with_adapter = GPU_CONTROL.exists() and self.weight_mode.trains_adapter
-        return self.dtype or ("bfloat16" if on_gpu_with_adapter else "float32")
+        return self.dtype or ("bfloat16" if self.on_gpu else "float32")
+
+    @property
+    def starts_eager(self) -> bool:
+        return self.eager if self.eager is not None else not self.on_gpu
 
     def resolved(self) -> dict[str, Any]:
         """Without the directories: this configuration can be used for another run."""
         values = super().resolved() | {name: getattr(self.sizes, name) for name in SIZE_NAMES}
         values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
-        values["dtype"] = self.weights_dtype
+        values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
         del values["run_dir"], values["resume"]
         return values
 
@@ -334,7 +342,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
             SERVER: hand_off.server_flags(),
             ENV: [self.task[0], "serve", "--group-size", str(self.group_size)],
         }
-        model = self.model or _PLACEHOLDER_MODEL
+        model = self.model or TINY_MODEL
         return [*arguments[service], "--model", model], hand_off.environment()
 
     def hand_off(self, redis_url: str, run: RunDirectory, weights_socket: Path) -> HandOff:

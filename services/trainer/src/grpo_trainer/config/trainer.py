@@ -161,7 +161,7 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
     benchmark: bool = Field(
         False,
-        description="At the end of the run, print the time of each part of the training and write "
+        description="At the end of the run, print its time, memory and disk space, and write "
         "benchmark.json",
     )
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases")

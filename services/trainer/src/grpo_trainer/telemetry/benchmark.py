@@ -1,8 +1,9 @@
-"""Reports how a run spent its time (`--benchmark`), as the archived trainer did and as JSON."""
+"""Reports the time, memory and disk space of a run (`--benchmark`), as text and as JSON."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,18 +13,20 @@ import torch
 
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_trainer.checkpoint.export import FINAL_ADAPTER, FINAL_MODEL
+from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.trainer import TrainerSettings
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0
 _WIDTH = 70
-_GB = 1e9
+_GB, _MB = 1e9, 1e6
 
 
 @dataclass(frozen=True)
 class Summary:
     """The fields of `benchmark.json`. A field is None if there is no GPU, no publication, no
-    reward, or no supervisor status in Redis."""
+    reward, no such file, or no supervisor status in Redis."""
 
     mode: str
     steps: int  # number of steps that this process took
@@ -34,8 +37,13 @@ class Summary:
     fetch_s_total: float  # of all waits for batches
     compute_s_total: float  # of all steps, without waits and publications
     publishes: int  # after steps; the one at the start does not count
-    peak_rss_bytes: int  # of the trainer process
+    rss_bytes_mean: float  # resident memory of the trainer process, after each step
+    peak_rss_bytes: int
+    cuda_bytes_mean: float | None  # GPU memory that the trainer process allocated, after each step
     peak_cuda_bytes: int | None
+    checkpoint_bytes: int | None  # of the newest checkpoint on disk
+    model_bytes: int | None  # of final_model/ on disk
+    adapter_bytes: int | None  # of final_adapter/ on disk
     restarts: int | None  # engine starts after the first
     dropped_requests: int | None  # requests that drains aborted
     generation_tokens: int | None  # tokens that the server sampled
@@ -65,17 +73,32 @@ class Summary:
             f"    Total compute time:    {self.compute_s_total:.2f}s",
             "",
             "  MEMORY:",
-            f"    Peak trainer memory:   {self.peak_rss_bytes / _GB:.2f} GB",
             *self._of_gpu(),
+            f"    Peak resident memory:  {_size(self.peak_rss_bytes)}",
+            f"    Avg resident memory:   {_size(self.rss_bytes_mean)}",
+            "",
+            "  DISK:",
+            *self._on_disk(),
             *self._of_server(),
             bar,
         ]
         return "\n".join(lines) + "\n"
 
     def _of_gpu(self) -> list[str]:
-        if self.peak_cuda_bytes is None:
+        if self.peak_cuda_bytes is None or self.cuda_bytes_mean is None:
             return []
-        return [f"    Peak GPU memory:       {self.peak_cuda_bytes / _GB:.2f} GB"]
+        return [
+            f"    Peak GPU memory:       {_size(self.peak_cuda_bytes)}",
+            f"    Avg GPU memory:        {_size(self.cuda_bytes_mean)}",
+        ]
+
+    def _on_disk(self) -> list[str]:
+        sizes = {
+            "Checkpoint size:": self.checkpoint_bytes,
+            "Model size:": self.model_bytes,
+            "Adapter size:": self.adapter_bytes,
+        }
+        return [f"    {name:<22} {_size(held)}" for name, held in sizes.items() if held is not None]
 
     def _of_server(self) -> list[str]:
         if self.restarts is None:
@@ -95,6 +118,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._steps = self._publishes = 0
         self._step_s = self._sync_s = self._fetch_s = self._compute_s = self._total_s = 0.0
+        self._rss_bytes = self._cuda_bytes = 0
         self._rewards: list[float | None] = []
 
     def add(self, record: Mapping[str, float], is_served: bool) -> None:
@@ -106,23 +130,31 @@ class Stopwatch:
         self._fetch_s += record["train/data_fetch_time"]
         self._compute_s += record["train/compute_time"]
         self._total_s = record["time_s"]
+        self._rss_bytes += resident_bytes()
+        if torch.cuda.is_available():
+            self._cuda_bytes += torch.cuda.memory_allocated()
         self._rewards = [*self._rewards[:1], record.get("reward/mean")]
 
-    def summary(self, mode: str, server: SupervisorStatus | None) -> Summary:
+    def summary(self, mode: str, server: SupervisorStatus | None, save_path: Path) -> Summary:
+        steps, has_gpu = self._steps or 1, torch.cuda.is_available()
+        checkpoint = StateStore(save_path).newest()
         return Summary(
             mode=mode,
             steps=self._steps,
             total_s=self._total_s,
-            step_s_mean=self._step_s / (self._steps or 1),
+            step_s_mean=self._step_s / steps,
             sync_s_total=self._sync_s,
             sync_s_mean=self._sync_s / self._publishes if self._publishes else None,
             fetch_s_total=self._fetch_s,
             compute_s_total=self._compute_s,
             publishes=self._publishes,
+            rss_bytes_mean=self._rss_bytes / steps,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            peak_cuda_bytes=(
-                torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-            ),
+            cuda_bytes_mean=self._cuda_bytes / steps if has_gpu else None,
+            peak_cuda_bytes=torch.cuda.max_memory_allocated() if has_gpu else None,
+            checkpoint_bytes=directory_bytes(checkpoint.directory) if checkpoint else None,
+            model_bytes=directory_bytes(save_path / FINAL_MODEL),
+            adapter_bytes=directory_bytes(save_path / FINAL_ADAPTER),
             restarts=server.restarts if server else None,
             dropped_requests=server.dropped_requests if server else None,
             generation_tokens=server.generation_tokens if server else None,
@@ -139,3 +171,20 @@ def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
     url = settings.redis_url.get_secret_value()
     with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
         return link.status_for_report()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, as proc(5) describes it."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def directory_bytes(directory: Path) -> int | None:
+    """Size of all files in a directory; None if it does not exist."""
+    if not directory.is_dir():
+        return None
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _size(held: float) -> str:
+    return f"{held / _GB:.2f} GB" if held >= _GB else f"{held / _MB:.2f} MB"

@@ -41,6 +41,8 @@ class Recorder:
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""
         settings = self._settings
-        summary = self._stopwatch.summary(settings.sync.mode, server_status(settings))
+        summary = self._stopwatch.summary(
+            settings.sync.mode, server_status(settings), settings.save_path
+        )
         summary.write(settings.save_path)
         sys.stdout.write(f"\n{summary}")
