@@ -74,6 +74,7 @@ class Command:
         without_effect: names that are accepted, reported and ignored
         refused: names that do not exist here, and what to do instead
         passes_on: field that receives all words that are not options of this command
+        others: names that are passed on although they resemble options of this command
     """
 
     prog: str
@@ -86,6 +87,7 @@ class Command:
     without_effect: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     passes_on: str | None = None
+    others: frozenset[str] = frozenset()
 
     def alias(self, name: str) -> Alias | None:
         found = self.aliases.get(name)

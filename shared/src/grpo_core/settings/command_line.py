@@ -143,7 +143,7 @@ class _Reader:
     def _unknown(self, word: str, typed: str, name: str) -> None:
         if self._command.passes_on is None:
             self._read.problems.append(f"{typed}: {self._names.unknown(name)}")
-        elif near := self._names.one_typo_from(name):
+        elif name not in self._command.others and (near := self._names.one_typo_from(name)):
             self._read.problems.append(f"{typed}: no such option; did you mean --{near}?")
         else:
             self._read.passed_on.append(word)
