@@ -152,7 +152,8 @@ def read(name: str) -> Iterator[Command]:
 
 def _joined(lines: list[str]) -> Iterator[tuple[int, str]]:
     """Lines that end with a backslash continue on the next one."""
-    begun, parts = 0, []
+    begun = 0
+    parts: list[str] = []
     for number, line in enumerate(lines, 1):
         begun = begun if parts else number
         parts.append(line.strip().removesuffix("\\"))

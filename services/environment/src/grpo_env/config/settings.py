@@ -257,8 +257,8 @@ class EnvServerSettings(CommandSettings):
         if self.use_wandb and find_spec("wandb") is None:
             yield Mistake(
                 "use_wandb",
-                "needs the package wandb: pip install wandb; for an image, build "
-                "services/environment with EXTRAS=wandb",
+                "needs the package wandb: pip install wandb, or build the image with "
+                "ENVIRONMENT_EXTRAS=wandb",
             )
         if self.ready_file and (problem := not_writable(self.ready_file.parent)):
             yield Mistake("ready_file", problem)
