@@ -50,7 +50,7 @@ LANES ?= "lint unit integration soak e2e" "inference faults"
 TIER ?= not full and not gpu
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
-CHECKED = $(PACKAGES) containers gpu tests benchmarks docs/generate
+CHECKED = $(PACKAGES) compat containers gpu tests benchmarks docs/generate
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -131,7 +131,7 @@ test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a re
 lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
 	@$(BIN)/ruff check $(CHECKED)
 	@$(BIN)/ruff format --check $(CHECKED)
-	@$(BIN)/mypy $(SOURCES) benchmarks docs/generate containers/*.py gpu/*.py
+	@$(BIN)/mypy $(SOURCES) compat benchmarks docs/generate containers/*.py gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
 	@$(MKDOCS) build --strict

@@ -97,4 +97,4 @@ def _notes(settings: type[CommandSettings]) -> Iterator[str]:
         yield f"Prefix of the [environment variables](index.md#variables): `{command.env_prefix}`."
     if command.without_effect:
         names = ", ".join(f"`--{name}`" for name in sorted(command.without_effect))
-        yield f"These options of Atropos are accepted and have no effect: {names}."
+        yield f"These options are accepted and have no effect: {names}."

@@ -53,7 +53,7 @@ def test_the_answer_has_the_shape_of_the_contract(shared_server: InferenceServer
         assert first == last
 
 
-def test_a_text_prompt_ends_at_the_stop_token_and_comes_without_logprobs_unless_asked(
+def test_a_text_prompt_ends_at_the_stop_token(
     shared_server: InferenceServer,
 ) -> None:
     prompt = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
@@ -62,7 +62,19 @@ def test_a_text_prompt_ends_at_the_stop_token_and_comes_without_logprobs_unless_
     (completion,) = GenerateAnswer.model_validate(answer).completions()
     assert completion.finish_reason == "stop"
     assert len(completion.token_ids) < 20
-    assert "logprobs" not in answer_to(shared_server, prompt=prompt, logprobs=None)
+
+
+def test_logprobs_of_the_sampled_tokens_are_the_default(shared_server: InferenceServer) -> None:
+    """As for the archived server: the request of its documents has no parameter `logprobs`."""
+    body = {"prompt": "Hello", "max_tokens": 5, "temperature": 0}
+    sampled, *others = (
+        httpx.post(f"{shared_server.url}/generate", json=body | more).json()
+        for more in ({}, {"logprobs": True}, {"logprobs": False}, {"logprobs": None})
+    )
+    (tokens,) = sampled["token_ids"]
+    assert [list(entry) for (entry,) in sampled["logprobs"][0]] == [[str(t)] for t in tokens]
+    assert others[0]["logprobs"] == sampled["logprobs"]  # the likeliest token was sampled
+    assert ["logprobs" in answer for answer in others] == [True, False, False]
 
 
 AMPERSANDS = {"logit_bias": {"5": 100}, "ignore_eos": True}

@@ -155,6 +155,18 @@ def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
     assert first_batch_without_a_state(config) == 3
 
 
+def test_a_finished_run_ends_too_if_run_api_has_another_run(
+    http: httpx.Client, tmp_path: Path
+) -> None:
+    config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
+    save(config)
+    with capture_logs() as logs:
+        train.train(config)
+    (entry,) = logs
+    assert entry["reason"] == "nothing was trained, because all 2 steps are done"
+    assert "`--resume never`" in entry["hint"]
+
+
 def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path: Path) -> None:
     limit = {"--max-leased-bytes": 1024}
     api = start_run_api(redis_url, tmp_path, run_id="early-save", further=limit)

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.settings.command_line import read_command_line
 from grpo_core.settings.options import options_of
 from grpo_env.config.settings import EnvServerSettings
 from grpo_local.process.ports import free_port
@@ -159,3 +160,12 @@ def test_variables_of_the_archived_names_are_accepted() -> None:
 def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> None:
     given = ["arithmetic", *words.split(), "serve", "--model", "m"]
     assert load_settings(EnvServerSettings, given, {}).drop_equal_scores is expected
+
+
+def test_grpo_run_takes_every_option_of_the_trainer() -> None:
+    names = [option.name for option in options_of(CommandLine).values()]
+    words = [f"--{name}=true" for name in (*names, *CommandLine.command.aliases)]
+    read = read_command_line(RunSettings.command, options_of(RunSettings), words)
+    assert not read.problems
+    assert "--gradient-accumulation-steps=true" in read.passed_on
+    assert read.values["port"].name == "--vllm-port"

@@ -56,10 +56,14 @@ MISTAKES = {
         grpo, "--model {tmp} --mode shared_vllm", "--model: no config.json in {tmp}"
     ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
-    "option of another mode": Mistake(
+    "several trainer processes": Mistake(
+        grpo, f"{TRAINER} --world-size 2", "--world-size: expected 1: a run has one trainer process"
+    ),
+    "several inference servers": Mistake(
         grpo,
-        f"{TRAINER} --lora-r 8",
-        "--lora-r: this option applies only in mode lora_only or lora_restart",
+        TRAINER,
+        "NUM_INFERENCE_NODES: expected 0: one inference server per run",
+        (("NUM_INFERENCE_NODES", "2"),),
     ),
     "unknown task": Mistake(
         env_server, "gsm8x serve --model m", "TASK: expected one of arithmetic, gsm8k; got 'gsm8x'"

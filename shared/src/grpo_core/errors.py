@@ -7,7 +7,8 @@ GrpoError                     base of all errors of this system
 │   ├── TrainerSuperseded     another trainer has registered for the run
 │   ├── LeasesFull            batches must be acknowledged before run-api leases another one
 │   └── UnknownBatch          the run at run-api never handed out this batch
-└── ProtocolViolation         the answer of a service breaks the protocol
+├── ProtocolViolation         the answer of a service breaks the protocol
+└── WandbUnavailable          Weights & Biases was requested and does not start
 """
 
 from __future__ import annotations
@@ -52,3 +53,7 @@ class UnknownBatch(RequestRefused):
 
 class ProtocolViolation(GrpoError):
     """A service sent an answer that its HTTP API does not allow."""
+
+
+class WandbUnavailable(GrpoError):
+    """Weights & Biases did not start."""

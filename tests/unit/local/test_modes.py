@@ -10,7 +10,7 @@ from grpo_core.settings import load_settings
 from grpo_local.modes import HandOff
 from grpo_local.settings import DemoSettings
 
-OF_FILES = {"--weights-dir"}
+OF_FILES = {"--no-share-weights", "--weights-dir"}
 TAKES_ADAPTERS = OF_FILES | {"--enable-lora", "--max-loras", "--max-lora-rank"}
 TRAINS_ADAPTERS = {
     *("--run-id", "--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),

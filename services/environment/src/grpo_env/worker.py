@@ -26,6 +26,7 @@ from grpo_env.rollout.chat_template import Encode
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.rollout.rollout import Generation, SamplingPlan
 from grpo_env.tasks import Task
+from grpo_env.wandb_run import Log, wandb_log
 
 log = structlog.get_logger()
 
@@ -117,13 +118,18 @@ class Worker:
         self._in_flight: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        try:
-            membership = await self._join()
-            await self._feed_trainer(membership)
-        finally:
-            await self._leave()
+        async with contextlib.AsyncExitStack() as stack:
+            # Closed last: W&B may need seconds to finish its run.
+            try:
+                membership = await self._join()
+                log_to_wandb = await stack.enter_async_context(
+                    wandb_log(self._settings, self._api, membership)
+                )
+                await self._feed_trainer(membership, log_to_wandb)
+            finally:
+                await self._leave()
 
-    async def _feed_trainer(self, membership: Membership) -> None:
+    async def _feed_trainer(self, membership: Membership, log_to_wandb: Log) -> None:
         while True:
             status = await self._poll_status(membership.env_id)
             if status is None:
@@ -139,9 +145,14 @@ class Worker:
                     step=status.current_step,
                     groups_sent=self._producer.progress.groups_sent,
                 )
+                log_to_wandb(status.current_step, self._producer.progress.report())
                 return
             await self._work_until_next_poll(status, total_steps)
-            await self._report()
+            if fields := self._producer.progress.report_if_due():
+                log_to_wandb(status.current_step, fields)
+                log.info("progress.reported", unfinished_groups=len(self._in_flight), **fields)
+                # A restarted trainer may use another batch size.
+                await self._retry(self._ask_trainer_info)
 
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may
@@ -251,14 +262,6 @@ class Worker:
         errors = [error for task in done if (error := task.exception())]
         if errors:
             raise errors[0]
-
-    async def _report(self) -> None:
-        fields = self._producer.progress.report_if_due()
-        if fields is None:
-            return
-        log.info("progress.reported", unfinished_groups=len(self._in_flight), **fields)
-        # A restarted trainer may use another batch size.
-        await self._retry(self._ask_trainer_info)
 
     async def _leave(self) -> None:
         for task in self._in_flight:

@@ -14,7 +14,6 @@ from pathlib import Path
 from grpo_core.settings import EXIT_USAGE, load_settings
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
-from grpo_local.settings.compare import SEPARATOR
 
 
 def main() -> None:
@@ -34,7 +33,7 @@ def main() -> None:
 
 def run() -> None:
     """`grpo-run`"""
-    settings = load_settings(RunSettings, with_names_of_trainer(sys.argv[1:]), at_start=True)
+    settings = load_settings(RunSettings, sys.argv[1:], at_start=True)
 
     from grpo_local.commands.run import run_together
     from grpo_local.screen import Screen
@@ -74,18 +73,6 @@ def with_config_of_resumed_run(
             f"--resume {named}: this directory has no {config.name}; name the directory of a run"
         )
     return ["--config", str(config), *words]
-
-
-def with_names_of_trainer(words: Sequence[str]) -> list[str]:
-    """Options after `--` are the trainer's: `-- --lr 1` → `--trainer.lr 1`."""
-    if SEPARATOR not in words:
-        return list(words)
-    end = words.index(SEPARATOR)
-    passed_on = (
-        f"--trainer.{word.removeprefix('--')}" if word.startswith("--") else word
-        for word in words[end + 1 :]
-    )
-    return [*words[:end], *passed_on]
 
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:

@@ -152,7 +152,8 @@ class HandOff:
             flags += ["--share-weights", "--weights-socket", str(self.weights_socket)]
             flags += ["--bridge-config-path", str(self.bridge_config)]
         else:
-            flags += ["--weights-dir", str(self.weights_directory)]
+            # A variable such as VLLM_ENABLE_SHARED_WEIGHTS may say otherwise.
+            flags += ["--no-share-weights", "--weights-dir", str(self.weights_directory)]
         if mode.trains_adapter:
             flags += ["--enable-lora", "--max-loras", str(RESIDENT_ADAPTERS)]
             holds_rank = next(rank for rank in LORA_RANKS if rank >= self.options.lora_r)

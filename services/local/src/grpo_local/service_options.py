@@ -38,6 +38,10 @@ SET_BY_RUNNER: Mapping[str, frozenset[str]] = {
 }
 """Options that connect the services with each other."""
 
+MAY_DIFFER = frozenset(
+    {"log-level", "debug-loading", "dtype", "max-model-len", "gpu-memory-utilization"}
+)
+"""Options of a command that may have another value for one service."""
 _API_KEYS = ("api-key", "vllm-api-key")
 
 Options = Mapping[str, tuple[str, ...]]
@@ -52,10 +56,13 @@ class UnexpectedWord(ValueError):
     """A word of the command line is not an option of a service. Its text is that word."""
 
 
-def options_by_service(words: Iterable[str]) -> dict[str, Options]:
+def options_by_service(words: Iterable[str], default: str | None = None) -> dict[str, Options]:
     """`--trainer.lr 1e-4 --env.seed=3` → `{"trainer": {"lr": ("1e-4",)}, "env": {"seed": ("3",)}}`.
 
     The last one counts if an option is given twice.
+
+    Args:
+        default: the service of options without the name of a service
 
     Raises:
         UnexpectedWord: a word is neither an option of a service nor a value of one
@@ -63,7 +70,7 @@ def options_by_service(words: Iterable[str]) -> dict[str, Options]:
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     open_option: tuple[str, str] | None = None
     for word in words:
-        if match := _OPTION.fullmatch(word):
+        if match := _OPTION.fullmatch(_with_service(word, default)):
             service, name, value = match[1], match[2].replace("_", "-"), match[3]
             options = found.setdefault(service, {})
             options.pop(name, None)
@@ -75,6 +82,12 @@ def options_by_service(words: Iterable[str]) -> dict[str, Options]:
         else:
             raise UnexpectedWord(word)
     return {service: found[service] for service in SERVICES if service in found}
+
+
+def _with_service(word: str, default: str | None) -> str:
+    """`--lr=1` → `--trainer.lr=1`."""
+    is_plain = word.startswith("--") and not _OPTION.fullmatch(word)
+    return f"--{default}.{word[2:]}" if default and is_plain else word
 
 
 def service_words(options: Options) -> list[str]:
@@ -118,17 +131,23 @@ def section(options: Options) -> dict[str, Any]:
 
 
 def options_set_elsewhere(
-    service: str, options: Options, prog: str, own: Iterable[str]
+    service: str, options: Options, prog: str, own: Iterable[str], default: str | None = None
 ) -> Iterator[str]:
-    """A message per option that `prog` sets itself. `own`: its own options, with dashes."""
-    own = set(own) - {"log-level"}
+    """A message per option that `prog` sets itself.
+
+    Args:
+        own: its own options, with dashes
+        default: the service of options without the name of a service
+    """
+    own = set(own) - MAY_DIFFER
+    prefix = "" if service == default else f"{service}."
     for name in options:
         if name in _API_KEYS and "run-api-token" in own:
             yield f"--{service}.{name}: {prog} sets this option; write --run-api-token"
         elif name in own:
             yield f"--{service}.{name}: {prog} sets this option; write --{name}"
         elif name in SET_BY_RUNNER[service]:
-            yield f"--{service}.{name}: {prog} sets this option itself; omit it"
+            yield f"--{prefix}{name}: {prog} sets this option itself; omit it"
 
 
 def mistakes_in(
@@ -151,8 +170,8 @@ def mistakes_in(
     )
     if done.returncode == 0:
         return []
-    lines = done.stderr.strip().splitlines()[-_SHOWN_LINES:]
-    return [_named_here(service, options, line) for line in lines]
+    lines = [line for line in done.stderr.strip().splitlines() if ": ignored" not in line]
+    return [_named_here(service, options, line) for line in lines[-_SHOWN_LINES:]]
 
 
 @cache

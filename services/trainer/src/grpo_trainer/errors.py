@@ -18,7 +18,6 @@ GrpoError (grpo_core)
 ├── NoInferenceServer       nothing answers at the server's URL
 ├── NoEnvironmentLeft       all environments of the run have left, and none came back
 ├── StaleData               every batch is older than --max-staleness
-├── WandbUnavailable        Weights & Biases was requested and does not start
 ├── NonFiniteStep           the step is impossible; no weight was changed
 │   ├── NonFiniteLoss       the loss of a micro-batch is NaN or infinite
 │   └── NonFiniteGradient   the gradient norm of a step is NaN or infinite
@@ -134,10 +133,6 @@ class NoEnvironmentLeft(GrpoError):
 
 class StaleData(GrpoError):
     """Every group that arrived within `--batch-deadline-s` exceeded `--max-staleness`."""
-
-
-class WandbUnavailable(GrpoError):
-    """Weights & Biases did not start."""
 
 
 class NonFiniteStep(GrpoError):

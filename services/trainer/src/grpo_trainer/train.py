@@ -20,7 +20,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
+from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.sinks import open_sinks
@@ -53,10 +53,12 @@ def train(settings: TrainerSettings) -> None:
         remove_unfinished(store.directory)
         saved = find_state(settings, store)
         if saved is not None and saved.record.step >= settings.steps:
-            rejoin(api, settings, saved)
-            log.info(
+            # If run-api has another run, nothing needs to be acknowledged.
+            with contextlib.suppress(StateOfAnotherRun):
+                rejoin(api, settings, saved)
+            log.warning(
                 "run.already_complete",
-                steps=saved.record.step,
+                reason=f"nothing was trained, because all {saved.record.step} steps are done",
                 checkpoint=str(saved.directory),
                 hint="raise --steps to continue; pass `--resume never` or another "
                 "--save-path to start again",

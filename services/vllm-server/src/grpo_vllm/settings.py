@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -17,6 +17,7 @@ from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,
+    Given,
     LogLevel,
     Mistake,
     Shown,
@@ -27,6 +28,8 @@ from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
+NODES_VARIABLE = "NUM_INFERENCE_NODES"
+"""The archived server shares its weights if this variable is set, also to 0."""
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would silently break the importance ratio or the shared memory."""
@@ -101,7 +104,7 @@ class ServerSettings(CommandSettings):
     share_weights: bool = Field(
         False,
         description="Share the weights in memory with a trainer on this host, so that the trainer "
-        "can update them",
+        "can update them. Without --enable-lora, NUM_INFERENCE_NODES=0 means the same",
     )
     weights_socket: Annotated[
         Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
@@ -289,6 +292,23 @@ class ServerSettings(CommandSettings):
             )
         return value
 
+    @classmethod
+    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
+        """Variables that make the archived server share its weights, unless it serves adapters."""
+        nodes = environment.get(NODES_VARIABLE)
+        if nodes and "share_weights" not in given:
+            if nodes != "0":
+                raise ValueError(
+                    f"{NODES_VARIABLE}: expected 0: one inference server per run receives new "
+                    f"weights; got {nodes!r}"
+                )
+            given["share_weights"] = Given("true", NODES_VARIABLE)
+        shares, lora = given.get("share_weights"), given.get("enable_lora")
+        if shares and shares.name in (NODES_VARIABLE, SHARE_WEIGHTS_VARIABLE) and _is_on(lora):
+            del given["share_weights"]
+            if _is_on(shares):
+                yield f"ignored with --enable-lora: {shares.name}"
+
     def mistakes(self) -> Iterator[Mistake]:
         if self.share_weights and self.enable_lora:
             yield Mistake(
@@ -333,6 +353,10 @@ class ServerSettings(CommandSettings):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
+
+
+def _is_on(given: Given | None) -> bool:
+    return given is not None and str(given.value).lower() in ("true", "1", "yes", "on")
 
 
 def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:

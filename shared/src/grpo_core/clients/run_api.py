@@ -27,6 +27,7 @@ from grpo_core.wire.run_api import (
     RunStatus,
     TrainerEnrolled,
     TrainerInfo,
+    WandbNames,
 )
 from grpo_core.wire.scored_group import ScoredGroup
 
@@ -174,6 +175,9 @@ class EnvironmentClient(AsyncServiceClient):
             headers={"idempotency-key": str(uuid.uuid4())},
         )
         return answer if answer["status"] == "success" else None
+
+    async def wandb_names(self) -> WandbNames:
+        return parse(WandbNames, await self._request("GET", "/wandb_info"))
 
     async def status(self, env_id: int) -> EnvironmentStatus:
         answer = await self._request("GET", "/status-env", json={"env_id": env_id})

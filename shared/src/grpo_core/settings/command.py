@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from grpo_core.settings.command_line import Given
 
 SHARED_VARIABLES: Mapping[str, str] = {
     "redis_url": "REDIS_URL",
@@ -36,11 +39,24 @@ class Alias:
     Args:
         convert: turns a value of the alias into one of the option, or raises `ValueError`
         yields: the alias has no effect if the option is given under another name
+        is_flag: the alias takes no value; `convert` then gets "true" or "false"
     """
 
     field: str
     convert: Callable[[Any], Any] | None = None
     yields: bool = False
+    is_flag: bool = False
+
+
+def flag_for(field: str, value: str) -> Alias:
+    """A flag that means the option `field` with this value."""
+
+    def convert(given: Any) -> str:
+        if str(given).lower() != "true":
+            raise ValueError(f"expected no value, or true; got {str(given)!r}")
+        return value
+
+    return Alias(field, convert, is_flag=True)
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ class Command:
         without_effect: names that are accepted, reported and ignored
         refused: names that do not exist here, and what to do instead
         passes_on: field that receives all words that are not options of this command
+        others: names that are passed on although they resemble options of this command
     """
 
     prog: str
@@ -70,6 +87,7 @@ class Command:
     without_effect: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     passes_on: str | None = None
+    others: frozenset[str] = frozenset()
 
     def alias(self, name: str) -> Alias | None:
         found = self.aliases.get(name)
@@ -104,6 +122,22 @@ class CommandSettings(BaseModel):
             ValueError: with a message for the user
         """
         return content
+
+    @classmethod
+    def drop_unused(
+        cls,
+        given: dict[str, Given],  # noqa: ARG003
+        environment: Mapping[str, str],  # noqa: ARG003
+    ) -> Iterator[str]:
+        """Hook: remove values that have no effect, and yield a line for the user about them. The
+        hook may also add values that a variable stands for.
+
+        Args:
+            given: the values by field, before they are checked
+        Raises:
+            ValueError: with a message for the user
+        """
+        yield from ()
 
     def mistakes(self) -> Iterator[Mistake]:
         """Hook: mistakes that no single field shows, such as options that exclude each other."""

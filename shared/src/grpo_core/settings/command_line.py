@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from grpo_core.settings.command import Command
-from grpo_core.settings.names import Names
+from grpo_core.settings.names import Found, Names
 from grpo_core.settings.options import COMMON, Option
 
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -88,7 +88,7 @@ class _Reader:
             self._unknown(word, typed, name)
             return
         option = self._options[found.field]
-        given = self._given(option, typed, inline, is_negated=found.is_negated)
+        given = self._given(option, typed, inline, found)
         if given is None:
             return
         try:
@@ -113,12 +113,12 @@ class _Reader:
         else:
             self._read.problems.append(f"{typed}={inline}: {typed} takes no value")
 
-    def _given(self, option: Option, typed: str, inline: str | None, *, is_negated: bool) -> Any:
-        if option.is_flag:
+    def _given(self, option: Option, typed: str, inline: str | None, found: Found) -> Any:
+        if option.is_flag or found.is_flag:
             if inline is None and self._words and self._words[0].lower() in BOOLEANS:
                 inline = self._words.popleft()
             value = (inline or "true").lower()
-            return _NOT.get(value, value) if is_negated else value
+            return _NOT.get(value, value) if found.is_negated else value
         first = self._value(typed, inline)
         if first is None or not option.is_list:
             return first
@@ -143,7 +143,7 @@ class _Reader:
     def _unknown(self, word: str, typed: str, name: str) -> None:
         if self._command.passes_on is None:
             self._read.problems.append(f"{typed}: {self._names.unknown(name)}")
-        elif near := self._names.one_typo_from(name):
+        elif name not in self._command.others and (near := self._names.one_typo_from(name)):
             self._read.problems.append(f"{typed}: no such option; did you mean --{near}?")
         else:
             self._read.passed_on.append(word)

@@ -64,6 +64,11 @@ def load_settings(
     given = dict(file.values)
     merge(given, variables)
     merge(given, line.values)
+    try:
+        for message in settings_type.drop_unused(given, environment):
+            sys.stderr.write(f"{command.prog}: {message}\n")
+    except ValueError as error:
+        _end_on_mistakes(command, [str(error)])
     values = {name: _expanded(options.get(name), found.value) for name, found in given.items()}
     if command.passes_on and line.passed_on:
         values[command.passes_on] = [*values.get(command.passes_on, ()), *line.passed_on]

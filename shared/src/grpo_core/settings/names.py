@@ -20,6 +20,7 @@ class Found(NamedTuple):
     convert: Callable[[Any], Any] | None = None
     is_negated: bool = False
     yields: bool = False
+    is_flag: bool = False
 
 
 class Names:
@@ -35,7 +36,7 @@ class Names:
         for name in command.aliases:
             if alias := command.alias(name):
                 self._found[name.replace("_", "-")] = Found(
-                    alias.field, alias.convert, yields=alias.yields
+                    alias.field, alias.convert, yields=alias.yields, is_flag=alias.is_flag
                 )
         flags = [name for name, found in self._found.items() if options[found.field].is_flag]
         self._negated = {f"no-{name}": self._found[name] for name in flags}

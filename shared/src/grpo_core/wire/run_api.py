@@ -49,6 +49,13 @@ class EnvironmentRegistration(WireModel):
     min_batch_allocation: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
 
+class WandbNames(WireModel):
+    """Answer of `GET /wandb_info`: the trainer's names; None while no trainer is registered."""
+
+    group: str | None
+    project: str | None
+
+
 class EnvironmentId(WireModel):
     env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 

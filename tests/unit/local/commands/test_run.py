@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_local.__main__ import with_names_of_trainer
 from grpo_local.commands.run import run_together
 from grpo_local.process.ports import free_port
 from grpo_local.settings import RunSettings
@@ -60,7 +59,7 @@ class Together:
     def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
         """Returns the exit status after server, engine and trainer have ended."""
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
-        words = with_names_of_trainer([*given, *arguments, "--", *trainer])
+        words = [*given, *arguments, "--", *trainer]
         status = run_together(load_settings(RunSettings, words), self.shown)
         pids = (self.folder / "pids").read_text().split()
         assert not any(is_alive(int(pid)) for pid in pids)
@@ -86,7 +85,7 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
     status = together.run(
         *("--mode", "lora_restart", "--vllm-restart-interval", "5", "--server-flags=--seed 3"),
         *("--save-path", "saved"),
-        *("--trainer.lr", "1", "--server.swap-space=2"),
+        *("--trainer.lr", "1", "--server.swap-space=2", "--dtype", "float32", "--batch-size", "4"),
         trainer=("--training-steps", "4"),
     )
     assert (status, together.shown.err) == (0, "")
@@ -94,8 +93,14 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
     served, trained = together.said("vllm-server"), together.said("trainer")
     assert f"--weights-dir {together.folder}/saved/served_weights --enable-lora" in served
     assert "--seed 3 --swap-space=2" in served
-    for flags in ("--vllm-restart-interval 5", "--save-path saved", "--lr=1 --training-steps=4"):
+    for flags in (
+        "--vllm-restart-interval 5",
+        "--save-path saved",
+        "--lr=1 --batch-size=4 --training-steps=4",
+    ):
         assert flags in trained
+    assert "--dtype float32 --gpu-memory-utilization 0.45 --max-model-len 4096" in served
+    assert "--dtype float32" in trained
     assert trained.splitlines()[0] in together.shown.out
 
 

@@ -33,19 +33,13 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mode", "flags", "told"),
     [
         (
-            "none",
-            "--pause-lease-s 3",
-            "--pause-lease-s: this option applies only in mode shared_vllm",
-        ),
-        ("shared_vllm", "--vllm-restart-interval 3", "not in mode shared_vllm"),
-        (
             "lora_only",
             "--vllm-restart-interval 5 --adapter-sync-interval 4",
             "only one of these options",
         ),
         ("none", "--max-staleness 1", "up to 2 steps old"),
         ("none", "--redis-url http://x", "--redis-url"),
-        ("shared_vllm", "--use-wandb", "--wandb-project: "),
+        ("none", "--single-copy=false", "--single-copy: expected no value, or true; got 'false'"),
         ("shared_vllm", "--packing yes", "--packing: "),
         ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
         ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),
@@ -58,6 +52,24 @@ def test_a_mistake_ends_it_with_the_name_of_the_option(
         settings(mode, *flags.split())
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_options_of_other_modes_are_ignored_with_one_line(
+    capsys: pytest.CaptureFixture[Any],
+) -> None:
+    chosen = settings("none", "--pause-lease-s", "-1", "--lora_r=8", "--vllm-restart-interval", "5")
+    told = capsys.readouterr().err
+    assert told == (
+        "grpo: ignored in mode none: --lora_r (only in mode lora_only or lora_restart), "
+        "--pause-lease-s (only in mode shared_vllm)\n"
+    )
+    assert chosen.sync.publish_every_steps == 5
+
+
+def test_the_archived_trainers_flags_for_one_process_are_accepted() -> None:
+    flags = "--trainer-rank 0 --world-size 1 --init-method env:// --num-inference-nodes 0"
+    chosen = settings("none", "--single-copy", "--debug-loading", "--log-dir", "x", *flags.split())
+    assert (chosen.sync.mode, chosen.log_level) == ("shared_vllm", "DEBUG")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,18 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.errors import WandbUnavailable
 from grpo_trainer.checkpoint.resume import continued_settings
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.errors import NonFiniteLoss, WandbUnavailable
-from grpo_trainer.telemetry.sinks import append_record, open_sinks, rotate_records, trim_records
-from grpo_trainer.telemetry.wandb_sink import start_wandb
+from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.telemetry.sinks import (
+    append_record,
+    open_sinks,
+    rotate_records,
+    trim_records,
+    wandb_sink,
+)
 from tests.support.directories import names
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
@@ -40,7 +46,7 @@ class Run:
     def finish(self, exit_code):
         called("finish", exit_code)
         {finish}
-def init(project, group, config, settings):
+def init(project, group, name, config, settings):
     called("init", project, group, *(config[name] for name in {named!r}))
     {init}
     return Run()
@@ -165,7 +171,7 @@ def test_wandb_that_fails_is_reported_once_and_training_goes_on(
 ) -> None:
     wandb.does(**does)
     with capture_logs() as logs:
-        sink = start_wandb(settings())
+        sink = wandb_sink(settings())
         if "log" in does:
             sink.write({"step": 0})
             wait_for(lambda: wandb.calls[-1][0] == "log")
@@ -182,13 +188,13 @@ def test_wandb_that_fails_is_reported_once_and_training_goes_on(
 def test_a_start_that_fails_says_why_and_what_to_do(wandb: StandIn) -> None:
     wandb.does(init='raise Error("no API key configured")')
     with pytest.raises(WandbUnavailable, match=r"no API key configured.*WANDB_MODE=offline"):
-        start_wandb(settings())
+        wandb_sink(settings())
 
 
 @pytest.mark.usefixtures("wandb")
 def test_the_key_in_the_file_reaches_wandb(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("s3cret\n")
-    with start_wandb(settings(wandb_key_file=tmp_path / "key")) as sink:
+    with wandb_sink(settings(wandb_key_file=tmp_path / "key")) as sink:
         assert psutil.Process(sink.pid).environ()["WANDB_API_KEY"] == "s3cret"
     with pytest.raises(WandbUnavailable, match=r"--wandb-key-file .*nowhere"):
-        start_wandb(settings(wandb_key_file=tmp_path / "nowhere"))
+        wandb_sink(settings(wandb_key_file=tmp_path / "nowhere"))

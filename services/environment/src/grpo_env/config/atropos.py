@@ -22,6 +22,7 @@ ALIASES: Mapping[str, str] = {
     "env.data": "data",
     "env.data-config": "data_config",
     "env.format-reward": "format_reward",
+    "env.use-wandb": "use_wandb",
     "env.wandb-name": "wandb_name",
     "env.weight": "weight",
     "env.inference-weight": "weight",
@@ -46,7 +47,6 @@ WITHOUT_EFFECT = frozenset(
         "env.eval-handling",
         "env.eval-limit-ratio",
         "env.max-eval-workers",
-        "env.use-wandb",  # the trainer reports
         "env.num-rollouts-to-keep",
         "env.num-rollouts-per-group-for-logging",
         "env.min-items-sent-before-logging",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -64,7 +65,7 @@ class EnvServerSettings(CommandSettings):
                 "trainer_deadline_s",
                 "next_run_deadline_s",
             ),
-            "Logging": ("log_level", "ready_file"),
+            "Logging": ("log_level", "ready_file", "use_wandb"),
         },
         examples=(
             "env-server arithmetic serve --model ./model --group-size 8",
@@ -137,6 +138,11 @@ class EnvServerSettings(CommandSettings):
     )
     wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
         None, min_length=1, description="Name of this environment in metrics and in logs"
+    )
+    use_wandb: bool = Field(
+        False,
+        description="Log to a run of this environment in Weights & Biases, in the trainer's project"
+        " and group",
     )
     weight: Weight = Field(
         1.0,
@@ -248,6 +254,12 @@ class EnvServerSettings(CommandSettings):
             path = getattr(self, name)
             if path and (problem := missing_directory(path)):
                 yield Mistake(name, problem)
+        if self.use_wandb and find_spec("wandb") is None:
+            yield Mistake(
+                "use_wandb",
+                "needs the package wandb: pip install wandb, or build the image with "
+                "ENVIRONMENT_EXTRAS=wandb",
+            )
         if self.ready_file and (problem := not_writable(self.ready_file.parent)):
             yield Mistake("ready_file", problem)
 

@@ -53,6 +53,7 @@ class _Window:
     graded_groups: int = 0
     equal_groups: int = 0
     tokens: int = 0
+    graded_tokens: int = 0
 
 
 class Progress:
@@ -68,23 +69,29 @@ class Progress:
         """Count one sampled group. `groups_sent` is counted separately."""
         self._window.tokens += outcome.completion_tokens
         self._window.rewards.add(outcome.rewards)
-        self._window.graded_groups += bool(outcome.rewards)
+        if outcome.rewards:
+            self._window.graded_groups += 1
+            self._window.graded_tokens += outcome.completion_tokens
         if isinstance(outcome, RolloutFailure):
             self.failures[outcome.reason] += 1
             self._window.equal_groups += outcome.reason is FailureReason.EQUAL_SCORES
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""
+        is_due = self._clock() - self._window.started >= _REPORT_EVERY_S
+        return self.report() if is_due else None
+
+    def report(self) -> dict[str, Any]:
+        """The fields of a report on the time since the previous one."""
         elapsed_s = self._clock() - self._window.started
-        if elapsed_s < _REPORT_EVERY_S:
-            return None
         window, self._window = self._window, _Window(self._clock())
         return {
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
             "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "mean_completion_tokens": _ratio(window.graded_tokens, window.rewards.count),
             "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
-            "tokens_per_s": round(window.tokens / elapsed_s, 1),
+            "tokens_per_s": round(window.tokens / elapsed_s, 1) if elapsed_s else None,
         }
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
 from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
-from grpo_core.settings import Command, CommaSeparated, HttpUrl, LogLevel, Mistake, Shown
+from grpo_core.settings import (
+    Command,
+    CommaSeparated,
+    HttpUrl,
+    LogLevel,
+    Mistake,
+    Shown,
+    flag_for,
+)
 from grpo_core.settings.machine import cannot_listen, missing_model, not_writable
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
@@ -26,34 +34,47 @@ class RunSettings(WithServiceOptions, ModeOptions):
     the trainer, and stops server and trainer at the end. run-api and environments are started
     separately. The exit status is the trainer's exit status.
 
-    To set any option of the trainer or of the server, put the service's name in front:
-    --trainer.lr 1e-6 (options of grpo), --server.max-model-len 4096 (options of vllm-api-server and
-    vLLM). All words after -- are options of the trainer too."""
+    All other options are options of the trainer (grpo), for example --lr 1e-6. To set an option of
+    the server, put its name in front: --server.max-num-seqs 64 (options of vllm-api-server and
+    vLLM)."""
 
     command: ClassVar[Command] = Command(
         prog="grpo-run",
         env_prefix="GRPO_RUN_",
         groups={
-            "Model": ("model",),
+            "Model": ("model", "dtype"),
             "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
             "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
             "Run": ("run_api_url", "redis_url", "run_id", "save_path"),
-            "Inference server": ("host", "port", "health_port", "server_flags"),
+            "Inference server": (
+                "host",
+                "port",
+                "health_port",
+                "gpu_memory_utilization",
+                "max_model_len",
+                "server_flags",
+            ),
             "Deadlines": ("server_deadline_s", "stop_grace_s"),
             "Logging": ("log_level", "log_dir"),
         },
         examples=(
-            "grpo-run --model ./model --trainer.steps 100",
+            "grpo-run --model ./model --steps 100",
             "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
         ),
         aliases={
             "model-name": "model",
             "weight-bridge-mode": "mode",
             "atropos-url": "run_api_url",
+            "vllm-port": "port",
+            "vllm-gpu-memory-utilization": "gpu_memory_utilization",
+            "single-copy": flag_for("mode", "shared_vllm"),
+            "debug-loading": flag_for("log_level", "DEBUG"),
         },
         passes_on="service_options",
+        others=frozenset({"service-deadline-s"}),
     )
     services: ClassVar[tuple[str, ...]] = (TRAINER, SERVER)
+    default_service: ClassVar[str | None] = TRAINER
 
     model: str = Field(
         min_length=1, description="Model: a directory or an id on the Hugging Face hub"
@@ -89,10 +110,20 @@ class RunSettings(WithServiceOptions, ModeOptions):
         description="Directory for checkpoints and exported models",
     )
     log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
+        "auto",
+        description="Data type of the weights in the server and in the trainer. auto: the model's",
+    )
+    gpu_memory_utilization: float = Field(
+        0.45, gt=0, le=1, description="Fraction of the GPU's memory that the server may use"
+    )
+    max_model_len: Annotated[int | None, Shown(default="the model's limit, at most 4096")] = Field(
+        None, ge=1, description="Longest sequence, in tokens, that the server accepts"
+    )
     server_flags: str = Field(
         "",
         description="More options for the inference server, in one string, for example "
-        "--server-flags='--max-model-len 4096'",
+        "--server-flags='--max-num-seqs 64'",
     )
     server_deadline_s: float = Field(
         1800.0, gt=0, description="Seconds to wait for the inference server to start"

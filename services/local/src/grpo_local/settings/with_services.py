@@ -30,9 +30,11 @@ SIZES_OF_SERVER = frozenset({"gpu-memory-utilization", "max-model-len"})
 
 
 class WithServiceOptions(CommandSettings):
-    """`services`: those that the command starts."""
+    """`services`: those that the command starts. `default_service`: the one whose options need no
+    prefix."""
 
     services: ClassVar[tuple[str, ...]]
+    default_service: ClassVar[str | None] = None
     sets_too: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Further options of services that the command sets."""
 
@@ -47,12 +49,15 @@ class WithServiceOptions(CommandSettings):
         return rest | ({"service-options": words} if words else {})
 
     def options_of(self, service: str) -> Options:
-        return options_by_service(self.service_options).get(service, {})
+        return self._by_service().get(service, {})
+
+    def _by_service(self) -> dict[str, Options]:
+        return options_by_service(self.service_options, self.default_service)
 
     def resolved(self) -> dict[str, Any]:
         values = super().resolved()
         del values["service_options"]
-        given = options_by_service(self.service_options)
+        given = self._by_service()
         return values | {service: section(options) for service, options in given.items()}
 
     def start_mistakes(self) -> Iterator[Mistake]:
@@ -67,7 +72,7 @@ class WithServiceOptions(CommandSettings):
 
     def mistakes(self) -> Iterator[Mistake]:
         try:
-            given = options_by_service(self.service_options)
+            given = self._by_service()
         except UnexpectedWord as word:
             yield Mistake(None, self._unexpected(str(word)))
             return
@@ -79,14 +84,18 @@ class WithServiceOptions(CommandSettings):
                 yield Mistake(None, f"{message}; omit this option")
             for name in self.sets_too.get(service, frozenset()).intersection(options):
                 yield Mistake(None, f"--{service}.{name}: {prog} sets this option itself; omit it")
-            for message in options_set_elsewhere(service, options, prog, names):
+            for message in options_set_elsewhere(
+                service, options, prog, names, self.default_service
+            ):
                 yield Mistake(None, message)
 
     def _mistakes_of_services(self) -> Iterator[Mistake]:
         """A service checks its options itself, which takes half a second."""
-        for service, options in options_by_service(self.service_options).items():
+        for service, options in self._by_service().items():
             arguments, environment = self._words_for(service)
             for message in mistakes_in(service, options, arguments, environment):
+                if service == self.default_service:
+                    message = message.replace(f"--{service}.", "--")
                 yield Mistake(None, message)
 
     @abstractmethod

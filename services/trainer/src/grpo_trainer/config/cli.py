@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -12,11 +12,14 @@ from grpo_core.settings import (
     Alias,
     Command,
     CommandSettings,
+    Given,
     Mistake,
+    flag_for,
     load_settings,
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
+from grpo_trainer.config.one_process import OneProcessOptions
 from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.sync import (
     MODES,
@@ -35,7 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 CONFIG_FILE = "config.yaml"
 """Below --save-path: the resolved configuration."""
 LAST_PORT = 65535
-SINGLE_PROCESS = "the trainer is one process; omit this option"
+DEFAULT_MODE: ModeName = "none"
 
 
 def _url_of_port(port: object) -> str:
@@ -48,6 +51,7 @@ def _url_of_port(port: object) -> str:
 COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
+    variables={"num_inference_nodes": "NUM_INFERENCE_NODES"},
     groups={
         "Model": ("model", "dtype", "device", "seq_len"),
         "Weights": (
@@ -117,6 +121,7 @@ COMMAND = Command(
             "wandb_group",
             "wandb_key_file",
         ),
+        "Processes": tuple(OneProcessOptions.model_fields),
     },
     examples=(
         "grpo --model Qwen/Qwen2.5-0.5B-Instruct --mode shared_vllm --steps 100",
@@ -130,17 +135,13 @@ COMMAND = Command(
         "vllm-url": "inference_url",
         "vllm-port": Alias("inference_url", _url_of_port, yields=True),
         "vllm-gpu-memory-utilization": "gpu_memory_utilization",
+        "single-copy": flag_for("mode", "shared_vllm"),
+        "debug-loading": flag_for("log_level", "DEBUG"),
     },
+    without_effect=frozenset({"log-dir"}),  # of grpo-run
     refused={
         "learning-rate": "no such option; write --lr",
         "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
-        "single-copy": "no such option; write --mode shared_vllm",
-        "debug-loading": "no such option; write --log-level DEBUG",
-        "log-dir": "no such option; grpo logs to stderr, --save-path receives the files",
-        "trainer-rank": SINGLE_PROCESS,
-        "world-size": SINGLE_PROCESS,
-        "init-method": SINGLE_PROCESS,
-        "num-inference-nodes": SINGLE_PROCESS,
     },
 )
 
@@ -151,6 +152,7 @@ class CommandLine(
     LoraOnlySettings,
     LoraRestartSettings,
     CheckpointRestartSettings,
+    OneProcessOptions,
     RunOptions,
 ):
     """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
@@ -162,14 +164,28 @@ class CommandLine(
     command: ClassVar[Command] = COMMAND
 
     mode: ModeName = Field(
+        DEFAULT_MODE,
         description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
         "trainer and server share one copy in memory. lora_only: the running server "
         "loads each new adapter. lora_restart: the engine restarts with each new "
-        "adapter. none: the engine restarts with each new model"
+        "adapter. none: the engine restarts with each new model",
     )
 
+    @classmethod
+    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
+        """Options of other modes, as command lines for the archived trainer may have them."""
+        del environment
+        mode = given["mode"].value if "mode" in given else DEFAULT_MODE
+        if mode not in MODES:
+            return
+        unused = []
+        for field in given.keys() - MODES[mode].model_fields:
+            if modes := [name for name, kind in MODES.items() if field in kind.model_fields]:
+                unused.append(f"{given.pop(field).name} (only in mode {' or '.join(modes)})")
+        if unused:
+            yield f"ignored in mode {mode}: {', '.join(sorted(unused))}"
+
     def mistakes(self) -> Iterator[Mistake]:
-        yield from self._options_of_other_modes()
         kind = MODES[self.mode]
         both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
@@ -207,17 +223,6 @@ class CommandLine(
                 f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
             )
         yield from missing_packages(self)
-
-    def _options_of_other_modes(self) -> Iterator[Mistake]:
-        own = MODES[self.mode].model_fields
-        for name in type(self).model_fields:
-            modes = [mode for mode, kind in MODES.items() if name in kind.model_fields]
-            if modes and name in self.model_fields_set and name not in own:
-                yield Mistake(
-                    name,
-                    f"this option applies only in mode {' or '.join(modes)}, not in mode "
-                    f"{self.mode}",
-                )
 
     def settings(self) -> TrainerSettings:
         """The settings of the chosen mode."""

@@ -165,9 +165,8 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         "benchmark.json",
     )
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases")
-    wandb_project: str = Field(
+    wandb_project: Annotated[str, Shown(default="$WANDB_PROJECT, or uncategorized")] = Field(
         "",
-        validate_default=True,
         description="Project in Weights & Biases to which the trainer and the environments log",
     )
     wandb_group: Annotated[str, Shown(default="8 random letters with --use-wandb")] = Field(
@@ -183,13 +182,6 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
 
     _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
-
-    @field_validator("wandb_project")
-    @classmethod
-    def _wandb_has_a_project(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("use_wandb") and not value:
-            raise ValueError("--use-wandb needs a project; pass --wandb-project NAME")
-        return value
 
     @field_validator("wandb_group")
     @classmethod

@@ -8,14 +8,16 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from grpo_core.errors import WandbUnavailable
+from grpo_core.wandb_run.sink import WandbRun, WandbSink, start_wandb
 from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry.metrics import Record
-from grpo_trainer.telemetry.wandb_sink import start_wandb
 
 log = structlog.get_logger()
 
@@ -34,13 +36,40 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
         if settings.metrics_file is not None:
             writers.append(partial(append_record, settings.metrics_file))
         if settings.use_wandb:
-            writers.append(stack.enter_context(start_wandb(settings)).write)
+            writers.append(stack.enter_context(wandb_sink(settings)).write)
 
         def write(record: Record) -> None:
             for writer in writers:
                 writer(record)
 
         yield write
+
+
+def wandb_sink(settings: TrainerSettings) -> WandbSink:
+    """Open the trainer's run in W&B.
+
+    Raises:
+        WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
+    """
+    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_flat(settings))
+    return start_wandb(run, _api_key(settings.wandb_key_file))
+
+
+def _flat(settings: TrainerSettings) -> dict[str, Any]:
+    """The options, named as on the command line."""
+    options = settings.model_dump(mode="json")
+    return {**options, **options.pop("sync")}
+
+
+def _api_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text().strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WandbUnavailable(
+            f"--wandb-key-file {file}: {error}; name a file that contains only the API key"
+        ) from error
 
 
 def trim_records(path: Path, steps_taken: int) -> None:

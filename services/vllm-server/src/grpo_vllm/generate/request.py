@@ -39,6 +39,8 @@ REFUSED: Mapping[str, str] = {
     "watermarking": "not offered here: it changes the sampling without changing the logprobs",
 }
 """vLLM's sampling parameters that a client may not set: name → reason."""
+SAMPLED_TOKENS_ONLY = 0
+"""The default of `logprobs`: those of the sampled tokens. vLLM's own default is none."""
 
 _NESTED_FIELDS = {
     "structured_outputs": frozenset(
@@ -80,7 +82,15 @@ def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> Ge
     text = prompt if isinstance(prompt, str) else None
     token_ids = _prompt_token_ids(prompt, model_config, tokenizer)
     _check_prompt(token_ids, model_config)
+    parameters["logprobs"] = _logprobs(parameters.get("logprobs", SAMPLED_TOKENS_ONLY))
     return GenerateRequest(token_ids, text, _sampling_params(parameters), stream)
+
+
+def _logprobs(value: Any) -> Any:
+    """`true` means 1, and `false` none."""
+    if isinstance(value, bool):
+        return 1 if value else None
+    return value
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

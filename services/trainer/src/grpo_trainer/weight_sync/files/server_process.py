@@ -72,6 +72,8 @@ def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> It
             + command_to_start(settings, port)
         )
     command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
+    # A variable such as VLLM_ENABLE_SHARED_WEIGHTS may say otherwise.
+    command += ["--no-share-weights"]
     command += sizing_flags(settings, more_flags, _has_gpu())
     log_path = settings.save_path / LOG
     child = ManagedProcess("vllm-api-server", command, log_path, _environment(settings))

@@ -1,9 +1,9 @@
 """The child process that sends records to Weights & Biases.
 
-`wandb_sink` starts it as `python -m grpo_trainer.telemetry.wandb_process`. It reads one JSON object
-per line: first {"start": ...}, then {"record": ...} for each step, then {"finish": exit status}. It
-answers the first with {"run": URL or directory} or {"error": reason}. If the input ends without
-"finish", the parent died, and the run is marked as failed.
+`sink` starts it as `python -m grpo_core.wandb_run.process`. It reads one JSON object per line:
+first {"start": ...}, then {"record": ...} for each record, then {"finish": exit status}. It answers
+the first with {"run": URL or directory} or {"error": reason}. If the input ends without "finish",
+the parent died, and the run is marked as failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(source: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
             exit_code = message["finish"]
             break
         record = message["record"]
-        run.log(record, step=record["step"])
+        run.log(record, step=record["step"] if start["one_record_per_step"] else None)
     run.finish(exit_code=exit_code)
 
 
@@ -34,6 +34,7 @@ def _start(start: dict[str, Any], answers: IO[str]) -> Any:
         run = wandb.init(
             project=start["project"],
             group=start["group"],
+            name=start["name"],
             config=start["config"],
             settings=wandb.Settings(
                 console="off",
@@ -45,6 +46,8 @@ def _start(start: dict[str, Any], answers: IO[str]) -> Any:
     except wandb.Error as error:
         _answer(answers, {"error": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
+    if not start["one_record_per_step"]:
+        run.define_metric("*", step_metric="step")
     _answer(answers, {"run": run.url or run.dir})
     return run
 

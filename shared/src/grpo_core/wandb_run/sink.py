@@ -1,8 +1,8 @@
-"""Sends each step's record to Weights & Biases without ever blocking training.
+"""Sends records to Weights & Biases without ever blocking the caller.
 
-W&B runs in a child process that reads records from a non-blocking pipe. In the trainer itself
+W&B runs in a child process that reads records from a non-blocking pipe. In the caller's process
 `log()`, `finish()` and the interpreter's exit block forever if W&B's own service process stops. If
-W&B fails or hangs, the sink warns once, and training continues.
+W&B fails or hangs, the sink warns once, and the caller continues.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import structlog
 
-from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.errors import WandbUnavailable
-from grpo_trainer.telemetry.metrics import Record
+from grpo_core.errors import WandbUnavailable
 
 log = structlog.get_logger()
 
@@ -36,20 +35,35 @@ PIPE_BYTES = 1024 * 1024
 """Room for about 500 records that W&B has not read; Linux's default limit for a user."""
 
 
-def start_wandb(settings: TrainerSettings) -> WandbSink:
+@dataclass(frozen=True)
+class WandbRun:
+    """A run to open. None or "": W&B chooses.
+
+    Args:
+        config: the options to show
+        one_record_per_step: False if a record's step may repeat an earlier one
+    """
+
+    project: str | None
+    group: str | None
+    name: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    one_record_per_step: bool = True
+
+
+def start_wandb(run: WandbRun, api_key: str | None = None) -> WandbSink:
     """Start the child process and wait until W&B has opened a run.
 
     Raises:
-        WandbUnavailable: W&B did not open a run, for example because no user is logged in, or the
-            file with the key cannot be read.
+        WandbUnavailable: W&B did not open a run, for example because no user is logged in.
     """
-    sink = WandbSink(_api_key(settings.wandb_key_file))
+    sink = WandbSink(api_key)
     try:
         where = sink.open(
             {
-                "project": settings.wandb_project,
-                "group": settings.wandb_group,
-                "config": _flat(settings),
+                **asdict(run),
+                "project": run.project or None,
+                "group": run.group or None,
                 "pid": os.getpid(),
                 "init_timeout_s": _INIT_TIMEOUT_S,
                 "finish_timeout_s": _UPLOAD_TIMEOUT_S,
@@ -58,7 +72,7 @@ def start_wandb(settings: TrainerSettings) -> WandbSink:
     except BaseException:
         sink.abandon()
         raise
-    log.info("wandb.started", run=where, project=settings.wandb_project, group=settings.wandb_group)
+    log.info("wandb.started", run=where, project=run.project, group=run.group)
     return sink
 
 
@@ -66,10 +80,10 @@ class WandbSink:
     """Owns the child process. `api_key`: None if W&B finds a key itself."""
 
     def __init__(self, api_key: str | None = None) -> None:
-        # In its own session, because Ctrl-C is for the trainer only, which then tells the child to
+        # In its own session, because Ctrl-C is for the parent only, which then tells the child to
         # finish.
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "grpo_trainer.telemetry.wandb_process"],
+            [sys.executable, "-m", "grpo_core.wandb_run.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -108,8 +122,9 @@ class WandbSink:
             raise WandbUnavailable(f"W&B did not start: {reply['error']}; {_ADVICE}")
         return reply["run"]
 
-    def write(self, record: Record) -> None:
-        """Send one record to W&B. Never raises and never waits: W&B must not stop training."""
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Send one record, which has a key `step`. Never raises and never waits: W&B must not
+        stop a run."""
         if self._given_up:
             return
         try:
@@ -152,8 +167,8 @@ class WandbSink:
         log.warning(
             "wandb.failed",
             reason=why,
-            hint="training continues without W&B; see the messages of W&B above; `wandb sync` "
-            "uploads the records in ./wandb, and --metrics-file keeps every record",
+            hint="the run continues without W&B; see the messages of W&B above; `wandb sync` "
+            "uploads the records in ./wandb",
         )
         self.abandon()
 
@@ -177,20 +192,3 @@ _ADVICE = (
     "see the messages of W&B above. Log in with `wandb login`, or set "
     "WANDB_MODE=offline and upload later with `wandb sync`, or omit --use-wandb"
 )
-
-
-def _flat(settings: TrainerSettings) -> dict[str, Any]:
-    """The options, named as on the command line."""
-    options = settings.model_dump(mode="json")
-    return {**options, **options.pop("sync")}
-
-
-def _api_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return file.read_text().strip() or None
-    except (OSError, UnicodeDecodeError) as error:
-        raise WandbUnavailable(
-            f"--wandb-key-file {file}: {error}; name a file that contains only the API key"
-        ) from error

@@ -1,0 +1,1 @@
+"""The one module of this name that the archived documents run. It is not installed."""

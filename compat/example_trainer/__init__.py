@@ -1,0 +1,1 @@
+"""Module names of the archived trainer, for its command lines."""

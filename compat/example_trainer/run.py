@@ -1,0 +1,8 @@
+"""Runs `grpo-run`."""
+
+from __future__ import annotations
+
+from grpo_local.__main__ import run
+
+if __name__ == "__main__":
+    run()

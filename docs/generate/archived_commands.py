@@ -1,0 +1,40 @@
+"""Command lines of the archived trainer's documents, with what our commands make of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from docs.generate.markdown import table
+from tests.compat.reference_commands import FRAGMENT, Command, commands
+from tests.compat.reference_outcomes import outcome
+
+_MODEL, _PORT = "model", 9001
+_HIDDEN = frozenset({"MODEL", "CUDA_VISIBLE_DEVICES"})
+"""Variables of the documents' shells that no program reads, or that only choose a GPU."""
+
+
+def lines() -> str:
+    return _table(command for command in commands() if command.program != FRAGMENT)
+
+
+def options() -> str:
+    return _table(command for command in commands() if command.program == FRAGMENT)
+
+
+def _table(found: Iterable[Command]) -> str:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for command in found:
+        text = f"`{_text(command)}`"
+        rows.setdefault((text, str(outcome(command, _MODEL, _PORT))), []).append(command.place)
+    return table(
+        ["Command line", "Document and line", "Outcome"],
+        [[text, ", ".join(places), result] for (text, result), places in rows.items()],
+    )
+
+
+def _text(command: Command) -> str:
+    variables = {name: value for name, value in command.environment.items() if name not in _HIDDEN}
+    return " ".join(
+        [*(f"{name}={value}" for name, value in variables.items()), shlex.join(command.typed)]
+    )

@@ -1,0 +1,57 @@
+"""An environment's own run in W&B: the real package, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_core.errors import WandbUnavailable
+from grpo_env.wandb_run import record
+from tests.unit.env.canned import inference_routes
+from tests.unit.env.feeding import RunApi, feed, right_and_wrong
+
+NAMES = {"group": "trainers-group", "project": "trainers-project"}
+
+
+async def logged(*options: str) -> RunApi:
+    api = RunApi(num_steps=2)
+    routes = api.routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    await feed(routes, inference_routes(right_and_wrong), *options)
+    return api
+
+
+async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    await logged("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    written = log.read_bytes()
+    for word in (*NAMES.values(), "my-environment", "env/mean_reward", "env/groups_sent"):
+        assert word.encode() in written
+
+
+async def test_without_the_option_nothing_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    await logged("--env.use_wandb=False")
+    assert not [*tmp_path.iterdir()]
+
+
+async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "no such mode")
+    api = RunApi(num_steps=2)
+    routes = api.routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    with pytest.raises(WandbUnavailable, match="omit --use-wandb"):
+        await feed(routes, inference_routes(right_and_wrong), "--use-wandb")
+    assert api.disconnected == [0]
+
+
+def test_a_record_has_one_number_per_name_and_no_missing_one() -> None:
+    fields = {"groups_sent": 4, "failures": {"too_long": 2}, "mean_reward": None}
+    assert record(3, fields) == {"step": 3, "env/groups_sent": 4, "env/failures/too_long": 2}

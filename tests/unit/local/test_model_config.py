@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_local.model_config import longest_sequence
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({}, None),
+    ],
+)
+def test_the_limit_of_a_model_is_read_from_its_configuration(
+    config: dict[str, Any], limit: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longest_sequence(str(tmp_path)) == limit
+
+
+def test_a_model_without_a_configuration_has_no_known_limit(tmp_path: Path) -> None:
+    assert longest_sequence(str(tmp_path)) is None

@@ -1,0 +1,43 @@
+"""Variables of the archived server that share the weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_core.settings import load_settings
+from grpo_vllm.settings import ServerSettings
+
+SHARED = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+NODES = {"NUM_INFERENCE_NODES": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "shares"),
+    [
+        ({}, "", False),
+        (SHARED, "", True),
+        (NODES, "", True),
+        (NODES | {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}, "", False),
+        (NODES, "--no-share-weights", False),
+        (SHARED, "--enable-lora", False),
+        (NODES, "--enable_lora", False),
+    ],
+)
+def test_a_variable_shares_the_weights_unless_the_server_takes_adapters(
+    variables: dict[str, str], flags: str, shares: bool
+) -> None:
+    chosen = load_settings(ServerSettings, ["--model", "m", *flags.split()], variables)
+    assert chosen.share_weights is shares
+
+
+def test_an_ignored_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    load_settings(ServerSettings, ["--model", "m", "--enable-lora"], SHARED)
+    told = capsys.readouterr().err
+    assert told == "vllm-api-server: ignored with --enable-lora: VLLM_ENABLE_SHARED_WEIGHTS\n"
+
+
+def test_several_inference_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load_settings(ServerSettings, ["--model", "m"], {"NUM_INFERENCE_NODES": "2"})
+    assert stopped.value.code == 2
+    assert "NUM_INFERENCE_NODES: expected 0: one inference server" in capsys.readouterr().err
