@@ -1,8 +1,8 @@
 """The sessions of the archived documents run, terminal by terminal, and train three steps.
 
 The tiny model stands for the model that they name, a directory of the test for `/tmp`, and 3 for
-the number of steps. Everything else is typed as it is written, in a directory with
-`example_trainer/` and `environments/`.
+the number of steps; servers do not compile. Everything else is typed as it is written, in a
+directory with `example_trainer/` and `environments/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.reference_commands import ENVIRONMENT, GRPO, GRPO_RUN, Command, commands
+from tests.compat.reference_commands import ENVIRONMENT, GRPO, GRPO_RUN, SERVER, Command, commands
 from tests.compat.terminals import Terminal, has_namespaces, run_session
 from tests.fixtures.inference import ENVIRONMENT as ON_A_CPU
 
@@ -112,10 +112,16 @@ def _words(command: Command, desk: Path, model: Path) -> Iterator[str]:
             yield str(model)
         else:
             yield _VALUES.get(before, _moved(word, desk))
+    if command.command == SERVER and "--enforce-eager" not in words:
+        yield "--enforce-eager"
+    if command.command == GRPO_RUN:
+        yield "--server.enforce-eager"
+    if command.command == GRPO and "none" in words:
+        yield "--vllm-flags=--enforce-eager"
+    if command.command == GRPO and "--training-steps" not in words:
+        yield from ("--training-steps", STEPS)
     if command.command == ENVIRONMENT:
         yield from ("--env.data", str(desk / "gsm8k"))
-    if command.command == GRPO_RUN:
-        yield from ("--server.enforce-eager", "--server.dtype", "float32")
 
 
 def _moved(text: str, desk: Path) -> str:
@@ -123,7 +129,7 @@ def _moved(text: str, desk: Path) -> str:
 
 
 def _require_trained(desk: Path, exported: str, sessions: int) -> None:
-    states = [*desk.glob(f"*/{exported}")]
+    states = [*desk.rglob(exported)]
     assert len(states) == sessions, _ends(desk)
     for state in states:
         saved = [path.name for path in (state.parent / "trainer_state").iterdir()]
