@@ -122,7 +122,7 @@ def test_the_client_sends_its_token_and_names_a_missing_one(api: RunningApi) -> 
 def test_the_token_is_in_no_log(api: RunningApi, client: httpx.Client) -> None:
     client.get("/status")
     log = api.process.log_path.read_text()
-    assert "token_needed=True" in log
+    assert "access_token_required=True" in log
     assert TOKEN not in log
 
 

@@ -24,8 +24,8 @@ class _Arguments(CommandSettings):
 
     directory: Annotated[Path | None, Shown(default="an entry of the cache")] = Field(
         None,
-        description="Directory of the tiny model. If the directory is empty or missing, the "
-        "command creates the model in it",
+        description="Directory of the tiny model, a small model for demos and tests. If the "
+        "directory is empty or missing, the command creates the model in it",
     )
     path_file: Path | None = Field(
         None, description="File into which the command writes the path of the model's directory"

@@ -113,7 +113,9 @@ def serve(settings: RunApiSettings) -> None:
     configure_logging("run-api", settings.log_level)
     forward_library_logs()
     structlog.get_logger().info(
-        "run_api.starting", run_id=settings.run_id, token_needed=settings.token is not None
+        "run_api.starting",
+        run_id=settings.run_id,
+        access_token_required=settings.token is not None,
     )
     keep_freed_memory()
     # Objects made so far live as long as the process, so the garbage collector can skip them.

@@ -141,8 +141,8 @@ class LocalRedis(ClosesOnExit):
                 return self._start()
             if deadline.has_passed:
                 raise RedisNotStarted(
-                    f"nothing listens on 127.0.0.1:{self._port}, but another process holds "
-                    f"{self._lock.name} and should start Redis; end that process, or pass "
+                    f"nothing listens on 127.0.0.1:{self._port}: another process has locked "
+                    f"{self._lock.name}, but has not started Redis; end that process, or pass "
                     "--redis-url"
                 )
             time.sleep(_LOCK_POLL_S)

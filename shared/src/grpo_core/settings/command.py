@@ -53,7 +53,7 @@ def flag_for(field: str, value: str) -> Alias:
 
     def convert(given: Any) -> str:
         if str(given).lower() != "true":
-            raise ValueError(f"expected no value, or true; got {str(given)!r}")
+            raise ValueError(f"this option accepts no value except true; got {str(given)!r}")
         return value
 
     return Alias(field, convert, is_flag=True)

@@ -87,7 +87,7 @@ def connect_weights(path: Path) -> WeightConnection:
         connection.close()
         raise ServiceUnavailable(
             f"weight socket {path}: {error}; start vllm-api-server with --share-weights on this "
-            "host and pass the same --weights-socket to both"
+            "host, and give the server and the trainer the same --weights-socket"
         ) from error
     except GrpoError:
         connection.close()
@@ -136,8 +136,8 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
     has_descriptor = isinstance(answer.memory, MemfdMemory)
     if has_descriptor != bool(fds):
         raise ProtocolViolation(
-            f"weight socket: file descriptors for memory of type {answer.memory.kind!r}: "
-            f"expected {int(has_descriptor)}, received {len(fds)}"
+            f"weight socket: the server sent {len(fds)} file descriptors instead of "
+            f"{int(has_descriptor)} for shared memory of type {answer.memory.kind!r}"
         )
     return (fds[0] if fds else -1), answer
 

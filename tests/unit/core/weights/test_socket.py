@@ -62,7 +62,9 @@ NO_DESCRIPTOR = framed(GRANT.model_dump_json())
         pytest.param(framed('{"refused": "no"}'), ServiceUnavailable, ": no", id="refused"),
         pytest.param(b"HTTP/1.1", ProtocolViolation, "above the limit", id="an endless frame"),
         pytest.param(framed("{}"), ProtocolViolation, "weight socket: ", id="no grant"),
-        pytest.param(NO_DESCRIPTOR, ProtocolViolation, "expected 1, received 0", id="no memory"),
+        pytest.param(
+            NO_DESCRIPTOR, ProtocolViolation, "sent 0 file descriptors instead of 1", id="no memory"
+        ),
     ],
 )
 def test_each_way_to_get_no_grant_has_its_error(

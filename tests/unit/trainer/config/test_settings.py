@@ -39,7 +39,11 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("none", "--max-staleness 1", "up to 2 steps old"),
         ("none", "--redis-url http://x", "--redis-url"),
-        ("none", "--single-copy=false", "--single-copy: expected no value, or true; got 'false'"),
+        (
+            "none",
+            "--single-copy=false",
+            "--single-copy: this option accepts no value except true; got 'false'",
+        ),
         ("shared_vllm", "--packing yes", "--packing: "),
         ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
         ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),

@@ -141,8 +141,8 @@ class EnvServerSettings(CommandSettings):
     )
     use_wandb: bool = Field(
         False,
-        description="Log to a run of this environment in Weights & Biases, in the trainer's project"
-        " and group",
+        description="Log this environment's metrics to Weights & Biases, as a separate W&B run in "
+        "the trainer's project and group",
     )
     weight: Weight = Field(
         1.0,

@@ -57,7 +57,7 @@ class CompareSettings(CommandSettings):
     steps: int = Field(40, ge=1, description="Number of training steps of each run")
     seed: int = Field(0, ge=0, description="Random seed of each run")
     directory: Annotated[Path | None, Shown(default="runs/compare-<UTC time>-<seed>")] = Field(
-        None, description="New or empty directory for the comparison and its runs"
+        None, description="New or empty directory for the files of all runs and for the results"
     )
     side_by_side: bool = Field(
         False,
@@ -69,7 +69,9 @@ class CompareSettings(CommandSettings):
         description="With --side-by-side: one GPU per mode, separated by commas. A run sees only "
         "its own GPU (CUDA_VISIBLE_DEVICES)",
     )
-    run_options: tuple[str, ...] = Field((), description="Options of grpo-demo for every run")
+    run_options: tuple[str, ...] = Field(
+        (), description="Options that grpo-compare passes to grpo-demo in every run"
+    )
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:

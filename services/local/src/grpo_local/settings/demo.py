@@ -189,7 +189,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         description="The run fails if no training step ends within this number of seconds",
     )
     model_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds that the creation of the tiny model may take"
+        600.0, gt=0, description="Without --model: seconds to wait until the tiny model is made"
     )
     server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
         None, gt=0, description="Seconds to wait for the inference server to start"
@@ -202,7 +202,7 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Number of compute threads of the server. The trainer uses the same number",
+        description="Number of CPU threads that the server computes with. The trainer uses as many",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",

@@ -63,7 +63,7 @@ async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSize
     if reasons:
         raise Refused(
             409,
-            f"batch_size {batch_size} differs from this run's {differs.current}, and "
+            f"the run's batch_size cannot change from {differs.current} to {batch_size}, because "
             f"{'; '.join(reasons)}. Register with batch_size {differs.current}, use another run "
             "id, or clear the run with GET /reset_data",
         )
@@ -97,7 +97,7 @@ class BatchDispatcher:
                     groups=len(lease.group_ids),
                     sequences=lease.sequences,
                     age_s=round(lease.age_at_lease_s, 3),
-                    again=due.again,
+                    handed_out_before=due.again,
                 )
                 return due
             if not await self._wait_for_change(arrivals, deadline):

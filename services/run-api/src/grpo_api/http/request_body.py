@@ -133,7 +133,7 @@ def inflate_member(body: bytes, max_bytes: int) -> bytes:
     if len(content) > max_bytes or inflater.unused_data or not body:
         raise TooMuchWork
     if not inflater.eof:
-        raise _not_gzip("the body ends in the middle of a gzip member")
+        raise _not_gzip("the body ends before the end of the compressed data")
     return content
 
 

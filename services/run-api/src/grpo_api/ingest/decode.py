@@ -39,6 +39,7 @@ MAX_GROUPS = 1024
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
+_RESTART = "run-api starts a new decoder process for the next large submission"
 _log = structlog.get_logger()
 
 
@@ -160,13 +161,13 @@ class SubmissionDecoder:
                 outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
             is_whole = True
         except TimeoutError as error:
-            _log.warning("decoder.timed_out", deadline_s=self._decoding_s)
+            _log.warning("decoder.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
             raise StoreUnavailable(
                 f"run-api did not finish reading this submission within {self._decoding_s:g} s; "
                 "send the same groups again"
             ) from error
         except (EOFError, OSError) as error:
-            _log.warning("decoder.exited", reason=repr(error))
+            _log.warning("decoder.exited", reason=repr(error), hint=_RESTART)
             raise StoreUnavailable(
                 "run-api's decoder process for large submissions exited, perhaps for lack of "
                 "memory; send the same groups again"

@@ -63,8 +63,9 @@ BatchesLeft = Annotated[
     Query(
         ge=0,
         le=_MAX_BATCH_ID,
-        description="number of batches that the run still needs after batch `after`. From this "
-        "number, run-api computes `num_steps` in the responses to `GET /status-env`",
+        description="number of batches that the run still needs after the batch whose id is "
+        "in `after`. From this number, run-api computes `num_steps` in the responses to "
+        "`GET /status-env`",
     ),
 ]
 BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
