@@ -66,3 +66,11 @@ def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> No
     """Docker Compose sets it to an empty string for `RUN_API_TOKEN=` in a .env file."""
     monkeypatch.setenv("RUN_API_TOKEN", "")
     assert load_settings(RunApiSettings, [], {}).token is None
+
+
+def test_run_apis_with_different_ports_have_different_runs() -> None:
+    runs = [load_settings(RunApiSettings, ["--port", port], {}) for port in ("8001", "8002")]
+    assert [run.run_id for run in runs] == ["port-8001", "port-8002"]
+    named = load_settings(RunApiSettings, [], {"RUN_ID": "day", "REDIS_URL": "redis://db"})
+    assert (named.run_id, named.may_start_redis) == ("day", False)
+    assert runs[0].may_start_redis

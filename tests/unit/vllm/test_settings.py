@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpo_core.settings import load_settings
@@ -41,3 +43,15 @@ def test_several_inference_nodes_are_refused(capsys: pytest.CaptureFixture[str])
         load_settings(ServerSettings, ["--model", "m"], {"NUM_INFERENCE_NODES": "2"})
     assert stopped.value.code == 2
     assert "NUM_INFERENCE_NODES: expected 0: one inference server" in capsys.readouterr().err
+
+
+def test_servers_with_different_ports_have_different_runs_and_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for port in ("9001", "9002"):
+        server = load_settings(ServerSettings, ["--model", "m", "--port", port], {})
+        assert server.run_id == f"port-{port}"
+        assert server.loads_from == tmp_path / "grpo" / f"port-{port}" / "served_weights"
+        assert not server.redis_required
+    assert load_settings(ServerSettings, ["--model", "m", "--redis-url", "none"], {}).redis is None
