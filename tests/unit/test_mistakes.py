@@ -62,7 +62,7 @@ MISTAKES = {
     "several inference servers": Mistake(
         grpo,
         TRAINER,
-        "NUM_INFERENCE_NODES: expected 0: one inference server per run",
+        "NUM_INFERENCE_NODES: expected 0: 0 means one inference server",
         (("NUM_INFERENCE_NODES", "2"),),
     ),
     "unknown task": Mistake(

@@ -42,7 +42,7 @@ def test_several_inference_nodes_are_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as stopped:
         load_settings(ServerSettings, ["--model", "m"], {"NUM_INFERENCE_NODES": "2"})
     assert stopped.value.code == 2
-    assert "NUM_INFERENCE_NODES: expected 0: one inference server" in capsys.readouterr().err
+    assert "NUM_INFERENCE_NODES: expected 0, which means one" in capsys.readouterr().err
 
 
 def test_servers_with_different_ports_have_different_runs_and_directories(

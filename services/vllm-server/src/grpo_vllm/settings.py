@@ -104,7 +104,8 @@ class ServerSettings(CommandSettings):
     share_weights: bool = Field(
         False,
         description="Share the weights in memory with a trainer on this host, so that the trainer "
-        "can update them. Without --enable-lora, NUM_INFERENCE_NODES=0 means the same",
+        "can update them. The variable NUM_INFERENCE_NODES=0 also turns this option on, except "
+        "with --enable-lora",
     )
     weights_socket: Annotated[
         Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
@@ -176,8 +177,9 @@ class ServerSettings(CommandSettings):
         Path | None, Shown(default="<run id>/served_weights below ~/.local/state/grpo")
     ] = Field(
         None,
-        description="The server loads adapters and models only from this directory. The trainer "
-        "writes them into it, so both must see it under the same path",
+        description="Only directory from which the server loads adapters and models. The trainer "
+        "writes them into this directory, so trainer and server must see the directory under the "
+        "same path",
     )
     health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
         None,
@@ -299,8 +301,8 @@ class ServerSettings(CommandSettings):
         if nodes and "share_weights" not in given:
             if nodes != "0":
                 raise ValueError(
-                    f"{NODES_VARIABLE}: expected 0: one inference server per run receives new "
-                    f"weights; got {nodes!r}"
+                    f"{NODES_VARIABLE}: expected 0, which means one inference server, because only "
+                    f"one server of a run can receive new weights; got {nodes!r}"
                 )
             given["share_weights"] = Given("true", NODES_VARIABLE)
         shares, lora = given.get("share_weights"), given.get("enable_lora")

@@ -43,8 +43,7 @@ REFUSED: list[tuple[dict[str, Any], UnusableReason, str]] = [
     (
         {"inference_logprobs": [[P, P, -0.1], [P, P, P, -0.2, -0.3]]},
         UnusableReason.POSITIVE_LOGPROBS,
-        "group 4, sequence 1: ref_logprobs avg 1.000 (should be negative!): in inference_logprobs, "
-        "1 of 3",
+        "group 4, sequence 1: in inference_logprobs, 1 of 3",
     ),
     (
         {"masks": [[5, MASKED, 7], MASKED_PROMPTS[1]]},

@@ -14,8 +14,8 @@ _OFFERS: Mapping[str, str] = {
     "trainer_rank": _ONE_PROCESS,
     "world_size": _ONE_PROCESS,
     "init_method": _ONE_PROCESS,
-    "num_inference_nodes": "one inference server per run receives new weights; --inference-url "
-    "names this server, which may run on another host",
+    "num_inference_nodes": "0 means one inference server, and only one server of a run can receive "
+    "new weights; --inference-url names this server, which may run on another host",
 }
 
 
@@ -28,7 +28,9 @@ class OneProcessOptions(BaseModel):
         "env://", description="Only env:// is valid: a run has one trainer process"
     )
     num_inference_nodes: int = Field(
-        0, description="Only 0 is valid: one inference server per run receives new weights"
+        0,
+        description="Only 0 is valid. 0 means one inference server, and only one server of a run "
+        "can receive new weights",
     )
 
     @field_validator(*_OFFERS)

@@ -144,10 +144,11 @@ def _check_logprobs(where: str, masks: list[int], logprobs: list[float]) -> None
     if positive:
         raise UnusableGroup(
             UnusableReason.POSITIVE_LOGPROBS,
-            f"{where}: ref_logprobs avg {sum(positive) / len(positive):.3f} (should be negative!): "
-            f"in inference_logprobs, {len(positive)} of {len(trained)} logprobs of trained tokens "
-            f"are above 0, as if they belonged to prompt tokens, which have {PROMPT_LOGPROB}. In "
-            "the environment, mask every prompt token, and align masks with inference_logprobs",
+            f"{where}: in inference_logprobs, {len(positive)} of {len(trained)} logprobs of "
+            "trained tokens are above 0, as if they belonged to prompt tokens, which have "
+            f"{PROMPT_LOGPROB}. In the environment, mask every prompt token, and align masks with "
+            "inference_logprobs. The archived trainer reports such logprobs with the words "
+            f"'ref_logprobs avg {sum(positive) / len(positive):.3f} (should be negative!)'",
         )
 
 

@@ -40,7 +40,9 @@ class ModelSourceSettings(CommandSettings):
         None, description="Model: an absolute directory or an id on the Hugging Face hub"
     )
     save_path: Path | None = Field(
-        None, description="The trainer's --save-path, which is checked for write access"
+        None,
+        description="The trainer's --save-path. The command checks whether this directory is "
+        "writable",
     )
 
 

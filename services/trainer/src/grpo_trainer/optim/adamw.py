@@ -216,8 +216,8 @@ class AdamW8bit(UpdateRule):
         if not furthest < 1e-3:
             raise _no_kernel(
                 device,
-                f"self-check: after one optimizer step on test data, a weight differs by "
-                f"{furthest:.3g} from its correct value",
+                f"after a test of the optimizer with one step, a weight differs by {furthest:.3g} "
+                "from the result of Adam's formula",
             )
 
 

@@ -190,10 +190,9 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
         raise ServedWeightsDiffer(
             f"{MISMATCH} {label}, the server does not serve the trainer's weights. The server's "
             f"logprobs differ from the trainer's by {alignment.mean:.2g} on average (tolerance "
-            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. From the trainer's logprobs at "
-            f"an earlier check, the server's logprobs differ by {alignment.previous:.2g} on "
-            "average. Stop other processes that publish to this server, then restart server and "
-            "trainer"
+            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. With the trainer's weights of "
+            f"an earlier check, the average difference would be {alignment.previous:.2g}. Stop "
+            "other processes that publish to this server, then restart server and trainer"
         )
 
 
@@ -201,8 +200,9 @@ def log_if_inconclusive(alignment: Alignment) -> None:
     if not alignment.is_conclusive:
         log.info(
             "alignment.inconclusive",
-            reason=f"the trainer's logprobs changed by at most {FAR_BETTER:g} times the rounding "
-            "noise, so the check cannot detect that the server serves the previous weights",
+            reason="since the last conclusive check, the trainer's logprobs changed by at most "
+            f"{FAR_BETTER:g} times the rounding noise, so a server that still serves the earlier "
+            "weights would pass this check",
             moved=alignment.moved,
             noise=alignment.mean,
         )

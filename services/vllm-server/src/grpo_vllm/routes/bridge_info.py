@@ -19,7 +19,7 @@ Probe = Annotated[
     Query(
         pattern=r"^probe-[0-9a-f]{1,64}$",
         description="name of an empty file that the trainer has just created in the server's "
-        "--weights-dir",
+        "--weights-dir. The answer tells whether the server sees this file",
     ),
 ]
 

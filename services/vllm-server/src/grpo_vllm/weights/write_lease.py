@@ -224,7 +224,12 @@ class WeightBridge:
         """
         self.notice_count += 1
         reset = await self.engine.reset_prefix_cache()
-        log.info("update_notice.received", notice_count=self.notice_count, prefix_cache_reset=reset)
+        log.info(
+            "update_notice.received",
+            route="/bridge/notify_update",
+            notice_count=self.notice_count,
+            prefix_cache_reset=reset,
+        )
         return reset
 
     def _check_is_attached(self, session: str) -> None:

@@ -92,11 +92,11 @@ class Publisher:
             if self._is_lost(command, lost):
                 return Outcome(state=OutcomeState.BUSY, reason="the supervisor lost the command")
             if deadline.has_passed:
-                seen = "accepted, but did not complete," if outcome else "has not accepted"
+                not_done = "accepted, but not completed," if outcome else "not accepted"
                 raise self._not_published(
                     command.weights,
-                    f"the supervisor {seen} the command to serve the weights; state of the "
-                    f"server: {describe(self.monitor.status())}",
+                    f"the supervisor has {not_done} the command to serve the weights; "
+                    f"the server's state: {describe(self.monitor.status())}",
                 )
             time.sleep(POLL_S)
 
