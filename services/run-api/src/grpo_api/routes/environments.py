@@ -40,7 +40,7 @@ async def register_environment(
     services: Services,
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
-    """Register an environment. The answer contains its `env_id`."""
+    """Register an environment."""
     registered = await services.store.environments.register(registration, idempotency_key)
     if registered is None:
         return {"status": "wait for trainer to start"}

@@ -103,7 +103,7 @@ class _Streamed(BaseModel):
 
 
 class ServedGroup(ScoredGroup):
-    """The newest group. Fields that the environment did not send are null."""
+    """The newest group. A field of the group is null if the environment did not send the field."""
 
     model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 

@@ -68,7 +68,9 @@ BatchesLeft = Annotated[
         "`GET /status-env`",
     ),
 ]
-BatchId = Annotated[int, Path(ge=1, le=_MAX_BATCH_ID)]
+BatchId = Annotated[
+    int, Path(ge=1, le=_MAX_BATCH_ID, description="id of the newest batch to acknowledge")
+]
 
 
 async def _until_answered() -> AsyncIterator[AsyncExitStack]:
@@ -201,8 +203,8 @@ async def acknowledge(
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
-    """`batch_size` and `max_token_len` of the trainer's registration. Both are -1 if no trainer has
-    registered."""
+    """The `batch_size` and the `max_token_len` that the trainer registered. If no trainer has
+    registered, `batch_size` and `max_token_len` are -1."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
@@ -211,8 +213,8 @@ async def info(services: Services) -> TrainerInfo:
 
 @router.get("/wandb_info", responses=refusals(503))
 async def wandb_info(services: Services) -> TrainerNames:
-    """Group and project that the trainer uses in Weights & Biases. Both are null if no trainer has
-    registered."""
+    """The group and the project that the trainer uses in Weights & Biases. If no trainer has
+    registered, `group` and `project` are null."""
     registration = await services.store.trainer.registration()
     if registration is None:
         return {"group": None, "project": None}
