@@ -36,21 +36,23 @@ RANGES = (
         "grpo/mean_ratio",
         0.8,
         1.2,
-        "the policy is far from the weights that sampled the tokens: lower --lr, or shorten the "
-        "queue (staleness/mean). If staleness is 0, check the logprobs and the temperature",
+        "the policy is far from the weights that sampled the tokens: lower --lr, or lower "
+        "--max-batches-offpolicy of the environments. If staleness/mean is 0, check the behaviour "
+        "logprobs and the temperature",
     ),
     HealthyRange(
         "grpo/clipped_fraction",
         0.0,
         0.3,
-        "many tokens are clipped and do not change the policy: lower --lr, or shorten the queue",
+        "many tokens are clipped and do not change the policy: lower --lr, or lower "
+        "--max-batches-offpolicy of the environments",
     ),
     HealthyRange(
         "alignment/diff_abs_mean",
         0.0,
         0.1,
-        "if alignment/fresh_diff_abs_mean is small, the cause is stale data (staleness/mean) or "
-        "steps that are too large; else check the behaviour logprobs",
+        "if alignment/fresh_diff_abs_mean is small, staleness/mean or --lr is too high; else check "
+        "the behaviour logprobs",
     ),
     HealthyRange(
         "train/loss",
