@@ -6,12 +6,14 @@ import shlex
 from collections.abc import Iterable
 
 from docs.generate.markdown import table
-from tests.compat.reference_commands import FRAGMENT, Command, commands
+from tests.compat.reference_commands import ENVIRONMENT, FRAGMENT, RUN_API, Command, commands
 from tests.compat.reference_outcomes import outcome
 
 _MODEL, _PORT = "model", 9001
 _HIDDEN = frozenset({"MODEL", "CUDA_VISIBLE_DEVICES"})
 """Variables of the documents' shells that no program reads, or that only choose a GPU."""
+_READ_NONE = frozenset({ENVIRONMENT, RUN_API})
+"""Programs that read none of the documents' variables."""
 
 
 def lines() -> str:
@@ -34,7 +36,6 @@ def _table(found: Iterable[Command]) -> str:
 
 
 def _text(command: Command) -> str:
-    variables = {name: value for name, value in command.environment.items() if name not in _HIDDEN}
-    return " ".join(
-        [*(f"{name}={value}" for name, value in variables.items()), shlex.join(command.typed)]
-    )
+    hidden = command.environment if command.command in _READ_NONE else _HIDDEN
+    shown = [f"{name}={text}" for name, text in command.environment.items() if name not in hidden]
+    return " ".join([*shown, shlex.join(command.typed)])

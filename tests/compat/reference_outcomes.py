@@ -14,7 +14,7 @@ from grpo_local.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 from tests.compat import reference_commands as reference
-from tests.compat.reference_commands import Command
+from tests.compat.reference_commands import COMPARE, Command
 
 KINDS: Mapping[str, type[CommandSettings]] = {
     reference.GRPO: CommandLine,
@@ -22,7 +22,7 @@ KINDS: Mapping[str, type[CommandSettings]] = {
     reference.SERVER: ServerSettings,
     reference.RUN_API: RunApiSettings,
     reference.ENVIRONMENT: EnvServerSettings,
-    reference.COMPARE: CompareSettings,
+    COMPARE: CompareSettings,
 }
 NOT_OURS = "vLLM's own server; the documents name this command as a mistake"
 NEEDS_GPU = frozenset({"--vllm-gpu"})
@@ -30,14 +30,18 @@ NEEDS_GPU = frozenset({"--vllm-gpu"})
 
 @dataclass(frozen=True)
 class Outcome:
-    """`refusal`: the sentence that the user sees; None if the command line is accepted."""
+    """`refusal`: the sentence that the user sees; None if the command line is accepted.
+    `instead`: the command line of ours, if the archived program does not exist under its name."""
 
     refusal: str | None = None
     needs_gpu: bool = False
+    instead: str | None = None
 
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"refused: {self.refusal}"
+        if self.instead is not None:
+            return f"write `{self.instead}`"
         return "needs a GPU" if self.needs_gpu else "works"
 
 
@@ -55,6 +59,9 @@ def outcome(command: Command, model: str, port: int, *, dry_run: bool = False) -
         except SystemExit as ended:
             status = ended.code
     if status == 0:
-        return Outcome(needs_gpu=bool(NEEDS_GPU.intersection(command.arguments)))
+        return Outcome(
+            needs_gpu=bool(NEEDS_GPU.intersection(command.arguments)),
+            instead=" ".join([command.command, *words]) if command.command == COMPARE else None,
+        )
     lines = [line for line in told.getvalue().splitlines() if ": ignored" not in line]
     return Outcome("; ".join(line.partition(": ")[2] for line in lines))
