@@ -47,7 +47,7 @@ class StepOptions:
 
 
 class UpdateRule(Protocol):
-    """AdamW with one way of storing its moments."""
+    """One optimizer's arithmetic, with one way of storing its moments."""
 
     def initial_state(self, weights: Tensor) -> State:
         """The state before a parameter's first step."""
@@ -95,7 +95,7 @@ class AdamW32(UpdateRule):
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         adamw(
             [weights],
-            [_scaled(gradient, options.gradient_scale)],
+            [scaled(gradient, options.gradient_scale)],
             [state[EXP_AVG]],
             [state[EXP_AVG_SQ]],
             [],
@@ -116,7 +116,8 @@ class AdamW32(UpdateRule):
         return weights.device if self._fused else super().place_of_step(weights)
 
 
-def _scaled(gradient: Tensor, scale: float) -> Tensor:
+def scaled(gradient: Tensor, scale: float) -> Tensor:
+    """The gradient in fp32, multiplied by `scale`; overwrites an fp32 gradient."""
     wide = gradient.float()
     return wide if scale == 1.0 else wide.mul_(scale)
 
