@@ -27,7 +27,7 @@ from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.optim.master_gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -113,7 +113,7 @@ def capture(
         model_name=settings.model,
         mode=settings.sync.mode,
         lora=settings.lora,
-        optimizer=settings.optimizer,
+        optimizer=settings.optimizer_on(device_of(policy).type),
         master_dtype=settings.master_dtype,
         parameters=shapes,
         rng=RngState.capture(),
@@ -144,7 +144,7 @@ def require_fit(
         StateMismatch: another model, mode, adapter or optimizer; lists every difference.
     """
     ours, saved = _shapes(policy), record.parameters
-    problems = _other_options(record, settings)
+    problems = _other_options(record, settings, device_of(policy).type)
     problems += [
         f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved
     ]
@@ -164,11 +164,13 @@ def require_fit(
         )
 
 
-def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
+def _other_options(
+    record: StateRecord, settings: TrainerSettings, device_type: str
+) -> list[str]:
     now = settings.lora
     pairs: list[tuple[str, object, object]] = [
         ("mode", record.mode, settings.sync.mode),
-        ("optimizer", record.optimizer, settings.optimizer),
+        ("optimizer", record.optimizer, settings.optimizer_on(device_type)),
         ("master dtype", record.master_dtype, settings.master_dtype),
     ]
     if record.lora is not None and now is not None:

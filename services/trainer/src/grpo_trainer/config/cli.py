@@ -61,6 +61,7 @@ COMMAND = Command(
             "publish_deadline_s",
             "vllm_restart_interval",
             "adapter_sync_interval",
+            "train_layer_indices",
         ),
         "Weights in shared_vllm": (
             "weights_socket",
@@ -93,7 +94,13 @@ COMMAND = Command(
             "rounding",
             "fused_step",
         ),
-        "Forward pass": ("packing", "fused_head", "head_kernel", "compile"),
+        "Forward pass": (
+            "packing",
+            "fused_head",
+            "head_kernel",
+            "compile",
+            "gradient_checkpointing",
+        ),
         "Inference server": (
             "inference_url",
             "vllm_api_key",
@@ -141,7 +148,6 @@ COMMAND = Command(
     without_effect=frozenset({"log-dir"}),  # of grpo-run
     refused={
         "learning-rate": "no such option; write --lr",
-        "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
     },
 )
 
