@@ -164,9 +164,7 @@ def require_fit(
         )
 
 
-def _other_options(
-    record: StateRecord, settings: TrainerSettings, device_type: str
-) -> list[str]:
+def _other_options(record: StateRecord, settings: TrainerSettings, device_type: str) -> list[str]:
     now = settings.lora
     pairs: list[tuple[str, object, object]] = [
         ("mode", record.mode, settings.sync.mode),

@@ -112,6 +112,7 @@ COMMAND = Command(
             "vllm_flags",
         ),
         "Run": (
+            "memory_plan",
             "seed",
             "save_path",
             "checkpoint_interval",
@@ -177,6 +178,12 @@ class CommandLine(
         "adapter. none: the engine restarts with each new model",
     )
 
+    memory_plan: bool = Field(
+        False,
+        description="Print how much memory each combination of options needs and which of them fit "
+        "on the GPU, then exit. Reads only the model's configuration",
+    )
+
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Options of other modes, as command lines for the archived trainer may have them."""
@@ -219,6 +226,8 @@ class CommandLine(
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):
             yield Mistake("model", problem)
+        if self.memory_plan:
+            return
         if problem := not_writable(self.save_path):
             yield Mistake("save_path", problem)
         if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
@@ -242,9 +251,14 @@ class CommandLine(
         return kind.model_construct(self.model_fields_set & held.keys(), **held, **parts)
 
 
+def parse_command(argv: Sequence[str]) -> CommandLine:
+    """Reads a command line. A mistake ends the process with status 2 and one line."""
+    return load_settings(CommandLine, argv, at_start=True)
+
+
 def parse_settings(argv: Sequence[str]) -> TrainerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(CommandLine, argv, at_start=True).settings()
+    return parse_command(argv).settings()
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:

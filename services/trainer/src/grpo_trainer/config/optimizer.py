@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 
-
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 

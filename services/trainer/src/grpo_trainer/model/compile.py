@@ -10,6 +10,7 @@ import os
 import shutil
 
 import torch
+
 from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model.layers import layers_of
 from grpo_trainer.model.policy_protocol import CausalLM

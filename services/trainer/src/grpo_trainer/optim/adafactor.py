@@ -21,7 +21,7 @@ _NO_DECAY = 0.0
 
 class Adafactor(UpdateRule):
     """Adafactor (arXiv 1804.04235, algorithms 4 and 5) in fp32. The step size is the learning rate
-    (the paper's α), not a fraction of the weights' size.
+    itself, not a fraction of the weights' size.
 
     Kinds of state: step; row_var and col_var in matrices; variance in vectors.
     """
