@@ -97,7 +97,9 @@ def pass_bytes(
     return tokens * layers * sizes.layer_input + max(head, tokens * sizes.activations)
 
 
-def update_bytes(trained: Sequence[Tensor], master_dtype: str, is_summed: bool, decays: bool) -> int:
+def update_bytes(
+    trained: Sequence[Tensor], master_dtype: str, is_summed: bool, decays: bool
+) -> int:
     """Buffers of the update, which takes one parameter at a time: float32 copies of the largest.
 
     Args:
