@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_core.weights.manifest import ParameterMapping, WeightManifest
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
@@ -24,9 +22,9 @@ from grpo_trainer.memory.plan import MemoryPlan, memory_plan
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.groups import collated, group
+from tests.unit.trainer.served_memory import served
 
 BF16 = torch.bfloat16
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
@@ -163,25 +161,3 @@ def live_bytes() -> int:
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def served(model: Path) -> MappedWeights:
-    """Stands for the server's memory, which holds the model once."""
-    tensors = load_file(model / "model.safetensors")
-    whole = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
-    offsets = itertools.accumulate((t.nbytes for t in tensors.values()), initial=0)
-    regions = {
-        name: ParameterMapping(
-            offset=offset,
-            nbytes=tensor.nbytes,
-            shape=tuple(tensor.shape),
-            dtype="bfloat16",
-            vllm_name=name,
-            slice=None,
-        )
-        for (name, tensor), offset in zip(tensors.items(), offsets, strict=False)
-    }
-    manifest = WeightManifest(
-        generation="g", model=str(model), total_bytes=whole.nbytes, parameters=regions
-    )
-    return MappedWeights(manifest, whole.device, lambda r: whole[r.offset : r.end])

@@ -1,12 +1,16 @@
-"""Finds a model's transformer layers, freezes the rest of the model, and recomputes layers."""
+"""Finds a model's transformer layers, freezes all other weights, and recomputes layers."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from grpo_trainer.errors import FastPathRefused, PolicyMismatch
 from grpo_trainer.model.policy_protocol import CausalLM
 
+CHUNK_ELEMENTS = 1 << 24
+"""Elements that are summed at a time: the sum may need a copy in 64 bits."""
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 _LISTS = ("layers", "h")
 """Names of the list of layers in transformers' decoders; GPT-2 and Falcon call it h."""
 
@@ -43,6 +47,20 @@ def train_only(model: CausalLM, indices: tuple[int, ...]) -> None:
         parameter.requires_grad_(False)
     for index in indices:
         layers[index].requires_grad_(True)
+
+
+@torch.no_grad()
+def frozen_checksum(model: CausalLM) -> int:
+    """A checksum of all frozen parameters; 0 if there are none. It depends on their bits and on
+    their order."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(place * _sum_of_bits(p) for place, p in enumerate(frozen, 1))
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    integers = _INTEGERS[tensor.element_size()]
+    parts = torch.split(tensor.reshape(-1).view(integers), CHUNK_ELEMENTS)
+    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
 def recompute_layers(model: CausalLM) -> None:
