@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.optim.adafactor import Adafactor
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
@@ -25,6 +26,8 @@ VARIANTS: dict[str, Callable[[], Masters]] = {
     "adamw_8bit": lambda: Masters(AdamW8bit(CPU)),
     "adamw, bf16 stochastic": lambda: Masters(AdamW32(), BF16, stochastic()),
     "adamw, bf16 nearest": lambda: Masters(AdamW32(), BF16),
+    "adafactor": lambda: Masters(Adafactor()),
+    "adafactor, bf16 stochastic": lambda: Masters(Adafactor(), BF16, stochastic()),
     "adamw_8bit, bf16 stochastic": lambda: Masters(AdamW8bit(CPU), BF16, stochastic()),
 }
 

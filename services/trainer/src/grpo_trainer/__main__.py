@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings.machine import does_not_answer
-from grpo_trainer.config.cli import parse_settings
+from grpo_trainer.config.cli import CommandLine, parse_command
+from grpo_trainer.config.trainer import TrainerSettings
 
 EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = parse_settings(sys.argv[1:] if argv is None else argv)
+    line = parse_command(sys.argv[1:] if argv is None else argv)
+    settings = line.settings()
     configure_logging("trainer", settings.log_level)
+    with _errors_logged():
+        if line.memory_plan:
+            _print_memory_plan(line)
+        else:
+            _train(settings)
+
+
+def _print_memory_plan(line: CommandLine) -> None:
+    from grpo_trainer.memory.plan import memory_plan
+    from grpo_trainer.memory.table import text_of
+
+    sys.stdout.write(text_of(memory_plan(line)))
+
+
+def _train(settings: TrainerSettings) -> None:
     _warn_without_run_api(settings.run_api_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
 
     from grpo_trainer.train import train
 
+    train(settings)
+
+
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
     try:
-        train(settings)
+        yield
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None

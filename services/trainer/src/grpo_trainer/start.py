@@ -16,6 +16,7 @@ from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.build import build_optimizer
@@ -58,6 +59,8 @@ def start_run(
     # Dropout would make the trainer's logprobs differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
     forward = build_forward_pass(policy, settings)
     optimizer = build_optimizer(policy, settings)
     if saved is None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.packages import BITSANDBYTES_PIN, LIGER_PIN
+from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import ModelNotFound, provide
+from grpo_trainer.optim.build import build_update
 from tests.support.directories import names
 
 TRAINER = ["--model", "m", "--mode", "shared_vllm"]
@@ -32,6 +37,16 @@ def test_missing_packages_are_all_named_before_anything_else(
     assert not unused.exists()
     pins = (Path(__file__).parents[4] / "constraints.txt").read_text().splitlines()
     assert {BITSANDBYTES_PIN, LIGER_PIN} <= set(pins)
+
+
+def test_a_gpu_without_bitsandbytes_gets_no_other_optimizer_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    settings = parse_settings(TRAINER)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(MissingPackage, match=f"run pip install {BITSANDBYTES_PIN}"):
+        build_update(settings, [on_gpu])
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])

@@ -10,6 +10,7 @@ import yaml
 
 from grpo_core.settings import load_settings
 from grpo_trainer import train
+from grpo_trainer.config import cli
 from grpo_trainer.config.cli import CommandLine, parse_settings
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import TrainerSettings
@@ -46,6 +47,7 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("shared_vllm", "--packing yes", "--packing: "),
         ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
+        ("none", "--train-layer-indices 3-1", "--train-layer-indices: "),
         ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),
     ],
 )
@@ -116,6 +118,31 @@ def test_lists_may_be_written_as_for_the_archived_trainer(written: str) -> None:
     lora = settings("lora_restart", *written.split()).lora
     assert lora is not None
     assert (lora.target_modules, lora.layers) == (("a", "b"), (0, 1, 2, 7))
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "none"])
+def test_the_trained_layers_are_written_as_for_the_archived_trainer(mode: str) -> None:
+    assert settings(mode).trained_layers is None
+    found = settings(mode, "--train-layer-indices", "0-3,28-31")
+    assert found.trained_layers == (0, 1, 2, 3, 28, 29, 30, 31)
+    assert settings("lora_only").trained_layers is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "on_cpu"),
+    [
+        ("", "adamw_8bit", "adamw"),
+        ("--fused-step", "adamw", "adamw"),
+        ("--optimizer adafactor", "adafactor", "adafactor"),
+        ("--optimizer adamw", "adamw", "adamw"),
+    ],
+)
+def test_the_device_decides_the_optimizer_unless_it_is_given(
+    flags: str, on_gpu: str, on_cpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "missing_packages", lambda _: ())  # triton is not installed here
+    chosen = settings("none", *flags.split())
+    assert (chosen.optimizer_on("cuda"), chosen.optimizer_on("cpu")) == (on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize(

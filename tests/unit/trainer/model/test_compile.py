@@ -26,6 +26,7 @@ from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, requi
 TRACED = "aot_eager"
 FAST = FastForward(packed, EAGER)
 EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
+RECOMPUTED = EVERYTHING.model_copy(update={"gradient_checkpointing": True})
 
 # torch.compile uses deprecated functions of torch. It suppresses its own warnings, but not those
 # that pytest turns into errors.
@@ -68,10 +69,11 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here, which torch.compile needs")
-def test_everything_at_once_really_compiled() -> None:
+@pytest.mark.parametrize("options", [EVERYTHING, RECOMPUTED])
+def test_everything_at_once_really_compiled(options: ForwardOptions) -> None:
     policy, micro = qwen(num_hidden_layers=1), ragged()
     expected = outcome(policy, plain_forward, micro)
-    require_equal(outcome(policy, build_forward_pass(policy, EVERYTHING), micro), expected)
+    require_equal(outcome(policy, build_forward_pass(policy, options), micro), expected)
 
 
 def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

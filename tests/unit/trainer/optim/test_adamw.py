@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from grpo_trainer.optim.adafactor import Adafactor
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
@@ -74,7 +75,25 @@ def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     assert held["state1/large"].dtype == held["state2/large"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("variant", ["adamw", "adamw, torch's fused", "adamw_8bit"])
+def test_adafactor_is_that_of_transformers_with_the_learning_rate_as_its_step_size() -> None:
+    """Both follow the paper. They add its constant of 1e-30 in different places."""
+    from transformers import Adafactor as Theirs
+
+    model = Model(Masters(Adafactor()), dtype=torch.float32, weight_decay=0.0)
+    options = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+    reference = Reference(model, Theirs, 0.0, **options)
+    for step in range(5):
+        model.gather(step, micro_batches=1 + step % 2)
+        reference.step(model.optimizer.gradients.tensors)
+        model.optimizer.step(step)
+    for ours, theirs in zip(model.optimizer.masters, reference.weights, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+    held = model.optimizer.tensors(model.names)
+    assert held["row_var/large"].shape == (70, 1)
+    assert held["col_var/large"].shape == (1, 71)
+
+
+@pytest.mark.parametrize("variant", ["adamw", "adamw, torch's fused", "adamw_8bit", "adafactor"])
 def test_weight_decay_counts_where_one_step_of_it_is_less_than_float32_resolves(
     variant: str,
 ) -> None:
@@ -108,7 +127,8 @@ def test_steps_after_a_saved_state_are_the_same_to_the_last_bit(
     again.optimizer.write_into_parameters()
     assert differing(again.tensors(), killed.tensors()) == []
     held = sum(tensor.nbytes for tensor in killed.optimizer.tensors(killed.names).values())
-    moments_of_unused = 4 * (4 + 4) + 4  # and its step count; it has no state yet
+    # The parameter without a gradient has no state yet.
+    moments_of_unused = 4 * (1 if "adafactor" in variant else 2) * 4 + 4
     assert again.optimizer.state_bytes() == held + moments_of_unused
     assert again.steps(3, 6) == expected[3:]
     assert differing(again.tensors(), alone.tensors()) == []

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
@@ -82,6 +83,7 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
                 close=sync._server.close,
             )
             sync._version, sync._write = PolicyVersion(1, 0), write
+            sync._policy = nn.Linear(1, 1)
             opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)
             return opened.epoch
 

@@ -80,7 +80,9 @@ def _accumulated(
                 f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
                 "step changed no weight. Lower the learning rate, or inspect the batch's logprobs"
             )
-        (scale * loss).backward()  # type: ignore[no-untyped-call]
+        # Dropout is on again, because layers that are recomputed must repeat the forward pass.
+        with dropout_on(dropouts):
+            (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.
         total += value
         sums += loss_sums(logp, *_columns(micro), clip_eps)

@@ -27,7 +27,8 @@ from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.layers import frozen_checksum
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.optim.master_gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -54,7 +55,8 @@ class FileFacts(BaseModel):
 class StateRecord(BaseModel):
     """The content of `trainer_state.json`.
 
-    `parameters` maps the name of each trained parameter to its shape. `files` describes all other
+    `parameters` maps the name of each trained parameter to its shape. `frozen` is a checksum of the
+    weights that --train-layer-indices freezes. `files` describes all other
     files of the directory. `mode` is --mode. `lora` is None if the whole model is
     trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
     `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
@@ -75,6 +77,7 @@ class StateRecord(BaseModel):
     optimizer: str
     master_dtype: str = "float32"
     parameters: dict[str, tuple[int, ...]]
+    frozen: int | None = None
     rng: RngState
     loss_scale: ScaleRecord | None = None
     checkpoints: tuple[str, ...] = ()
@@ -113,9 +116,10 @@ def capture(
         model_name=settings.model,
         mode=settings.sync.mode,
         lora=settings.lora,
-        optimizer=settings.optimizer,
+        optimizer=settings.optimizer_on(device_of(policy).type),
         master_dtype=settings.master_dtype,
         parameters=shapes,
+        frozen=_frozen(policy, settings),
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
         checkpoints=tuple(checkpoints),
@@ -144,7 +148,8 @@ def require_fit(
         StateMismatch: another model, mode, adapter or optimizer; lists every difference.
     """
     ours, saved = _shapes(policy), record.parameters
-    problems = _other_options(record, settings)
+    is_other_base = record.frozen is not None and record.frozen != _frozen(policy, settings)
+    problems = _other_options(record, settings, device_of(policy).type)
     problems += [
         f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved
     ]
@@ -156,6 +161,11 @@ def require_fit(
         for name, shape in ours.items()
         if name in saved and saved[name] != shape
     ]
+    if is_other_base and not problems:
+        problems = [
+            "frozen weights: those of this run differ from those of the checkpoint; if the server "
+            "serves another run's weights, restart the server"
+        ]
     if problems:
         raise StateMismatch(
             f"{where} does not fit {settings.model}:\n  "
@@ -164,11 +174,11 @@ def require_fit(
         )
 
 
-def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
+def _other_options(record: StateRecord, settings: TrainerSettings, device_type: str) -> list[str]:
     now = settings.lora
     pairs: list[tuple[str, object, object]] = [
         ("mode", record.mode, settings.sync.mode),
-        ("optimizer", record.optimizer, settings.optimizer),
+        ("optimizer", record.optimizer, settings.optimizer_on(device_type)),
         ("master dtype", record.master_dtype, settings.master_dtype),
     ]
     if record.lora is not None and now is not None:
@@ -185,6 +195,11 @@ def _other_options(record: StateRecord, settings: TrainerSettings) -> list[str]:
 def _shapes(policy: CausalLM) -> dict[str, tuple[int, ...]]:
     """Shapes of the trained parameters, in the order of the optimizer's master weights."""
     return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}
+
+
+def _frozen(policy: CausalLM, settings: TrainerSettings) -> int | None:
+    """The checksum of the weights that --train-layer-indices freezes; None without the option."""
+    return None if settings.trained_layers is None else frozen_checksum(policy)
 
 
 class _Record(BaseModel):

@@ -61,6 +61,7 @@ COMMAND = Command(
             "publish_deadline_s",
             "vllm_restart_interval",
             "adapter_sync_interval",
+            "train_layer_indices",
         ),
         "Weights in shared_vllm": (
             "weights_socket",
@@ -93,7 +94,13 @@ COMMAND = Command(
             "rounding",
             "fused_step",
         ),
-        "Forward pass": ("packing", "fused_head", "head_kernel", "compile"),
+        "Forward pass": (
+            "packing",
+            "fused_head",
+            "head_kernel",
+            "compile",
+            "gradient_checkpointing",
+        ),
         "Inference server": (
             "inference_url",
             "vllm_api_key",
@@ -105,6 +112,7 @@ COMMAND = Command(
             "vllm_flags",
         ),
         "Run": (
+            "memory_plan",
             "seed",
             "save_path",
             "checkpoint_interval",
@@ -141,7 +149,6 @@ COMMAND = Command(
     without_effect=frozenset({"log-dir"}),  # of grpo-run
     refused={
         "learning-rate": "no such option; write --lr",
-        "train-layer-indices": "all layers are trained; --lora-layer-indices limits an adapter",
     },
 )
 
@@ -169,6 +176,12 @@ class CommandLine(
         "trainer and server share one copy in memory. lora_only: the running server "
         "loads each new adapter. lora_restart: the engine restarts with each new "
         "adapter. none: the engine restarts with each new model",
+    )
+
+    memory_plan: bool = Field(
+        False,
+        description="Print how much memory each combination of options needs and which of them fit "
+        "on the GPU, then exit. Reads only the model's configuration",
     )
 
     @classmethod
@@ -213,6 +226,8 @@ class CommandLine(
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):
             yield Mistake("model", problem)
+        if self.memory_plan:
+            return
         if problem := not_writable(self.save_path):
             yield Mistake("save_path", problem)
         if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
@@ -236,9 +251,14 @@ class CommandLine(
         return kind.model_construct(self.model_fields_set & held.keys(), **held, **parts)
 
 
+def parse_command(argv: Sequence[str]) -> CommandLine:
+    """Reads a command line. A mistake ends the process with status 2 and one line."""
+    return load_settings(CommandLine, argv, at_start=True)
+
+
 def parse_settings(argv: Sequence[str]) -> TrainerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(CommandLine, argv, at_start=True).settings()
+    return parse_command(argv).settings()
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:

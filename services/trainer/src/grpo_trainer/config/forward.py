@@ -41,6 +41,11 @@ class ForwardOptions(BaseModel):
         description="Compile the model's layers with torch.compile, which needs a C++ compiler "
         "for a CPU and a C compiler for a GPU",
     )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Store only the input of each layer, and compute the layer again in the "
+        "backward pass. This saves memory, and a step computes about a third more",
+    )
 
     def forward_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""

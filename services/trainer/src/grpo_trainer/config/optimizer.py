@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
+
 
 class OptimizerOptions(BaseModel):
     """How a gradient changes the weights."""
@@ -19,12 +21,15 @@ class OptimizerOptions(BaseModel):
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate rises linearly to its peak"
     )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw",
+    optimizer: Annotated[
+        OptimizerName | None, Shown(default="adamw_8bit on a GPU, adamw on a CPU")
+    ] = Field(
+        None,
         description="Optimizer. adamw stores its moments in float32 and needs 8 bytes per weight. "
-        "adamw_8bit needs 2 bytes per weight and the package bitsandbytes",
+        "adamw_8bit needs 2 bytes per weight and the package bitsandbytes. adafactor needs almost "
+        "no memory, because it stores no momentum and one second moment per row and column",
     )
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of the optimizer")
     max_grad_norm: float = Field(
         1.0, gt=0, description="Largest L2 norm of the gradient; a larger gradient is scaled down"
     )
@@ -47,6 +52,11 @@ class OptimizerOptions(BaseModel):
         " float32 master weights",
     )
 
+    def optimizer_on(self, device_type: str) -> OptimizerName:
+        """The optimizer on a device of this type, "cuda" or "cpu"."""
+        is_8bit = device_type == "cuda" and not self.fused_step
+        return self.optimizer or ("adamw_8bit" if is_8bit else "adamw")
+
     def optimizer_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
         if self.master_dtype == "float32" and self.rounding == "stochastic":
@@ -56,5 +66,5 @@ class OptimizerOptions(BaseModel):
             )
         needed = {"optimizer": "adamw", "master_dtype": "float32"}
         for name, value in needed.items():
-            if self.fused_step and getattr(self, name) != value:
+            if self.fused_step and getattr(self, name) not in (None, value):
                 yield Mistake("fused_step", f"needs --{name.replace('_', '-')} {value}")

@@ -44,7 +44,30 @@ class ModeOptions(BaseModel):
     mode: ModeName
 
 
-class SharedVllmSettings(ModeOptions):
+class FullModelSettings(ModeOptions):
+    """The model's own weights are trained."""
+
+    train_layer_indices: Annotated[
+        CommaSeparated[str] | None, Shown(default="the whole model", metavar="RANGES")
+    ] = Field(
+        None,
+        description="Numbers of the transformer layers to train, for example 20-31 or 0-3,28-31. "
+        "All other weights are frozen, the embeddings and the output head too",
+    )
+
+    @field_validator("train_layer_indices")
+    @classmethod
+    def _names_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else tuple(map(str, _numbers_in(value)))
+
+    @property
+    def trained_layers(self) -> tuple[int, ...] | None:
+        """None if the whole model is trained."""
+        layers = self.train_layer_indices
+        return None if layers is None else _numbers_in(layers)
+
+
+class SharedVllmSettings(FullModelSettings):
     """Trainer and server share one copy of the weights."""
 
     hands_off = False
@@ -106,7 +129,7 @@ class LoraSettings(ModeOptions):
 
     @field_validator("lora_layer_indices")
     @classmethod
-    def _names_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _names_adapted_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if value is None else tuple(map(str, _numbers_in(value)))
 
     @property
@@ -178,7 +201,7 @@ class LoraRestartSettings(RestartSettings, LoraSettings):
     mode: ModeName = "lora_restart"
 
 
-class CheckpointRestartSettings(RestartSettings):
+class CheckpointRestartSettings(RestartSettings, FullModelSettings):
     """The whole model is trained, and the engine restarts on each new copy of it."""
 
     mode: ModeName = "none"

@@ -16,6 +16,7 @@ from grpo_core.wire.run_api import Registration
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.optimizer import OptimizerOptions
 from grpo_trainer.config.sync import (
+    FullModelSettings,
     LoraOptions,
     LoraSettings,
     SharedVllmSettings,
@@ -200,6 +201,11 @@ class TrainerSettings(RunOptions):
     def lora(self) -> LoraOptions | None:
         """None if the whole model is trained."""
         return self.sync.lora if isinstance(self.sync, LoraSettings) else None
+
+    @property
+    def trained_layers(self) -> tuple[int, ...] | None:
+        """None if the whole model or an adapter is trained."""
+        return self.sync.trained_layers if isinstance(self.sync, FullModelSettings) else None
 
     @property
     def verify_every_steps(self) -> int:

@@ -10,9 +10,9 @@ import os
 import shutil
 
 import torch
-from torch import nn
 
 from grpo_trainer.errors import FastPathRefused, MissingPackage
+from grpo_trainer.model.layers import layers_of
 from grpo_trainer.model.policy_protocol import CausalLM
 
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
@@ -42,8 +42,8 @@ def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
     Raises:
         FastPathRefused: the model has no list of layers.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+    layers = layers_of(model)
+    if layers is None:
         raise FastPathRefused(
             f"--compile: {type(model).__name__} has no list of layers; omit --compile"
         )

@@ -23,6 +23,7 @@ from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packing
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
+from grpo_trainer.model.layers import recompute_layers
 from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
 from grpo_trainer.model.packing import Layout, packed, padded
 from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
@@ -98,16 +99,29 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
     forward: ForwardPass = plain_forward
     if is_packed or is_fused:
         forward = FastForward(packed if is_packed else padded, arithmetic if is_fused else None)
+    if options.gradient_checkpointing:
+        recompute_layers(base_model(policy))
+        _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)
     if options.compile:
         compile_layers(base_model(policy))
         # Errors of the compiler, or wrong results, must appear now and not in the first step.
         probe.differentiate(forward)
-        try:
-            probe.require_equal(forward, "torch.compile")
-        except FastPathRefused as refusal:
-            raise FastPathRefused(f"--compile: {refusal}; omit --compile") from refusal
-    log.info("forward.chosen", packed=is_packed, fused_head=is_fused, compiled=options.compile)
+        _require_unchanged("--compile", "torch.compile", probe, forward)
+    log.info(
+        "forward.chosen",
+        packed=is_packed,
+        fused_head=is_fused,
+        compiled=options.compile,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
     return forward
+
+
+def _require_unchanged(option: str, way: str, probe: _Probe, forward: ForwardPass) -> None:
+    try:
+        probe.require_equal(forward, way)
+    except FastPathRefused as refusal:
+        raise FastPathRefused(f"{option}: {refusal}; omit {option}") from refusal
 
 
 def is_enabled(

@@ -8,7 +8,6 @@ it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +30,9 @@ BLOCK = 256
 """Number of neighbouring moments that share a scale, fixed by bitsandbytes' kernels."""
 MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters have fp32 moments, as in bitsandbytes."""
+MAP_VALUES = 256
+_SIGNED = {"qmap1": True, "qmap2": False}
+"""The maps from 8 bits to values; the first moment can be negative."""
 _NO_DECAY = 0.0
 """The module `masters` adds weight decay."""
 _ADAM, _UNUSED = "adam", 0.0
@@ -47,7 +49,7 @@ class StepOptions:
 
 
 class UpdateRule(Protocol):
-    """AdamW with one way of storing its moments."""
+    """One optimizer's arithmetic, with one way of storing its moments."""
 
     def initial_state(self, weights: Tensor) -> State:
         """The state before a parameter's first step."""
@@ -95,7 +97,7 @@ class AdamW32(UpdateRule):
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         adamw(
             [weights],
-            [_scaled(gradient, options.gradient_scale)],
+            [scaled(gradient, options.gradient_scale)],
             [state[EXP_AVG]],
             [state[EXP_AVG_SQ]],
             [],
@@ -116,7 +118,8 @@ class AdamW32(UpdateRule):
         return weights.device if self._fused else super().place_of_step(weights)
 
 
-def _scaled(gradient: Tensor, scale: float) -> Tensor:
+def scaled(gradient: Tensor, scale: float) -> Tensor:
+    """The gradient in fp32, multiplied by `scale`; overwrites an fp32 gradient."""
     wide = gradient.float()
     return wide if scale == 1.0 else wide.mul_(scale)
 
@@ -141,8 +144,10 @@ class AdamW8bit(UpdateRule):
         self._require_kernel(device)
 
     def initial_state(self, weights: Tensor) -> State:
-        build = self._quantised if weights.numel() >= MIN_8BIT_ELEMENTS else _unquantised
-        return {STEP: torch.zeros(()), **build(weights)}
+        state = empty_8bit_state(weights)
+        for kind in state.keys() & _SIGNED:
+            state[kind].copy_(self._functional.create_dynamic_map(signed=_SIGNED[kind]))
+        return state
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         state[STEP] += 1
@@ -191,19 +196,6 @@ class AdamW8bit(UpdateRule):
             gnorm_scale=options.gradient_scale,
         )
 
-    def _quantised(self, weights: Tensor) -> State:
-        device, blocks = weights.device, -(-weights.numel() // BLOCK)
-        quantisation_map: Callable[..., Tensor] = self._functional.create_dynamic_map
-        return {
-            "state1": torch.zeros_like(weights, dtype=torch.uint8),
-            "state2": torch.zeros_like(weights, dtype=torch.uint8),
-            "absmax1": torch.zeros(blocks, device=device),
-            "absmax2": torch.zeros(blocks, device=device),
-            # Each parameter has its own maps, so that no two tensors of a checkpoint share memory.
-            "qmap1": quantisation_map(signed=True).to(device),
-            "qmap2": quantisation_map(signed=False).to(device),
-        }
-
     def _require_kernel(self, device: torch.device) -> None:
         """Test the kernel: Adam's first step must move every weight by the learning rate."""
         try:
@@ -221,11 +213,19 @@ class AdamW8bit(UpdateRule):
             )
 
 
-def _unquantised(weights: Tensor) -> State:
-    return {
-        "state1": torch.zeros_like(weights, dtype=torch.float32),
-        "state2": torch.zeros_like(weights, dtype=torch.float32),
+def empty_8bit_state(weights: Tensor) -> State:
+    """The tensors of `AdamW8bit`'s initial state, with maps of zeros. Needs no bitsandbytes."""
+    device, is_quantised = weights.device, weights.numel() >= MIN_8BIT_ELEMENTS
+    state = {
+        kind: torch.zeros_like(weights, dtype=torch.uint8 if is_quantised else torch.float32)
+        for kind in ("state1", "state2")
     }
+    if is_quantised:
+        blocks = -(-weights.numel() // BLOCK)
+        state |= {kind: torch.zeros(blocks, device=device) for kind in ("absmax1", "absmax2")}
+        # Each parameter has its own maps, so that no two tensors of a checkpoint share memory.
+        state |= {kind: torch.zeros(MAP_VALUES, device=device) for kind in _SIGNED}
+    return {STEP: torch.zeros(()), **state}
 
 
 def _no_kernel(device: torch.device, why: str) -> UnusableOptimizer:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import structlog
 import torch
 from torch import Tensor
 
+from grpo_trainer.config.optimizer import OptimizerName
+from grpo_trainer.config.packages import BITSANDBYTES, BITSANDBYTES_PIN
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.errors import UnusableOptimizer
+from grpo_trainer.errors import MissingPackage, UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
+from grpo_trainer.optim.adafactor import Adafactor
+from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
 
@@ -21,7 +25,7 @@ log = structlog.get_logger()
 
 
 def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimizer:
-    """Raises `UnusableOptimizer` if the options do not fit the policy's weights."""
+    """Raises the errors of `build_update`."""
     parameters = list(trained_parameters(policy).values())
     return MasterOptimizer(
         parameters,
@@ -40,12 +44,12 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
 
     Raises:
         UnusableOptimizer: the weights or their device do not fit the options.
+        MissingPackage: the device's default optimizer needs a package that is not installed.
     """
     if settings.fused_step:
         return _fused(parameters)
     device = parameters[0].device
-    is_8bit = settings.optimizer == "adamw_8bit"
-    rule = AdamW8bit(device) if is_8bit else AdamW32(fused=device.type == "cuda")
+    rule = _rule(settings.optimizer_on(device.type), device)
     if settings.master_dtype == "float32":
         return Masters(rule)
     _require_dtypes(
@@ -55,6 +59,19 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
         "their precision; pass --master-dtype float32, or serve the model in bfloat16",
     )
     return Masters(rule, torch.bfloat16, _rounding(settings, device))
+
+
+def _rule(name: OptimizerName, device: torch.device) -> UpdateRule:
+    if name == "adafactor":
+        return Adafactor()
+    if name == "adamw":
+        return AdamW32(fused=device.type == "cuda")
+    if find_spec(BITSANDBYTES) is None:
+        raise MissingPackage(
+            f"--optimizer adamw_8bit, the default on a GPU, needs the package {BITSANDBYTES}: "
+            f"run pip install {BITSANDBYTES_PIN}, or pass another --optimizer"
+        )
+    return AdamW8bit(device)
 
 
 def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRounding | None:

@@ -19,7 +19,8 @@ from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
-from grpo_trainer.errors import TornWeights, WeightSyncError
+from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
+from grpo_trainer.model.layers import frozen_checksum
 from grpo_trainer.model.loading import import_architecture
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -79,6 +80,7 @@ class SharedVllm:
         self._epochs = epochs
         self._policy: CausalLM
         self._optimizer: MasterOptimizer | None = None
+        self._frozen = 0
         self._version = PolicyVersion(0, 0)
 
     @property
@@ -126,6 +128,7 @@ class SharedVllm:
         """Publish the master weights under a new epoch: later than the server's, than `last_epoch`
         and than every epoch started before."""
         self._optimizer = optimizer
+        self._frozen = frozen_checksum(self._policy)
         if self._epochs is not None:
             last_epoch = max(last_epoch, self._epochs.newest())
         self._version = _opened_after(self._version, last_epoch)
@@ -224,6 +227,11 @@ class SharedVllm:
         release_views(self._policy)
         attachment = self._server.reattach(why)
         move_views(self._policy, attachment.weights)
+        if frozen_checksum(self._policy) != self._frozen:
+            raise PolicyMismatch(
+                "the restarted server serves its model files, but this run froze other weights: it "
+                "began with an earlier trainer's weights. Start the run again with --resume never"
+            )
         self._version = _usable_after(self._version, attachment.info)
 
     def _refuse_torn(self, info: BridgeInfo) -> None:

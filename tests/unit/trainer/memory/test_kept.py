@@ -1,0 +1,163 @@
+"""The plan counts every byte that a real step keeps, measured as the live memory of all tensors."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_tiny_model.model import Recipe, build_model
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.memory.kept import KeptBytes
+from grpo_trainer.memory.plan import MemoryPlan, memory_plan
+from grpo_trainer.model.layers import train_only
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.weight_sync.shared_memory.views import build_policy
+from tests.unit.trainer.groups import collated, group
+from tests.unit.trainer.served_memory import served
+
+BF16 = torch.bfloat16
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
+SOME = "1-2"
+Changes = dict[str, Any]
+WHOLE_MODEL: list[Changes] = [
+    {"optimizer": optimizer, "master_dtype": master_dtype, "train_layer_indices": layers}
+    for optimizer, master_dtype, layers in itertools.product(
+        OPTIMIZERS, ("float32", "bfloat16"), (None, SOME)
+    )
+]
+ADAPTER: list[Changes] = [{"optimizer": optimizer} for optimizer in OPTIMIZERS]
+BY_MODE = {
+    "shared_vllm": WHOLE_MODEL,
+    "none": WHOLE_MODEL,
+    "lora_only": ADAPTER,
+    "lora_restart": ADAPTER,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `make demo`, untrained, in bfloat16."""
+    directory = tmp_path_factory.mktemp("tiny")
+    build_model(512, Recipe()).to(BF16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("mode", BY_MODE)
+def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str) -> None:
+    """Modes with equal memory take different numbers of micro-batches."""
+    require_as_planned(tiny, mode, micro_batches=1 if mode in ("none", "lora_only") else 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", BY_MODE)
+def test_a_step_of_a_model_of_100_million_weights_keeps_what_the_plan_says(
+    mode: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32000,
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=12,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).to(BF16).save_pretrained(tmp_path)
+    require_as_planned(tmp_path, mode, micro_batches=2)
+
+
+def require_as_planned(model: Path, mode: str, micro_batches: int) -> None:
+    """Compare every combination of the mode."""
+    options: Changes = {
+        "model": str(model),
+        "mode": mode,
+        "redis_url": "redis://127.0.0.1:6379/0",
+        "gradient_accumulation_steps": micro_batches,
+    }
+    plan = memory_plan(CommandLine(**options, train_layer_indices=SOME))
+    for changes in BY_MODE[mode]:
+        line = CommandLine(**options, **changes)
+        planned = kept_of(plan, line)
+        with older_objects_hidden():
+            measured, parts = measured_bytes(line)
+        assert planned.total == pytest.approx(measured, rel=0.05), changes
+        assert vars(planned) == pytest.approx(vars(parts), rel=0.001), changes
+
+
+def kept_of(plan: MemoryPlan, line: CommandLine) -> KeptBytes:
+    is_adapter = line.mode.startswith("lora")
+    layers = "adapter r=16" if is_adapter else "all" if line.train_layer_indices is None else SOME
+    (found,) = (
+        one.kept
+        for one in plan.combinations
+        if line.mode in one.trainee.modes
+        and (one.trainee.layers, one.optimizer, one.master_dtype)
+        == (layers, line.optimizer, line.master_dtype)
+    )
+    return found
+
+
+def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
+    """Take a step and gather the gradients of the next one. Returns the size of all live tensors
+    except the server's, and of those that the plan names."""
+    settings = line.settings()
+    is_shared = settings.sync.mode == "shared_vllm"
+    policy: Any = (
+        build_policy(line.model, served(Path(line.model)))
+        if is_shared
+        else TrainedWeights(line.model, settings.lora).load(BF16)
+    ).eval()
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    optimizer = build_optimizer(policy, settings)
+    batch = collated(*(group() for _ in range(line.gradient_accumulation_steps)))
+    accumulate_gradients(policy, batch, 0.2, 0)
+    optimizer.step(0)
+    optimizer.write_into_parameters()
+    accumulate_gradients(policy, batch, 0.2, 1)
+    live = live_bytes() - (weights_bytes(policy) if is_shared else 0)
+    state = optimizer.tensors([str(index) for index in range(len(optimizer.masters))])
+    masters = sum(t.nbytes for name, t in state.items() if name.startswith("master/"))
+    gradients = [g for g in optimizer.gradients.tensors if g is not None]
+    return live, KeptBytes(
+        weights=0 if is_shared else weights_bytes(policy),
+        masters=masters,
+        gradients=sum(g.nbytes for g in gradients),
+        moments=sum(t.nbytes for t in state.values()) - masters,
+    )
+
+
+def weights_bytes(policy: Any) -> int:
+    return sum(p.nbytes for p in policy.parameters())
+
+
+@contextmanager
+def older_objects_hidden() -> Iterator[None]:
+    """Hide all objects of this process from `gc.get_objects`, which then takes milliseconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """The memory of all newer tensors; tensors that share memory count once."""
+    gc.collect()
+    # `isinstance` would import modules that some objects of torch only stand for.
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

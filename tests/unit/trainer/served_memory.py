@@ -1,0 +1,34 @@
+"""Memory that stands for a server's shared memory, and holds the weights of a model once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from grpo_core.weights.manifest import ParameterMapping, WeightManifest
+from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
+
+
+def served(model: Path) -> MappedWeights:
+    """Args: model: a directory with one file of weights."""
+    tensors = load_file(model / "model.safetensors")
+    whole = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
+    offsets = itertools.accumulate((t.nbytes for t in tensors.values()), initial=0)
+    regions = {
+        name: ParameterMapping(
+            offset=offset,
+            nbytes=tensor.nbytes,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            vllm_name=name,
+            slice=None,
+        )
+        for (name, tensor), offset in zip(tensors.items(), offsets, strict=False)
+    }
+    manifest = WeightManifest(
+        generation="g", model=str(model), total_bytes=whole.nbytes, parameters=regions
+    )
+    return MappedWeights(manifest, whole.device, lambda r: whole[r.offset : r.end])

@@ -1,0 +1,63 @@
+"""Frozen weights are in no checkpoint, so a run goes on only with the weights that it froze."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.clients.inference import BridgeClient
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checkpoint.state import Position, capture, require_fit
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.errors import PolicyMismatch, StateMismatch
+from grpo_trainer.model.layers import frozen_checksum, train_only
+from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared_memory.views import build_policy
+from tests.unit.trainer.forward_rig import qwen
+from tests.unit.trainer.served_memory import served
+from tests.unit.trainer.tiny_policy import model_directory
+
+LAYERS = (1,)
+
+
+def change(policy: Any, name: str) -> None:
+    with torch.no_grad():
+        policy.get_parameter(name).view(-1)[0] += 1
+
+
+def test_a_checkpoint_belongs_to_its_frozen_weights() -> None:
+    settings = CommandLine(model="m", mode="shared_vllm", train_layer_indices="1").settings()
+    policy = qwen()
+    train_only(policy, LAYERS)
+    optimizer = build_optimizer(policy, settings)
+    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r").record
+    change(policy, "model.layers.1.mlp.up_proj.weight")
+    require_fit(record, policy, settings, "here")
+    change(policy, "model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(StateMismatch, match=r"frozen weights: .* restart the server"):
+        require_fit(record, policy, settings, "here")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path: Path) -> None:
+    began = model_directory(tmp_path / "began")
+    restarted = served(model_directory(tmp_path / "files", seed=0 if is_same else 1))
+    info = SimpleNamespace(policy_version=PolicyVersion(1, 0), awaiting_weights=True)
+    with BridgeClient("http://127.0.0.1:1") as bridge:
+        sync: Any = SharedVllm(bridge, "model")
+        sync._policy = build_policy(str(began), served(began))
+        train_only(sync._policy, LAYERS)
+        sync._frozen = frozen_checksum(sync._policy)
+        sync._server = SimpleNamespace(
+            reattach=lambda _: SimpleNamespace(weights=restarted, info=info)
+        )
+        if is_same:
+            sync._reattach("it ended")
+        else:
+            with pytest.raises(PolicyMismatch, match="this run froze other weights"):
+                sync._reattach("it ended")
