@@ -41,4 +41,4 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
             NoEnvironmentLeft, match=r"2 environments that registered in this run.* within 60 s"
         ):
             watch.check(GONE)
-    assert [entry["event"] for entry in logs] == ["environments.left"] * 2
+    assert [entry["event"] for entry in logs] == ["environments.disconnected"] * 2

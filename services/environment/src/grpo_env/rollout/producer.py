@@ -78,7 +78,7 @@ class GroupProducer:
             "prompts.filtered",
             kept=count.kept,
             too_long=count.skipped,
-            longest_tokens=max(most_tokens, 0),
+            limit_tokens=max(most_tokens, 0),
         )
 
     async def produce(self, plan: SamplingPlan) -> None:

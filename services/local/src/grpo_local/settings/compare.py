@@ -55,7 +55,7 @@ class CompareSettings(CommandSettings):
         " mode runs after another",
     )
     steps: int = Field(40, ge=1, description="Number of training steps of each run")
-    seed: int = Field(0, ge=0, description="Random seed of each run")
+    seed: int = Field(0, ge=0, description="Random seed, the same for all runs")
     directory: Annotated[Path | None, Shown(default="runs/compare-<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the files of all runs and for the results"
     )

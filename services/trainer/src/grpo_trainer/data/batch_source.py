@@ -180,7 +180,7 @@ class EnvironmentWatch:
         elif self._deadline is None:
             self._deadline = Deadline(self._return_deadline_s, self._clock)
             log.warning(
-                "environments.left",
+                "environments.disconnected",
                 registered=environments.registered,
                 deadline_s=self._return_deadline_s,
                 hint="start an environment, or raise --environment-return-deadline-s",

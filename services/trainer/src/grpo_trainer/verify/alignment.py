@@ -190,9 +190,10 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
         raise ServedWeightsDiffer(
             f"{MISMATCH} {label}, the server does not serve the trainer's weights. The server's "
             f"logprobs differ from the trainer's by {alignment.mean:.2g} on average (tolerance "
-            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. With the trainer's weights of "
-            f"an earlier check, the average difference would be {alignment.previous:.2g}. Stop "
-            "other processes that publish to this server, then restart server and trainer"
+            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. From the "
+            f"trainer's logprobs at an earlier check, they differ by {alignment.previous:.2g} on "
+            "average. Stop other processes that publish to this server, then restart server and "
+            "trainer"
         )
 
 
