@@ -30,7 +30,11 @@ def _table(found: Iterable[Command]) -> str:
         text = f"`{_text(command)}`"
         rows.setdefault((text, str(outcome(command, _MODEL, _PORT))), []).append(command.place)
     return table(
-        ["Command line", "Document and line", "Outcome"],
+        [
+            "Archived command line",
+            "Document (`early`, `middle` or `latest`) and line",
+            "Outcome in GRPO stack",
+        ],
         [[text, ", ".join(places), result] for (text, result), places in rows.items()],
     )
 

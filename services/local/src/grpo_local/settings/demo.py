@@ -202,7 +202,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Number of CPU threads that the server computes with. The trainer uses as many",
+        description="Number of CPU threads that the server computes with. The trainer uses the "
+        "same number",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",

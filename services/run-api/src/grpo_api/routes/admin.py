@@ -84,5 +84,5 @@ async def status(services: Services) -> RunStatus:
 async def reset_data(services: Services) -> PlainTextResponse:
     """Delete the run: registration, step, environments, partial groups, queue and batches."""
     await services.store.reset()
-    _log.info("run.reset")
+    _log.info("run.deleted", deleted="queue, batches and registrations")
     return PlainTextResponse("Reset successful")
