@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from grpo_core.redis import server
 from grpo_core.redis.server import LocalRedis, answers_ping
 from grpo_local.process.ports import free_port
+from tests.support.redis_server import start_redis
 from tests.support.wait import wait_for
 
 
@@ -46,8 +47,11 @@ def test_another_process_starts_it_again_when_its_owner_ends(tmp_path: Path) -> 
     assert not answers_ping(port)
 
 
-def test_a_redis_that_runs_already_is_used(redis_url: str, tmp_path: Path) -> None:
-    port = int(redis_url.rpartition(":")[2].partition("/")[0])
-    with LocalRedis(tmp_path, port):
-        assert not (tmp_path / "redis.log").exists()
+def test_somebody_elses_redis_is_used_and_never_replaced(tmp_path: Path) -> None:
+    port = free_port()
+    theirs = start_redis(port, tmp_path / "theirs", server.bundled_redis())
+    with LocalRedis(tmp_path / "unwritable" / "ours", port) as ours:
+        assert ours._watcher is None
+        assert not (tmp_path / "unwritable").exists()
     assert answers_ping(port)
+    theirs.stop()

@@ -57,9 +57,10 @@ async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,
         RedisServedStore(redis_url, RUN_ID) as record,
     ):
-        await run.link.call("DEL", run.link.served_weights)
+        keys = run.link.served_weights, run.link.followed_server
+        await run.link.call("DEL", *keys)
         yield VersionedRun(run, record, redis_url)
-        await run.link.call("DEL", run.link.served_weights)
+        await run.link.call("DEL", *keys)
 
 
 async def test_groups_carry_the_version_served_when_they_arrived(versioned: VersionedRun) -> None:
@@ -89,6 +90,27 @@ async def test_groups_follow_the_server_that_the_trainer_names(versioned: Versio
         await run.submit(3, 4)
     assert await versioned.received_under(after=0) == [(1, NEW), (2, NEWEST)]
     assert await versioned.received_under(after=1) == [(3, None), (4, None)]
+
+
+async def test_a_trainer_that_names_this_run_keeps_its_record(versioned: VersionedRun) -> None:
+    await versioned.serve(OLD)
+    for _ in range(2):
+        await versioned.run.register(server_run_id=RUN_ID)
+    await versioned.run.submit(1, 2)
+    assert await versioned.received_under(after=0) == [(1, OLD), (2, OLD)]
+
+
+async def test_a_reset_run_follows_one_server_alone(versioned: VersionedRun) -> None:
+    first, second = uuid.uuid4().hex, uuid.uuid4().hex
+    url, run = versioned.redis_url, versioned.run
+    await run.register(server_run_id=first)
+    await run.store.reset()
+    await run.register(server_run_id=second)
+    async with RedisServedStore(url, first) as old, RedisServedStore(url, second) as new:
+        await VersionedRun(run, new, url).serve(NEW)
+        await VersionedRun(run, old, url).serve(OLD)
+        await run.submit(1, 2)
+    assert await versioned.received_under(after=0) == [(1, NEW), (2, NEW)]
 
 
 async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(

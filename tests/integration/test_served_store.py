@@ -99,6 +99,25 @@ async def test_a_redis_that_nobody_named_may_come_later(tmp_path: Path, run_id: 
     process.stop()
 
 
+async def test_a_record_that_could_not_be_read_is_not_replaced_by_the_model(
+    tmp_path: Path, run_id: str
+) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    process = start_redis(port, tmp_path, bundled_redis())
+    async with RedisServedStore(url, run_id) as record:
+        await record.save(TORN)
+    process.stop()
+    async with RedisServedStore(url, run_id, required=False) as late:
+        assert await late.read(DEADLINE_S) is None
+        process = start_redis(port, tmp_path, bundled_redis())
+        await late.save(FIRST)
+        assert await stored(url, run_id) == TORN
+        await late.save(LATEST)
+        assert await stored(url, run_id) == LATEST
+    process.stop()
+
+
 class NotesAttempts(RedisServedStore):
     """A record that stores the deadline of each attempt."""
 

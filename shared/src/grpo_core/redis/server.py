@@ -9,6 +9,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 import redis
 import structlog
@@ -27,6 +28,7 @@ REDIS_DEADLINE_S = 60.0
 LOCAL_PORT = 6379
 """The port of `grpo_core.redis.url.LOCAL_REDIS`."""
 _WATCH_S, _LOCK_POLL_S, _CONNECT_S = 1.0, 0.1, 0.5
+_LOCK = "lock"
 
 
 class NoRedisServer(GrpoError):
@@ -92,9 +94,10 @@ def answers_ping(port: int) -> bool:
 class LocalRedis(ClosesOnExit):
     """Starts Redis on 127.0.0.1 whenever nothing listens on its port.
 
-    Several processes may share one directory. A lock in the directory decides which of them starts
-    Redis. When that process ends, its Redis ends too, and one of the others starts Redis again on
-    the same append-only file.
+    A Redis that somebody else started is used as it is, and never replaced. Several processes may
+    share one directory. A lock in the directory decides which of them starts Redis. When that
+    process ends, its Redis ends too, and one of the others starts Redis again on the same
+    append-only file.
 
     Args:
         directory: for the append-only file and `redis.log`
@@ -109,8 +112,12 @@ class LocalRedis(ClosesOnExit):
         self._directory, self._port = directory, port
         self._child: ManagedProcess | None = None
         self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if _listens(port) and not _is_locked(directory / _LOCK):
+            log.info("redis.found", port=port)
+            return
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (directory / "lock").open("w")
+        self._lock = (directory / _LOCK).open("w")
         try:
             self._start_if_absent()
         except BaseException:
@@ -121,6 +128,8 @@ class LocalRedis(ClosesOnExit):
 
     def close(self) -> None:
         """End Redis if this process started it."""
+        if self._watcher is None:
+            return
         self._closed.set()
         self._watcher.join()
         if self._child is not None:
@@ -148,7 +157,8 @@ class LocalRedis(ClosesOnExit):
             time.sleep(_LOCK_POLL_S)
 
     def _start(self) -> None:
-        command = redis_command(self._port, self._directory)
+        # Not the host's: another version might not read the append-only file of the one before.
+        command = redis_command(self._port, self._directory, bundled_redis())
         if self._child is not None:
             self._child.kill()
         self._child = ManagedProcess("redis", command, self._directory / "redis.log")
@@ -160,11 +170,23 @@ class LocalRedis(ClosesOnExit):
         log.info("redis.started", port=self._port, directory=str(self._directory))
 
     def _has_lock(self) -> bool:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _try_lock(self._lock)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r+") as file:
+            return not _try_lock(file)
+    except OSError:
+        return False
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _listens(port: int) -> bool:

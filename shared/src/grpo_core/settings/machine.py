@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,10 +15,15 @@ _PATH_STARTS = (".", "/", "~")
 def state_directory() -> Path:
     """Directory for data that outlives a process, if no other directory was given.
 
-    `$XDG_STATE_HOME/grpo`, by default `~/.local/state/grpo` (XDG Base Directory Specification).
+    `$XDG_STATE_HOME/grpo`, by default `~/.local/state/grpo` (XDG Base Directory Specification). For
+    a user without a home directory, a directory for temporary files.
     """
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "grpo"
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "grpo"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        return Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}"
+    return Path(home) / ".local" / "state" / "grpo"
 
 
 def missing_directory(name: str) -> str | None:

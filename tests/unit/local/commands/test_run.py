@@ -78,6 +78,8 @@ def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
         (module / "__main__.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand-ins"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
     return Together(tmp_path, Shown())
 
 

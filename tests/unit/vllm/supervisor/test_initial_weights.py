@@ -88,11 +88,12 @@ async def test_a_run_without_weights_on_disk_begins_with_the_model(
     assert await begins_with(Record(served), *flags) == expected
 
 
-async def test_damaged_files_stop_the_start(adapter: ServedWeights) -> None:
+async def test_damaged_files_stop_the_start_of_a_named_run(adapter: ServedWeights) -> None:
     assert adapter.weights.path is not None
     (adapter.weights.path / ADAPTER_WEIGHTS).write_text("other weights")
     with pytest.raises(UnusableWeights, match=r"version \(2, 7\), which.*--no-await-weights"):
-        await begins_with(Record(adapter), "--enable-lora")
+        await begins_with(Record(adapter), "--enable-lora", "--run-id", "day")
+    assert await begins_with(Record(adapter), "--enable-lora") == WeightRef(version=V30)
 
 
 @pytest.mark.parametrize("await_weights", [True, False])

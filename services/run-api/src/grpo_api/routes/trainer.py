@@ -116,6 +116,13 @@ async def register(registration: RegistrationBody, services: Services) -> Traine
         max_token_len=registration.max_token_len,
         step=registered.step,
     )
+    if registered.step > 0 and registration.starting_step == 0:
+        _log.warning(
+            "run.has_earlier_data",
+            step=registered.step,
+            hint="this trainer starts at step 0, but an earlier trainer of this run has taken "
+            "steps; to delete the earlier queue and batches, send GET /reset_data",
+        )
     return TrainerEnrolled(uuid=registered.trainer_id, run_uuid=registered.run_uuid)
 
 

@@ -63,6 +63,7 @@ class RedisLink:
         self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
+        self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
         self._deadline_s = deadline_s
         self._redis = _client(url, deadline_s)

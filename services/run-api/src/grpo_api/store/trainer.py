@@ -27,7 +27,6 @@ class TrainerStore:
         Raises:
             Refused: 409, an older version of run-api stored this run in a previous layout.
         """
-        previous = await self.registration()
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register_trainer",
@@ -42,7 +41,7 @@ class TrainerStore:
         )
         if outcome == b"registered":
             step, run_uuid = rest
-            await self._follow(registration.server_run_id, previous)
+            await self._follow(registration.server_run_id)
             return Registered(trainer_id.int, int(step), run_uuid.decode())
         if outcome == b"former layout":
             raise Refused(
@@ -53,19 +52,21 @@ class TrainerStore:
             )
         return BatchSizeDiffers(*rest)
 
-    async def _follow(self, server_run_id: str | None, previous: Registration | None) -> None:
+    async def _follow(self, server_run_id: str | None) -> None:
         """Let the inference server of another run id write its served version to this run too."""
-        own, commands = self._link.served_weights, []
-        if previous is not None and previous.server_run_id is not None:
-            old = served_weights_followers_key(previous.server_run_id)
-            commands = [("SREM", old, own), ("UNLINK", own)]
-        if server_run_id is not None and (source := served_weights_key(server_run_id)) != own:
-            commands += [
-                ("SADD", served_weights_followers_key(server_run_id), own),
-                ("COPY", source, own, "REPLACE"),
-            ]
-        if commands:
-            await self._link.transaction(*commands)
+        own, pointer = self._link.served_weights, self._link.followed_server
+        source = served_weights_key(server_run_id) if server_run_id is not None else own
+        wanted = "" if source == own else server_run_id or ""
+        followed = (await self._link.call("GET", pointer) or b"").decode()
+        if followed == wanted:
+            return
+        commands: list[tuple[str, ...]] = [("UNLINK", own), ("SET", pointer, wanted)]
+        if followed:
+            commands.append(("SREM", served_weights_followers_key(followed), own))
+        if wanted:
+            commands.append(("SADD", served_weights_followers_key(wanted), own))
+            commands.append(("COPY", source, own))
+        await self._link.transaction(*commands)
 
     async def registration(self) -> Registration | None:
         (trainer,) = self._link.keys("trainer")

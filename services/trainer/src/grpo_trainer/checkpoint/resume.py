@@ -66,10 +66,15 @@ def restore(
 
 
 def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> TrainerSettings:
-    """The settings with the checkpoint's W&B group, unless the user names another one."""
-    if saved is None or not saved.record.wandb_group or "wandb_group" in settings.model_fields_set:
+    """The settings with the checkpoint's W&B group and optimizer, unless the user names others."""
+    if saved is None:
         return settings
-    return settings.model_copy(update={"wandb_group": saved.record.wandb_group})
+    changes: dict[str, str] = {}
+    if saved.record.wandb_group and "wandb_group" not in settings.model_fields_set:
+        changes["wandb_group"] = saved.record.wandb_group
+    if settings.optimizer is None:
+        changes["optimizer"] = saved.record.optimizer
+    return settings.model_copy(update=changes)
 
 
 def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> Position:

@@ -21,7 +21,8 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
     decides, because a trainer must write the weights back.
 
     Raises:
-        UnusableWeights: the last served weights are missing from the disk or damaged.
+        UnusableWeights: the last served weights of a run that --run-id names are missing from the
+            disk or damaged.
         RedisUnreachable, BadServedRecord: the record of the served weights cannot be read.
     """
     if settings.share_weights:
@@ -33,7 +34,12 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
         return served.weights
     obstacle = _obstacle(settings, served)
     if obstacle is None:
-        return await _from_disk(settings, served.weights)
+        try:
+            return await _from_disk(settings, served.weights)
+        except UnusableWeights as error:
+            if "run_id" in settings.model_fields_set:
+                raise
+            obstacle = str(error)  # nobody named this run, so it may be an earlier one
     log.warning(
         "weights.not_restored",
         policy_version=tuple(served.weights.version),
@@ -91,6 +97,12 @@ async def _from_disk(settings: ServerSettings, served: WeightRef) -> WeightRef:
             f"{error}. Start with another --run-id, or with --no-await-weights to serve "
             f"{settings.model} from disk"
         ) from error
+    log.info(
+        "weights.restored",
+        policy_version=tuple(served.version),
+        directory=str(directory),
+        hint=f"to serve {settings.model} instead, pass --no-await-weights or another --run-id",
+    )
     return served.model_copy(update={"path": directory})
 
 

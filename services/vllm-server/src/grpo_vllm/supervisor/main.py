@@ -45,7 +45,9 @@ def supervise(
     if settings.share_weights:
         make_private_directory(settings.socket_path.parent)
     else:
-        settings.loads_from.mkdir(parents=True, exist_ok=True)
+        # A server for which no trainer runs needs no directory, so it starts without one.
+        with contextlib.nullcontext() if settings.weights_dir else contextlib.suppress(OSError):
+            settings.loads_from.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
     _allow_many_connections()
     with Sockets.open(settings) as sockets:

@@ -28,12 +28,16 @@ RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
 """Deadline of the final write when the server ends; well below the server's own stop deadline."""
 _WRITE = """
+if table.remove(ARGV, 1) == 'first' and redis.call('EXISTS', KEYS[1]) == 1 then
+  return
+end
 redis.call('HSET', KEYS[1], unpack(ARGV))
 for _, follower in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   redis.call('HSET', follower, unpack(ARGV))
 end
 """
-"""KEYS: the record, and the set of records that follow it. ARGV: fields and values."""
+"""KEYS: the record, and the set of records that follow it. ARGV: `first` to keep an existing
+record, otherwise `any`; fields and values."""
 
 
 class RedisUnreachable(GrpoError):
@@ -105,6 +109,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
         self._required = required
+        self._is_unread = False
         self._followers = served_weights_followers_key(run_id)
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
@@ -135,6 +140,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:
             if not self._required:
+                self._is_unread = True
                 return None
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
@@ -168,8 +174,11 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
     async def _write(self, served: ServedWeights, within_s: float = ATTEMPT_DEADLINE_S) -> bool:
         fields = {**served.fields(), "time": round(time.time(), 3)}
         try:
+            # The model from disk must not replace a record that could not be read at the start.
+            when = "first" if self._is_unread and not served.weights.trained else "any"
             await self.attempt(
-                *("EVAL", _WRITE, 2, self._key, self._followers), *words(fields), within_s=within_s
+                *("EVAL", _WRITE, 2, self._key, self._followers, when, *words(fields)),
+                within_s=within_s,
             )
         except FAILURES:
             return False

@@ -24,6 +24,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checkpoint.atomic_dir import make_directory
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy_protocol import CausalLM
@@ -236,7 +237,7 @@ class FileSync:
             self.directories = WeightDirectories(accepted)
         probe = accepted / f"probe-{secrets.token_hex(8)}"
         try:
-            self.directories.prepare()
+            make_directory(accepted)
             probe.touch()
         except OSError as error:
             raise PolicyMismatch(
