@@ -44,7 +44,7 @@ COMPARE_FLAGS ?=
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in two lanes of about the same length that run side by side.
-LANES ?= "lint unit integration" "inference faults soak e2e"
+LANES ?= "lint unit integration soak" "inference faults e2e"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu

@@ -91,13 +91,16 @@ def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Pa
     assert len(names(tmp_path)) == 2
 
 
-def test_every_start_of_a_run_is_in_one_group_of_wandb() -> None:
-    saved: Any = SimpleNamespace(record=SimpleNamespace(wandb_group="first"))
+def test_every_start_of_a_run_has_the_group_of_wandb_and_the_optimizer_of_the_first() -> None:
+    saved: Any = SimpleNamespace(record=SimpleNamespace(wandb_group="first", optimizer="adamw"))
     drawn = settings().model_copy(update={"wandb_group": "drawn"})
     drawn.model_fields_set.discard("wandb_group")
     assert continued_settings(drawn, saved).wandb_group == "first"
     assert continued_settings(settings(), saved).wandb_group == "grp"  # as the user chose
     assert continued_settings(drawn, None) is drawn
+    unnamed, named = (drawn.model_copy(update={"optimizer": name}) for name in (None, "adafactor"))
+    assert continued_settings(unnamed, saved).optimizer == "adamw"
+    assert continued_settings(named, saved).optimizer == "adafactor"
 
 
 def test_the_real_package_takes_every_record_offline(
