@@ -96,7 +96,7 @@ class ReadinessGate:
 
     async def _wait_for_opening(self) -> Refusal | None:
         """Returns None as soon as requests may pass, or the refusal when the hold is over."""
-        hold = Deadline(self._hold_s)
+        hold = Deadline(self._hold_s, asyncio.get_running_loop().time)
         while True:
             refusal = self._refusal()
             left_s = hold.left_s
