@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.redis.keys import default_run_id, is_run_id
+from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import LOCAL_REDIS, WITHOUT_REDIS, OptionalRedisUrl, url_or_none
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import (
@@ -280,10 +280,7 @@ class ServerSettings(CommandSettings):
     @field_validator("run_id")
     @classmethod
     def _fits_a_redis_key(cls, value: str, info: ValidationInfo) -> str:
-        value = value or default_run_id(info.data.get("port", 0))
-        if not is_run_id(value):
-            raise ValueError("expected a name without spaces or braces")
-        return value
+        return run_id_or_default(value, info.data.get("port", 0))
 
     @field_validator("max_lora_rank")
     @classmethod

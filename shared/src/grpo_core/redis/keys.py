@@ -13,6 +13,14 @@ def is_run_id(text: str) -> bool:
     return bool(text) and not any(letter in "{}" or letter.isspace() for letter in text)
 
 
+def run_id_or_default(value: str, port: int) -> str:
+    """The run id of a service on `port`. Raises `ValueError` if keys cannot contain it."""
+    value = value or default_run_id(port)
+    if not is_run_id(value):
+        raise ValueError("expected a name without spaces or braces")
+    return value
+
+
 def run_prefix(run_id: str) -> str:
     """The braces put all keys of a run into one hash slot, as scripts on a cluster require."""
     return f"grpo:{{{run_id}}}:"
