@@ -126,7 +126,7 @@ class ServerSettings(CommandSettings):
     )
     bridge_config_path: Annotated[Path | None, Shown(default="a file in --logdir")] = Field(
         None,
-        description=f"Path at which the server writes {FILE_NAME}, which describes the shared "
+        description=f"Path of the file (by default {FILE_NAME}) that describes the shared "
         "weights to the trainer",
     )
     logdir: Annotated[Path, Shown(default="the current directory")] = Field(

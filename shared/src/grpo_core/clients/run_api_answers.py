@@ -127,7 +127,7 @@ def _received_under(
         ) from error
     if len(versions) != groups:
         raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has {groups} groups, but the list received_under has "
-            f"{len(versions)} entries"
+            f"{SERVICE}: batch {batch_id} has {groups} groups, but {len(versions)} policy "
+            "versions in the field received_under; use the same release of run-api and of the trainer"
         )
     return versions

@@ -125,7 +125,7 @@ class GroupFilter:
                         "group.dropped",
                         reason=str(problem.reason),
                         env_id=group.env_id,
-                        example=str(problem),
+                        problem=str(problem),
                     )
             if group.advantages and self._is_first("advantages", group.env_id):
                 log.warning(
