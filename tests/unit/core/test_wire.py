@@ -174,7 +174,7 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
     ("changes", "says"),
     [
         ({"received_under": None}, "use the same release of run-api and of the trainer"),
-        ({"received_under": [[1, 7]]}, "2 groups, but 1 policy versions in the field received_under"),
+        ({"received_under": [[1, 7]]}, "2 groups, but 1 policy versions in the field"),
         ({"batch_id": 3}, "expected a batch id greater than 3, received 3"),
         ({"batch": [GROUP, {}]}, "batch 4 has an invalid group: tokens: Field required"),
     ],

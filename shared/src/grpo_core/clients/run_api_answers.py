@@ -128,6 +128,6 @@ def _received_under(
     if len(versions) != groups:
         raise ProtocolViolation(
             f"{SERVICE}: batch {batch_id} has {groups} groups, but {len(versions)} policy "
-            "versions in the field received_under; use the same release of run-api and of the trainer"
+            "versions in the field received_under; use the same release of run-api and trainer"
         )
     return versions
