@@ -199,7 +199,7 @@ async def acknowledge(
         _log.info(
             "batches.acknowledged",
             last_batch_id=acknowledged.batch_id,
-            released=acknowledged.released,
+            deleted_batches=acknowledged.released,
         )
     return {
         "status": "success",
