@@ -156,7 +156,8 @@ class WeightSyncError(GrpoError):
 
 
 class PolicyMismatch(WeightSyncError):
-    """The parameters of the server's and the trainer's model differ. The message lists them."""
+    """The models of server and trainer have different parameters, by name, shape or data type. The
+    message lists the differences."""
 
 
 class UnreachableWeights(WeightSyncError):
