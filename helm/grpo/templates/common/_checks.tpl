@@ -1,0 +1,84 @@
+{{/* Combinations of values that the schema cannot check. All problems are printed at once. */}}
+{{- define "grpo.checks" -}}
+{{- $v := .Values }}
+{{- $problems := list }}
+{{- if and (not $v.image.registry) (ne $v.image.pullPolicy "Never") (include "grpo.usesDefaultImage" .) }}
+{{- $problems = append $problems "image.registry is empty, so the nodes cannot pull the images: set image.registry to your registry (`make images REGISTRY=<registry> PUSH=1` pushes the images), or load the images onto every node and set image.pullPolicy=Never" }}
+{{- end }}
+{{- if and $v.model.name (not $v.run.lr) }}
+{{- $problems = append $problems (printf "model.name is %s, but run.lr is not set: set run.lr, for example run.lr=1e-5 for a pretrained model" $v.model.name) }}
+{{- end }}
+{{- if and (hasPrefix "/" $v.model.name) (not (hasPrefix "/models/" $v.model.name)) }}
+{{- $problems = append $problems (printf "model.name is %s: put the model into the volume of persistence.models, and set model.name to its directory below /models, or to an id on the Hugging Face hub" $v.model.name) }}
+{{- end }}
+{{- $step := mul $v.run.batchSize $v.run.gradientAccumulationSteps }}
+{{- if mod $step $v.environment.groupSize }}
+{{- $problems = append $problems (printf "run.batchSize %v × run.gradientAccumulationSteps %v = %v sequences per step, which environment.groupSize %v does not divide: change one of the three values" $v.run.batchSize $v.run.gradientAccumulationSteps $step $v.environment.groupSize) }}
+{{- end }}
+{{- if gt (int $v.run.seqLen) (int $v.vllmServer.maxModelLen) }}
+{{- $problems = append $problems (printf "run.seqLen %v is larger than vllmServer.maxModelLen %v: raise vllmServer.maxModelLen or lower run.seqLen" $v.run.seqLen $v.vllmServer.maxModelLen) }}
+{{- end }}
+{{- if and $v.redis.enabled $v.redis.external.existingSecret }}
+{{- $problems = append $problems (printf "redis.enabled is true and redis.external.existingSecret is %s, but a run uses one Redis: set redis.enabled=false to use the external Redis, or remove redis.external.existingSecret" $v.redis.external.existingSecret) }}
+{{- end }}
+{{- if and (not $v.redis.enabled) (not $v.redis.external.existingSecret) }}
+{{- $problems = append $problems "redis.enabled is false, but redis.external.existingSecret is empty: set it to a Secret with the URL of your Redis, or set redis.enabled=true" }}
+{{- end }}
+{{- if eq $v.gpu.sharing "dra" }}
+{{- if ne $v.device "gpu" }}
+{{- $problems = append $problems "gpu.sharing is dra, but device is cpu: set device=gpu, or gpu.sharing=singleContainer" }}
+{{- else if and (eq $v.mode "shared_vllm") (semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version) }}
+{{- $problems = append $problems (printf "gpu.sharing is dra, which needs Kubernetes 1.34, but the cluster has %s: set gpu.sharing=singleContainer" .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- end }}
+{{- if eq $v.persistence.accessMode "ReadWriteOnce" }}
+{{- if eq $v.multiNode.kind "leaderWorkerSet" }}
+{{- $problems = append $problems "persistence.accessMode is ReadWriteOnce, but multiNode.kind leaderWorkerSet runs the inference server on several nodes: set persistence.accessMode=ReadWriteMany" }}
+{{- end }}
+{{- if and (eq (include "grpo.layout" .) "apart") (not (include "grpo.nodesAgree" .)) }}
+{{- $problems = append $problems "persistence.accessMode is ReadWriteOnce, but vllmServer.nodeSelector and trainer.nodeSelector choose different nodes: set persistence.accessMode=ReadWriteMany, or make the two values equal" }}
+{{- end }}
+{{- end }}
+{{- if ne $v.multiNode.kind "none" }}
+{{- if eq $v.mode "shared_vllm" }}
+{{- $problems = append $problems (printf "multiNode.kind is %s, but in mode shared_vllm the inference server and the trainer share memory on one node: choose another mode, or set multiNode.kind=none" $v.multiNode.kind) }}
+{{- end }}
+{{- if ne $v.device "gpu" }}
+{{- $problems = append $problems (printf "multiNode.kind is %s, which needs GPUs: set device=gpu, or multiNode.kind=none" $v.multiNode.kind) }}
+{{- end }}
+{{- end }}
+{{- if and $v.wandb.enabled (eq $v.wandb.mode "online") (not $v.wandb.existingSecret) }}
+{{- $problems = append $problems "wandb.enabled is true, but wandb.existingSecret is empty: set it to a Secret with your W&B API key, or set wandb.mode=offline" }}
+{{- end }}
+{{- if and $v.runApi.podDisruptionBudget.enabled (not $v.runApi.autoscaling.enabled) (lt (int $v.runApi.replicas) 2) }}
+{{- $problems = append $problems "runApi.podDisruptionBudget.enabled is true, but runApi.replicas is 1, so no node could be drained: set runApi.replicas=2, or runApi.podDisruptionBudget.enabled=false" }}
+{{- end }}
+{{- if and (include "grpo.lora" .) (gt (int $v.run.lora.r) 512) }}
+{{- $problems = append $problems (printf "run.lora.r is %v, but vLLM accepts at most 512: lower run.lora.r" $v.run.lora.r) }}
+{{- end }}
+{{- range $value, $secret := include "grpo.secrets" . | fromYaml }}
+{{- if and $secret (lookup "v1" "ServiceAccount" $.Release.Namespace "default") (not (lookup "v1" "Secret" $.Release.Namespace $secret)) }}
+{{- $problems = append $problems (printf "%s is %s, but the namespace %s has no such Secret: create it (kubectl create secret generic %s …), or correct the name" $value $secret $.Release.Namespace $secret) }}
+{{- end }}
+{{- end }}
+{{- with $problems }}
+{{- fail (printf "\n- %s" (join "\n- " .)) }}
+{{- end }}
+{{- end }}
+
+{{/* Secrets that the user has to create, by the value that names them. */}}
+{{- define "grpo.secrets" -}}
+accessToken.existingSecret: {{ .Values.accessToken.existingSecret | quote }}
+model.hubToken.existingSecret: {{ .Values.model.hubToken.existingSecret | quote }}
+redis.external.existingSecret: {{ .Values.redis.external.existingSecret | quote }}
+wandb.existingSecret: {{ .Values.wandb.existingSecret | quote }}
+{{- end }}
+
+{{- define "grpo.nodesAgree" -}}
+{{- if eq (toJson .Values.vllmServer.nodeSelector) (toJson .Values.trainer.nodeSelector) }}true{{ end -}}
+{{- end }}
+
+{{- define "grpo.usesDefaultImage" -}}
+{{- $v := .Values }}
+{{- if or (not $v.runApi.image) (not $v.vllmServer.image) (not $v.trainer.image) (not $v.environment.image) (and $v.redis.enabled (not $v.redis.image)) }}true{{ end -}}
+{{- end }}
