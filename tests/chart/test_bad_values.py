@@ -1,0 +1,79 @@
+"""A wrong value ends `helm install` before it creates anything. The message names value and fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chart.rendering import template
+
+GOOD = ("image.registry=r",)
+BAD = {
+    "unknown key": (["modee=none"], ["modee", "not allowed"]),
+    "wrong mode": (["mode=shared"], ["mode", '"shared_vllm", "lora_only"']),
+    "missing image": (["image.registry="], ["image.registry", "make images REGISTRY="]),
+    "negative replicas": (
+        ["runApi.replicas=-1"],
+        ["runApi.replicas", "greater than or equal to 1"],
+    ),
+    "a number as text": (["run.steps=many"], ["run.steps", "Expected: integer"]),
+    "size without a unit": (["persistence.models.size=big"], ["persistence.models.size"]),
+    "both Redis": (
+        ["redis.external.existingSecret=mine"],
+        ["redis.enabled is true", "redis.external.existingSecret is mine", "redis.enabled=false"],
+    ),
+    "no Redis": (["redis.enabled=false"], ["redis.external.existingSecret", "redis.enabled=true"]),
+    "dra on a CPU": (["gpu.sharing=dra"], ["gpu.sharing is dra", "device=gpu"]),
+    "RWO on two nodes": (
+        ["mode=none", "trainer.nodeSelector.pool=a"],
+        ["ReadWriteOnce", "trainer.nodeSelector", "persistence.accessMode=ReadWriteMany"],
+    ),
+    "RWO in a group of nodes": (
+        ["mode=none", "device=gpu", "multiNode.kind=leaderWorkerSet"],
+        ["ReadWriteOnce", "persistence.accessMode=ReadWriteMany"],
+    ),
+    "shared memory over nodes": (
+        ["device=gpu", "multiNode.kind=jobSet"],
+        ["multiNode.kind is jobSet", "another mode"],
+    ),
+    "several nodes without GPUs": (
+        ["mode=none", "multiNode.kind=jobSet"],
+        ["multiNode.kind is jobSet", "device=gpu"],
+    ),
+    "model without a learning rate": (["model.name=a/b"], ["model.name is a/b", "run.lr=1e-5"]),
+    "model outside the volume": (
+        ["model.name=/data/model", "run.lr=0.1"],
+        ["model.name is /data/model", "below /models"],
+    ),
+    "group size": (["environment.groupSize=7"], ["environment.groupSize 7", "128 sequences"]),
+    "sequence too long": (["run.seqLen=4096"], ["run.seqLen 4096", "vllmServer.maxModelLen 1536"]),
+    "W&B without a key": (["wandb.enabled=true"], ["wandb.existingSecret", "wandb.mode=offline"]),
+    "budget of one pod": (
+        ["runApi.podDisruptionBudget.enabled=true"],
+        ["runApi.replicas is 1", "runApi.replicas=2"],
+    ),
+    "rank too large": (["mode=lora_only", "run.lora.r=1024"], ["run.lora.r is 1024", "512"]),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_the_message_names_the_value_and_the_fix(mistake: str) -> None:
+    settings, words = BAD[mistake]
+    done = template("--set", ",".join([*GOOD, *settings]))
+    assert done.returncode == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_cluster_too_old_for_dra_is_refused() -> None:
+    dra = ("--set", "image.registry=r,device=gpu,gpu.sharing=dra")
+    refused = template(*dra, version="1.33")
+    assert refused.returncode == 1
+    assert "needs Kubernetes 1.34, but the cluster has v1.33" in refused.stderr
+    assert template(*dra, version="1.34").returncode == 0
+    assert template("--set", "image.registry=r", version="1.29").returncode == 1
+
+
+def test_all_mistakes_are_printed_at_once() -> None:
+    done = template("--set", "image.registry=r,redis.enabled=false,environment.groupSize=7")
+    assert "redis.enabled" in done.stderr
+    assert "environment.groupSize" in done.stderr

@@ -1,0 +1,215 @@
+"""Rules that hold in every shape: the restricted profile, connections, secrets, restarts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+from tests.chart.rendering import (
+    CHART,
+    NEWEST,
+    ROOT,
+    SHAPES,
+    Object,
+    component,
+    containers,
+    objects,
+    pod_templates,
+    template,
+)
+
+RESTRICTED_VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret", "configMap", "projected"}
+"""Kubernetes, "Pod Security Standards", restricted; without the kinds that the chart never uses."""
+PORTS = {"redis": 6379, "run-api": 8000, "vllm-server": 9001}
+CONTROL_PORT = 9002
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_pod_meets_the_restricted_profile(shape: str) -> None:
+    for pod in pod_templates(objects(shape)):
+        spec = pod["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for volume in spec.get("volumes", []):
+            assert set(volume) - {"name"} <= RESTRICTED_VOLUMES, volume
+        for container in containers(pod):
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert not {"privileged", "procMount", "runAsUser"} & set(security)
+            assert all("hostPort" not in port for port in container.get("ports", []))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pods_are_hardened_beyond_the_profile(shape: str) -> None:
+    for pod in pod_templates(objects(shape)):
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        for container in containers(pod):
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whoever_is_told_an_address_may_connect_to_it_and_nobody_else(shape: str) -> None:
+    policies = {component(o): o["spec"] for o in objects(shape) if o["kind"] == "NetworkPolicy"}
+    serving = {"redis": "redis", "run-api": "run-api", "vllm-server": inference_of(shape)}
+    told: dict[str, set[str]] = {name: set() for name in serving}
+    for pod in pod_templates(objects(shape)):
+        for service in serving:
+            if f"//run-grpo-{service}:" in json.dumps(pod["spec"]):
+                told[service].add(component(pod))
+    for service, sources in told.items():
+        if service in PORTS and serving[service] in policies:
+            rule = policies[serving[service]]["ingress"][0]
+            assert [port["port"] for port in rule["ports"]] == [PORTS[service]]
+            allowed = {component_of(peer) for peer in rule["from"] if "podSelector" in peer}
+            assert sources - {serving[service]} <= allowed, service
+            # The server in the trainer's pod is not a pod of its own.
+            assert allowed <= sources | {"vllm-server", "test"}, service
+        for source in sources - {serving[service]}:
+            reachable = [
+                (component_of(peer), port["port"])
+                for rule in policies[source]["egress"]
+                for peer in rule.get("to", [])
+                for port in rule.get("ports", [])
+            ]
+            if serving[service] in policies:
+                assert (serving[service], PORTS[service]) in reachable, (source, service)
+
+
+def component_of(peer: Object) -> str:
+    name: str = peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+    return name
+
+
+def inference_of(shape: str) -> str:
+    """Component of the pods behind the inference server's Service."""
+    pods = [p for p in pod_templates(objects(shape)) if "grpo/inference" in p["metadata"]["labels"]]
+    (found,) = {component(pod) for pod in pods}
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_the_trainer_reaches_the_control_routes(shape: str) -> None:
+    """The control port listens on the loopback address of the pod of both, or nowhere."""
+    for pod in pod_templates(objects(shape)):
+        for container in containers(pod):
+            env = {e["name"]: e.get("value", "") for e in container.get("env", [])}
+            if "GRPO_VLLM_CONTROL_PORT" in env:
+                assert env["GRPO_VLLM_CONTROL_PORT"] == str(CONTROL_PORT)
+                assert "GRPO_VLLM_CONTROL_HOST" not in env
+                assert component(pod) == "trainer"
+            assert CONTROL_PORT not in [p["containerPort"] for p in container.get("ports", [])]
+    for each in objects(shape):
+        if each["kind"] in {"Service", "NetworkPolicy"}:
+            assert str(CONTROL_PORT) not in json.dumps(each["spec"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_secrets_are_never_values(shape: str) -> None:
+    """Only names of Secrets are values of the chart, so no object contains a secret."""
+    for pod in pod_templates(objects(shape)):
+        for container in containers(pod):
+            for variable in container.get("env", []):
+                if re.search("TOKEN$|API_KEY$", variable["name"]):
+                    assert "secretKeyRef" in variable["valueFrom"]
+
+
+def test_the_volumes_with_checkpoints_and_models_are_kept_on_uninstall() -> None:
+    claims = [o for o in objects("minimal") if o["kind"] == "PersistentVolumeClaim"]
+    assert {c["metadata"]["annotations"]["helm.sh/resource-policy"] for c in claims} == {"keep"}
+    assert {component(c) for c in claims} == {"checkpoints", "models"}
+
+
+def trainer_name(*settings: str) -> str:
+    done = template("--values", "ci/none-cpu-values.yaml", *settings)
+    assert done.returncode == 0, done.stderr
+    jobs = [o for o in yaml.safe_load_all(done.stdout) if o and o["kind"] == "Job"]
+    (name,) = [j["metadata"]["name"] for j in jobs if component(j) == "trainer"]
+    return str(name)
+
+
+def test_an_upgrade_replaces_the_trainers_job_only_if_the_trainer_changes() -> None:
+    name = trainer_name()
+    assert trainer_name("--set", "runApi.replicas=3") == name
+    assert trainer_name("--set", "run.steps=61") != name
+
+
+@pytest.mark.parametrize("layout", ["shared-vllm-dra", "shared-vllm-gpu", "none-gpu"])
+def test_one_gpu_is_requested_for_each_process_that_has_its_own(layout: str) -> None:
+    found = {}
+    for pod in pod_templates(objects(layout, NEWEST)):
+        for container in containers(pod):
+            resources = container.get("resources", {})
+            gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
+            if gpus or resources.get("claims"):
+                found[container["name"]] = gpus or resources["claims"][0]["name"]
+    assert (
+        found
+        == {
+            "shared-vllm-dra": {"trainer": "gpu", "vllm-server": "gpu"},
+            "shared-vllm-gpu": {"trainer": 1},
+            "none-gpu": {"trainer": 1, "vllm-server": 1},
+        }[layout]
+    )
+
+
+def test_a_readwriteonce_volume_keeps_its_pods_on_one_node() -> None:
+    for shape, affine in (("none-cpu", True), ("several-replicas", False)):
+        for pod in pod_templates(objects(shape)):
+            mounts = any("persistentVolumeClaim" in v for v in pod["spec"].get("volumes", []))
+            assert ("affinity" in pod["spec"]) == (mounts and affine)
+            assert not mounts or pod["metadata"]["labels"]["grpo/volumes"] == "true"
+
+
+def test_the_chart_has_the_version_of_the_packages() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+
+
+def documented(lines: list[str]) -> list[str]:
+    """Lines of values.yaml with a value that no comment documents."""
+    missing, above = [], ""
+    for line in lines:
+        stripped = line.strip()
+        is_group = re.fullmatch(r"[\w]+:", stripped)
+        if stripped and not stripped.startswith("#") and not is_group and not above.startswith("#"):
+            missing.append(line)
+        above = stripped
+    return missing
+
+
+def test_every_value_is_documented_and_known_to_the_schema() -> None:
+    assert documented((CHART / "values.yaml").read_text().splitlines()) == []
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert keys_of_schema(schema) == keys_of(values)
+
+
+FREE = ("resources", "nodeSelector", "tolerations", "labels")
+
+
+def keys_of(values: Object, path: str = "") -> set[str]:
+    found = set()
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if isinstance(value, dict) and key not in FREE:
+            found |= keys_of(value, f"{name}.")
+        else:
+            found.add(name)
+    return found
+
+
+def keys_of_schema(schema: Object, path: str = "") -> set[str]:
+    found = set()
+    for key, value in schema["properties"].items():
+        if value.get("properties"):
+            assert value["additionalProperties"] is False, f"{path}{key}"
+            found |= keys_of_schema(value, f"{path}{key}.")
+        else:
+            found.add(f"{path}{key}")
+    return found
