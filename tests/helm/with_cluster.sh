@@ -30,11 +30,16 @@ start() { # start NAME COMMAND...: ends with this script, even if this is killed
   pids+=($!)
 }
 
+all_alive() {
+  local pid
+  for pid in "${pids[@]}"; do kill -0 "$pid" 2>/dev/null || return 1; done
+}
+
 within() { # within SECONDS COMMAND...: repeats a command until it succeeds
   local end=$((SECONDS + $1))
   shift
   until "$@" >/dev/null 2>&1; do
-    if [ $SECONDS -ge $end ] || ! kill -0 "${pids[@]}"; then
+    if [ $SECONDS -ge $end ] || ! all_alive; then
       tail -n 5 "$run"/log/*.log >&2
       echo "the cluster did not start: '$*' still fails; its logs are in $run/log" >&2
       exit 1
@@ -89,18 +94,18 @@ start_control_plane() {
   start kube-scheduler kube-scheduler --kubeconfig kubeconfig --leader-elect=false --port 0 --secure-port 0
 }
 
-# The kubelet sets some kernel settings and writes links to logs into /var/log. In a mount namespace of its own it
-# finds the settings as it wants them, and a /var/log that ends with it. The engine sees the volumes that it mounts.
+# The kubelet and kube-proxy change settings of the kernel, and the kubelet writes into /var/log. In a mount namespace
+# they find the settings as they want them, and a /var/log that ends with them. The engine sees the kubelet's volumes.
 settings=(vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1
-  kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000)
-isolate='
+  kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000 net/ipv4/conf/all/route_localnet=1)
+isolated=(unshare --mount --propagation unchanged bash -euc '
   for path in / /proc /var/log; do mount --make-private "$(findmnt --noheadings --output TARGET --target $path)"; done
   mount -t tmpfs tmpfs /var/log
   for file in $(cd settings && find . -type f); do mount --bind "settings/$file" "/proc/sys/$file"; done
-  exec "$@"'
+  exec "$@"' --)
 
 start_node() {
-  mkdir -p settings/kernel/keys settings/vm kubelet
+  mkdir -p settings/{vm,kernel/keys,net/ipv4/conf/all} kubelet
   local setting
   for setting in "${settings[@]}"; do echo "${setting#*=}" >"settings/${setting%=*}"; done
   : >resolv.conf
@@ -119,6 +124,7 @@ oomScoreAdj: 0
 cgroupDriver: $(docker info --format '{{.CgroupDriver}}')
 cgroupsPerQOS: false
 enforceNodeAllocatable: []
+nodeStatusUpdateFrequency: 1s
 evictionHard: {memory.available: 1Mi, nodefs.available: 1%, imagefs.available: 1%, nodefs.inodesFree: 1%}
 imageGCHighThresholdPercent: 100
 failSwapOn: false
@@ -126,14 +132,16 @@ makeIPTablesUtilChains: false
 clusterDNS: [10.96.0.10]
 clusterDomain: cluster.local
 resolvConf: $run/resolv.conf
-featureGates: {SizeMemoryBackedVolumes: true}
+featureGates: {SizeMemoryBackedVolumes: true, DevicePlugins: false, KubeletPodResources: false}
 volumePluginDir: $run/plugins
 END
-  start kubelet unshare --mount --propagation unchanged bash -euc "$isolate" -- kubelet --kubeconfig kubeconfig --config kubelet.yaml --root-dir "$run/kubelet" --cert-dir "$run/kubelet/pki" \
+  start kubelet "${isolated[@]}" kubelet --kubeconfig kubeconfig --config kubelet.yaml \
+    --root-dir "$run/kubelet" --cert-dir "$run/kubelet/pki" \
     --hostname-override node --node-ip "$address" --container-runtime docker --docker-endpoint "$DOCKER_HOST" \
-    --network-plugin= --pod-infra-container-image $pause_image --experimental-dockershim-root-directory "$run/dockershim"
-  start kube-proxy kube-proxy --kubeconfig kubeconfig --proxy-mode iptables --masquerade-all --hostname-override node \
-    --bind-address "$address" --healthz-port 0 --metrics-port 0 --oom-score-adj 0 \
+    --network-plugin= --pod-infra-container-image $pause_image \
+    --experimental-dockershim-root-directory "$run/dockershim" --container-runtime-endpoint "unix://$run/dockershim.sock"
+  start kube-proxy "${isolated[@]}" kube-proxy --kubeconfig kubeconfig --proxy-mode iptables --masquerade-all --hostname-override node \
+    --bind-address "$address" --healthz-port 0 --metrics-bind-address "127.0.0.1:$metrics_port" --oom-score-adj 0 \
     --conntrack-max-per-core 0 --conntrack-tcp-timeout-established 0 --conntrack-tcp-timeout-close-wait 0
   start cluster_dns python3 "$here/cluster_dns.py" "$address" "$dns_port" "$server" "$run"
 }
@@ -171,7 +179,7 @@ stop() {
     kill -KILL "${pids[@]}" || true # the cluster's state is removed in any case
     wait || true
     remove_pods || true
-    kube-proxy --cleanup || true
+    iptables-save --counters | grep --invert-match KUBE- | iptables-restore --counters
   } >"$run/log/stop.log" 2>&1
   find "$run" -mindepth 1 -maxdepth 1 ! -name log -exec rm -rf --one-file-system {} +
 }
@@ -185,9 +193,10 @@ trap stop EXIT
 trap 'exit 143' INT TERM
 
 address=$(docker network inspect bridge --format '{{(index .IPAM.Config 0).Gateway}}')
-read -r etcd_port peer_port api_port kubelet_port dns_port <<<"$(free_ports 5)"
+read -r etcd_port peer_port api_port kubelet_port dns_port metrics_port <<<"$(free_ports 6)"
 server=https://$address:$api_port
-tar --create --directory "$home/bin" pause | docker import --change 'ENTRYPOINT ["/pause"]' - $pause_image >/dev/null
+docker image inspect $pause_image >/dev/null 2>&1 ||
+  tar --create --directory "$home/bin" pause | docker import --change 'ENTRYPOINT ["/pause"]' - $pause_image >/dev/null
 cd "$run"
 write_credentials 2>log/openssl.log
 start_control_plane
