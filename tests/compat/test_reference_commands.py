@@ -17,7 +17,7 @@ from tests.compat.reference_outcomes import NOT_OURS, outcome
 COMPAT = Path(__file__).parents[2] / "compat"
 REFUSED = {
     "early:567": NOT_OURS,
-    "latest:297": "--openai.server_type: expected the type vllm, because training needs",
+    "latest:297": "--openai.server_type: expected the server type vllm, because training needs",
 }
 """By place, with the beginning of the sentence."""
 

@@ -225,8 +225,8 @@ class EnvServerSettings(CommandSettings):
     def _generates_with_logprobs(cls, value: Any) -> Any:
         if value != "vllm":
             raise ValueError(
-                "expected the type vllm, because training needs the logprob of every sampled "
-                "token, which only /generate of vllm-api-server returns"
+                "expected the server type vllm, because training needs the logprob of every "
+                "sampled token, which only /generate of vllm-api-server returns"
             )
         return value
 

@@ -161,13 +161,13 @@ class SubmissionDecoder:
                 outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
             is_whole = True
         except TimeoutError as error:
-            _log.warning("decode_process.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
+            _log.warning("submission_decoder.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
             raise StoreUnavailable(
                 f"run-api did not finish reading this submission within {self._decoding_s:g} s; "
                 "send the same groups again"
             ) from error
         except (EOFError, OSError) as error:
-            _log.warning("decode_process.exited", reason=repr(error), hint=_RESTART)
+            _log.warning("submission_decoder.exited", reason=repr(error), hint=_RESTART)
             raise StoreUnavailable(
                 "run-api's decoder process for large submissions exited, perhaps for lack of "
                 "memory; send the same groups again"

@@ -3,9 +3,10 @@
 A batch holds exactly `batch_size` sequences and meets every minimum of `Demand`. Of all such
 choices, the one with the oldest groups is taken.
 
-The archived server builds batches from packs: equal groups that add up to the largest size in the
-queue. Every pack is also an exact sum, so this module finds a batch whenever the archived server
-does. It also finds batches that packs cannot make, such as 6 + 4 + 4 + 6 sequences for 20."""
+The archived server builds batches from packs: groups of equal size that together have as many
+sequences as the largest queued group. Every pack is also an exact sum, so this module finds a batch
+whenever the archived server does. It also finds batches that packs cannot make, such as
+6 + 4 + 4 + 6 sequences for 20."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Controls when a trainer may write the weights in place, and which policy version is served.
 
 `WeightBridge` owns pause, version and resume. One trainer at a time is attached; its session is its
-open connection to the weight socket. A pause is a lease of this session. It ends when the trainer
-resumes, when the lease expires or when the connection closes. So a trainer that dies or hangs
-during a write cannot block the server. Its weights may then be torn: `weights_intact` is False
-until a trainer has written everything again.
+open connection to the weight socket. A pause has a lease. It ends when the trainer resumes, when
+the lease expires or when the connection closes. So a trainer that dies or hangs during a write
+cannot block the server. Its weights may then be torn: `weights_intact` is False until a trainer has
+written everything again.
 
 An engine that starts during a run holds the checkpoint's weights and answers no request with them.
 First a trainer writes back the version that was served last, or a later one. After a deadline,
