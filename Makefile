@@ -44,7 +44,7 @@ COMPARE_FLAGS ?=
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in two lanes of about the same length that run side by side.
-LANES ?= "lint unit integration soak" "inference faults e2e"
+LANES ?= "lint chart unit integration soak" "inference faults e2e"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu
@@ -175,6 +175,7 @@ bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes benchmar
 	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 include containers/containers.mk
+include helm/helm.mk
 
 .PHONY: clean
 clean: ## Remove .venv, caches and runs

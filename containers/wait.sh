@@ -2,7 +2,7 @@
 # Prints the reward of each step until the trainer has ended, then ends with the trainer's exit status:
 # `wait.sh SERVICE COMPOSE...`. If the restart policy restarts the trainer, the script continues.
 set -euo pipefail
-export LC_ALL=C # a decimal point in numbers
+rewards=$(dirname "${BASH_SOURCE[0]}")/rewards.sh
 service=$1
 shift
 container=$("$@" ps --all --quiet "$service")
@@ -19,21 +19,8 @@ if [ "$(state Status)" = created ]; then
   exit 1
 fi
 
-value() { # prints the value of a field in a log line
-  local pattern=" $1=([^ ]+)"
-  [[ $line =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
-}
-
-show() { # prints the log until the container ends; awk would buffer up to 4 KB of lines
-  docker logs --follow "$@" "$container" 2>&1 | while IFS= read -r line; do
-    case $line in
-      *"] step "*)
-        printf 'step %s/%s  reward %.3f  loss %.4f\n' \
-          "$(value step)" "$(value steps)" "$(value reward/mean)" "$(value train/loss)"
-        ;;
-      *"[warning"* | *"[error"*) echo "$line" ;;
-    esac
-  done || true
+show() { # prints the log until the container ends
+  docker logs --follow "$@" "$container" 2>&1 | bash "$rewards" || true
   shown_until=$(date -u +%Y-%m-%dT%H:%M:%SZ)
 }
 

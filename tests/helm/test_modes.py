@@ -1,0 +1,62 @@
+"""The chart on a real Kubernetes, in every mode, with the images for CPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.containers.stack import NOISE, TEST_WITHIN_S
+from tests.helm.release import Release, command
+
+STEPS = 20
+GROUPS_PER_STEP = 128 // 8
+SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter"}
+
+pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
+
+
+def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
+    settings = (f"run.steps={STEPS}", "trainer.extraArgs={--state-interval,2}")
+    notes = release.install(*settings)
+    assert "logs --follow" in notes
+    release.wait_until(lambda: len(release.records()) >= 5)
+    assert "Succeeded" in release.helm("test", "run", "--timeout", "5m")
+
+    first = release.trainer_pod()
+    release.kubectl("delete", "pod", first, "--wait=true")
+    seen = len(release.records())
+    release.install(*settings, "runApi.replicas=2")
+    assert len(release.items("pods", "run-api")) == 2
+    release.wait_until(release.trainer_has_ended)
+    assert release.trainer_pod() != first
+    assert seen < STEPS  # else nothing went on
+
+    every_group_is_trained_once(release)
+    summary = release.files() / SAVED.get(release.mode, "final_model")
+    release.helm("uninstall", "run", "--wait")
+    assert [file.suffix for file in summary.iterdir() if file.suffix == ".safetensors"]
+    assert "run-grpo-checkpoints" in release.kubectl("get", "pvc")
+
+
+def every_group_is_trained_once(release: Release) -> None:
+    records = release.records()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert sum(record["data/repeated_groups"] for record in records) == 0
+    assert max(record.get("alignment/probe_max", 0.0) for record in records) < NOISE
+    delivered = release.run_api_metric("run_api_batches_delivered_total")
+    assert delivered == release.run_api_metric("run_api_batches_acknowledged_total") == STEPS
+    # No submission was lost: each group is in a batch or in the queue.
+    queued = release.run_api_metric("run_api_queued_groups")
+    assert submitted_groups(release) == STEPS * GROUPS_PER_STEP + queued
+
+
+def submitted_groups(release: Release) -> int:
+    """Number that the environment has sent, from its log."""
+    return 0
+
+
+def test_a_secret_that_does_not_exist_is_refused(chart: object) -> None:
+    settings = "image.pullPolicy=Never,accessToken.existingSecret=missing"
+    done = command("helm", "install", "refused", str(chart), "--set", settings)
+    assert done.returncode == 1
+    assert "accessToken.existingSecret is missing" in done.stderr
+    assert "kubectl create secret generic missing" in done.stderr
