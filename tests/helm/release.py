@@ -110,6 +110,20 @@ class Release:
         assert found, name
         return float(found[1])
 
+    def groups_sent(self) -> int:
+        """Number of groups that run-api confirmed to the environment, which ends with the run. Its
+        pod then waits in a new container for the next run."""
+
+        def restarts() -> int:
+            (pod,) = self.items("pods", "environment")
+            return int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+        self.wait_until(restarts)
+        log = self.kubectl("logs", f"deployment/{NAME}-grpo-environment", "--previous")
+        found = re.search(r"run.completed .*groups_sent=(\d+)", log)
+        assert found, log[-2000:]
+        return int(found[1])
+
     def logs(self) -> str:
         """Pods, events, and the last lines of every container."""
         parts = [self.kubectl("get", "pods", "--output", "wide")]

@@ -7,6 +7,7 @@
   "RUN_ID" $id
   "GRPO_MODEL" (include "grpo.model" .)
   "GRPO_RUN_API_URL" (printf "http://%s-run-api:8000" (include "grpo.name" .))
+  "GRPO_INFERENCE_URL" (printf "http://%s-vllm-server:9001" (include "grpo.name" .))
   "GRPO_STEPS" $v.run.steps
   "GRPO_BATCH_SIZE" $v.run.batchSize
   "GRPO_GRADIENT_ACCUMULATION_STEPS" $v.run.gradientAccumulationSteps
@@ -59,13 +60,11 @@
   "GRPO_SAVE_PATH" (printf "/checkpoints/%s" $id)
 ) }}
 {{- if eq $v.mode "shared_vllm" }}
-{{- $env = merge $env (dict
+{{- $env = mergeOverwrite $env (dict
   "GRPO_INFERENCE_URL" "http://127.0.0.1:9001"
   "GRPO_WEIGHTS_SOCKET" "/share/weights/weights.sock"
   "GRPO_VLLM_CONTROL_URL" "http://127.0.0.1:9002"
 ) }}
-{{- else }}
-{{- $_ := set $env "GRPO_INFERENCE_URL" (printf "http://%s-vllm-server:9001" (include "grpo.name" .)) }}
 {{- end }}
 {{- end }}
 {{- include "grpo.env" (list . $env "redis" "RUN_API_TOKEN" "VLLM_API_KEY") }}
