@@ -33,8 +33,8 @@ class ForwardOptions(BaseModel):
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",
-        description="Implementation of the output layer (LM head) that computes logprobs directly. "
-        "torch: PyTorch. liger: the Triton kernel of liger-kernel, which needs a GPU",
+        description="Implementation of the fused head. torch: PyTorch. liger: the Triton kernel of "
+        "liger-kernel, which needs a GPU",
     )
     compile: bool = Field(
         False,
@@ -44,7 +44,7 @@ class ForwardOptions(BaseModel):
     gradient_checkpointing: bool = Field(
         False,
         description="Store only the input of each layer, and compute the layer again in the "
-        "backward pass. This saves memory, and a step computes about a third more",
+        "backward pass. This saves memory and increases the computation of a step by about a third",
     )
 
     def forward_conflicts(self) -> Iterator[Mistake]:
