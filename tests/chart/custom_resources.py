@@ -45,7 +45,22 @@ SPECS: dict[tuple[str, str], Schema] = {
         successPolicy=fields(
             "operator", operator=one_of("All", "Any"), targetReplicatedJobs=many(TEXT)
         ),
-        failurePolicy=fields("", maxRestarts=COUNT),
+        failurePolicy=fields(
+            "",
+            maxRestarts=COUNT,
+            rules=many(
+                fields(
+                    "action",
+                    action=one_of(
+                        "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"
+                    ),
+                    onJobFailureReasons=many(
+                        one_of("BackoffLimitExceeded", "PodFailurePolicy", "DeadlineExceeded")
+                    ),
+                    targetReplicatedJobs=many(TEXT),
+                )
+            ),
+        ),
     ),
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): fields(
         "leaderWorkerTemplate",
