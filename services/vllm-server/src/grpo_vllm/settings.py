@@ -221,7 +221,9 @@ class ServerSettings(CommandSettings):
         "the engine and answers requests with status 503",
     )
     run_id: Annotated[str, Shown(default="port-<port>, for example port-9001")] = Field(
-        "", validate_default=True, description="Name of the run in Redis"
+        "",
+        validate_default=True,
+        description="Name of the run, which is also the name of the run's data in Redis",
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"

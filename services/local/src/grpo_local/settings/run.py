@@ -97,7 +97,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
         "runs at its default, grpo-run starts one",
     )
     run_id: Annotated[str | None, Shown(default="port-<port>, for example port-9001")] = Field(
-        None, description="Name of the run in Redis"
+        None, description="Name of the run, which is also the name of the run's data in Redis"
     )
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on")

@@ -41,7 +41,7 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         "load. Mode shared_vllm does not use it",
     )
     run_id: Annotated[str | None, Shown(default="the one that the server reports")] = Field(
-        None, description="Name of the inference server's run in Redis"
+        None, description="The inference server's --run-id, which names the server's data in Redis"
     )
 
     vllm_gpu: Annotated[int | None, Shown(default="the first GPU")] = Field(
