@@ -131,7 +131,7 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
     assert (len(second.groups), second.unusable_groups) == (2, 2)
     told = [(entry["reason"], entry["env_id"]) for entry in logs]
     assert told == [("truncated_sampling", 1), ("truncated_sampling", 2)]
-    assert "top_p=0.9" in logs[0]["example"]
+    assert "top_p=0.9" in logs[0]["problem"]
 
 
 def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_reason() -> None:
