@@ -33,7 +33,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "several mistakes, all of them named": [
         ({"n": 0, "best_of": 3, "watermarking": True}, "n: expected"),
         ({"n": 0, "best_of": 3, "watermarking": True}, "unknown parameters: best_of"),
-        ({"n": 0, "best_of": 3, "watermarking": True}, "watermarking: not offered"),
+        ({"n": 0, "best_of": 3, "watermarking": True}, "watermarking: the server does not support"),
     ],
     "only the server sets it": [
         ({"output_kind": 2}, "output_kind: the server sets this parameter"),

@@ -59,7 +59,7 @@ def load_settings(
     _end_on_mistakes(command, [*line.problems, *file.problems, *problems])
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
-            f"{command.prog}: ignored, because they have no effect here: {', '.join(ignored)}\n"
+            f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
     given = dict(file.values)
     merge(given, variables)

@@ -118,8 +118,8 @@ class BatchSource:
                 "batches.missing",
                 first=last_batch + 1,
                 last=leased.id - 1,
-                reason="run-api has deleted these batches, because a trainer acknowledged these "
-                "batches with a newer checkpoint than the resumed checkpoint",
+                reason="this run resumed from an older checkpoint; a newer checkpoint includes "
+                "these batches, so run-api has deleted them",
             )
         return leased
 
@@ -182,7 +182,7 @@ class EnvironmentWatch:
             log.warning(
                 "environments.disconnected",
                 registered=environments.registered,
-                deadline_s=self._return_deadline_s,
+                return_deadline_s=self._return_deadline_s,
                 hint="start an environment, or raise --environment-return-deadline-s",
             )
         elif self._deadline.has_passed:

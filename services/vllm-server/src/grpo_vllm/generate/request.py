@@ -34,9 +34,10 @@ REFUSED: Mapping[str, str] = {
     "output_text_buffer_length": _SET_BY_SERVER,
     "detokenize": _SET_BY_SERVER,
     "flat_logprobs": _SET_BY_SERVER,
-    "prompt_logprob_token_ids": "not offered here; use prompt_logprobs",
-    "prompt_logprob_start": "not offered here; use prompt_logprobs",
-    "watermarking": "not offered here: it changes the sampling without changing the logprobs",
+    "prompt_logprob_token_ids": "the server does not support this parameter; use prompt_logprobs",
+    "prompt_logprob_start": "the server does not support this parameter; use prompt_logprobs",
+    "watermarking": "the server does not support this parameter, because it changes the sampling "
+    "without changing the logprobs",
 }
 """vLLM's sampling parameters that a client may not set: name → reason."""
 SAMPLED_TOKENS_ONLY = 0

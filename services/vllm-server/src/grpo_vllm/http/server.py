@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
         seconds. Then drop the rest."""
         if self._handover.begun:
             return
-        log.info("engine.draining", in_flight=len(in_flight), deadline_s=within_s)
+        log.info("engine.draining", requests_in_flight=len(in_flight), deadline_s=within_s)
         self.config.timeout_graceful_shutdown = math.ceil(within_s) + GRACEFUL_SHUTDOWN_S
         self._handover.begin(park)
         for connection in list(self.server_state.connections):

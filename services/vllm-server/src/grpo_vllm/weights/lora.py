@@ -74,8 +74,8 @@ class AdapterSwitch:
             if self.current is not None and self.current.version == version:
                 if self.current.directory != directory:
                     raise AdapterRefused(
-                        f"policy version {tuple(version)} already names the adapter in "
-                        f"{self.current.directory}; load {directory} under a newer version"
+                        f"the served adapter in {self.current.directory} already has policy "
+                        f"version {tuple(version)}; send a newer policy_version to load {directory}"
                     )
                 return self.current
             self._numbers += 1

@@ -68,7 +68,7 @@ def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> It
     if importlib.util.find_spec(PACKAGE) is None:
         raise MissingPackage(
             f"mode {settings.sync.mode} starts vllm-api-server, but {PACKAGE} is not installed "
-            "here; install it (make install), or start the server on its own host: "
+            "on this host; install it (make install), or start the server yourself:  "
             + command_to_start(settings, port)
         )
     command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
@@ -142,7 +142,7 @@ def _mention_unused(settings: TrainerSettings) -> None:
     given = [name for name in STARTS_SERVER_WITH if name in settings.model_fields_set]
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        log.info("options.unused", options=options, reason="grpo starts no server here")
+        log.info("options.unused", options=options, reason="grpo starts no server in this run")
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -128,7 +128,7 @@ class ServerConnection:
         log.warning(
             "server.connection_lost",
             reason=why,
-            deadline_s=self.return_deadline_s,
+            reconnect_deadline_s=self.return_deadline_s,
         )
         self.close()
         started = time.monotonic()
