@@ -36,4 +36,4 @@ chart-snapshots: $(VENV)/.installed-dev ## Write the reviewed snapshots of the c
 	@WRITE_SNAPSHOTS=1 $(PYTEST) tests/chart/test_shapes.py
 
 test-helm: $(VENV)/.installed-dev ## Test the chart on a real Kubernetes of one node (first use: builds it in 8 minutes)
-	@bash tests/helm/with_cluster.sh $(PYTEST) tests/helm
+	@PATH=$(abspath $(BIN)):$$PATH bash tests/helm/with_cluster.sh $(PYTEST) tests/helm

