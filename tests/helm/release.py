@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
+from tests.chart.rendering import HELM, ROOT
 from tests.support.wait import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_WITHIN_S = 3600.0
 NAME = "run"
 
@@ -56,7 +56,7 @@ class Release:
         )
 
     def helm(self, *words: str) -> str:
-        done = command("helm", "--namespace", self.namespace, *words)
+        done = command(str(HELM), "--namespace", self.namespace, *words)
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chart.rendering import HELM
 from tests.containers.stack import NOISE, TEST_WITHIN_S
 from tests.helm.release import Release, command
 
@@ -51,7 +52,7 @@ def every_group_is_trained_once(release: Release) -> None:
 
 def test_a_secret_that_does_not_exist_is_refused(chart: object) -> None:
     settings = "image.pullPolicy=Never,accessToken.existingSecret=missing"
-    done = command("helm", "install", "refused", str(chart), "--set", settings)
+    done = command(str(HELM), "install", "refused", str(chart), "--set", settings)
     assert done.returncode == 1
     assert "accessToken.existingSecret is missing" in done.stderr
     assert "kubectl create secret generic missing" in done.stderr
