@@ -40,6 +40,9 @@ change_source() {
   # A virtual machine or a container may forbid scores below 0.
   sed -i -E 's/(defaultSandboxOOMAdj int = )-998/\10/' "$source/pkg/kubelet/dockershim/docker_sandbox.go"
   sed -i -E 's/(guaranteedOOMScoreAdj int = )-997/\10/' "$source/pkg/kubelet/qos/policy.go"
+  # A deleted pod disappears within seconds. The kubelet else notices its end only after up to a minute.
+  sed -i 's/ContainerGCPeriod = time.Minute/ContainerGCPeriod = 5 * time.Second/' "$source/pkg/kubelet/kubelet.go"
+  sed -i 's/const syncPeriod = 10 \*/const syncPeriod = 1 */' "$source/pkg/kubelet/status/status_manager.go"
   # Volumes lie beside the cluster's other data, and a container of any user may write to them.
   sed -i -e "s|\"/tmp/|\"$home/run/|" -e 's|HostPath.Path, 0750)|HostPath.Path, 0777)|' "$source/pkg/volume/hostpath/host_path.go"
 }
