@@ -213,3 +213,18 @@ def keys_of_schema(schema: Object, path: str = "") -> set[str]:
         else:
             found.add(f"{path}{key}")
     return found
+
+
+def test_arguments_may_be_numbers() -> None:
+    """`--set trainer.extraArgs={--max-staleness,4}` passes a number."""
+    for service in ("runApi", "vllmServer", "trainer", "environment"):
+        done = template(
+            *("--values", "ci/none-cpu-values.yaml"),
+            *("--set", f"{service}.extraArgs={{--option,1000000}}"),
+        )
+        words = [
+            container.get("args", [])[-2:]
+            for pod in pod_templates([o for o in yaml.safe_load_all(done.stdout) if o])
+            for container in pod["spec"]["containers"]
+        ]
+        assert ["--option", "1000000"] in words
