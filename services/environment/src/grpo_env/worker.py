@@ -150,7 +150,7 @@ class Worker:
             await self._work_until_next_poll(status, total_steps)
             if fields := self._producer.progress.report_if_due():
                 log_to_wandb(status.current_step, fields)
-                log.info("groups.counted", unfinished_groups=len(self._in_flight), **fields)
+                log.info("groups.counted", groups_in_progress=len(self._in_flight), **fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
 

@@ -134,13 +134,17 @@ class ServerSettings(CommandSettings):
     )
     redis_url: Annotated[OptionalRedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         SecretStr(LOCAL_REDIS),
-        description="URL of the Redis that records the served weights, and through which a trainer "
-        "sends commands. A restarted server serves the recorded weights or, with --share-weights, "
-        f"waits for a trainer to write them back. {WITHOUT_REDIS}: the server never uses Redis. If "
-        "this option is not given, the server starts without Redis, and uses it once it answers",
+        description="URL of the Redis in which the server records the served weights, and through "
+        "which a trainer sends commands. A restarted server serves the recorded weights or, with "
+        f"--share-weights, waits for a trainer to write them back. {WITHOUT_REDIS}: the server "
+        "never uses Redis. If this option names a URL, the server starts only if Redis answers at "
+        "this URL. With the default URL, the server also starts without Redis, and uses Redis as "
+        "soon as it answers",
     )
     redis_deadline_s: float = Field(
-        10.0, gt=0, description="Seconds to wait at the start for a Redis that --redis-url names"
+        10.0,
+        gt=0,
+        description="Seconds to wait at the start until the Redis that --redis-url names answers",
     )
     await_weights: bool = Field(
         True,

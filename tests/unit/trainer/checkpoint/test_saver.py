@@ -145,8 +145,8 @@ def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
         model_bytes = (rig.save_path / FINAL_MODEL / "model.safetensors").stat().st_size
     (told,) = (event for event in logs if event["event"] == "disk_usage.planned")
     assert (told["models"], told["checkpoints"]) == (4, 3)  # one of each is being written
-    assert told["model_megabytes"] == pytest.approx(model_bytes / 1e6, rel=0.1)
-    assert told["megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
+    assert told["megabytes_per_model"] == pytest.approx(model_bytes / 1e6, rel=0.1)
+    assert told["total_megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
 
 
 def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path) -> None:

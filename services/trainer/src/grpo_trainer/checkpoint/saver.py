@@ -156,12 +156,13 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     log.info(
         "disk_usage.planned",
         save_path=str(settings.save_path),
-        megabytes=_megabytes(models * model_bytes + states * state_bytes),
+        total_megabytes=_megabytes(models * model_bytes + states * state_bytes),
         models=models,
-        model_megabytes=_megabytes(model_bytes),
+        megabytes_per_model=_megabytes(model_bytes),
         checkpoints=states,
-        checkpoint_megabytes=_megabytes(state_bytes),
-        hint="to need less disk space, lower --keep-checkpoints or raise --checkpoint-interval",
+        megabytes_per_checkpoint=_megabytes(state_bytes),
+        hint="to keep fewer exported models, lower --keep-checkpoints or raise "
+        "--checkpoint-interval",
     )
 
 

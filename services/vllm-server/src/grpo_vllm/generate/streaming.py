@@ -70,7 +70,11 @@ class JsonLines(Response):
             async for line in self._rest:
                 await _send(send, line)
         except GrpoError as error:
-            log.warning("response_stream.failed", reason=str(error))
+            log.warning(
+                "streamed_response.failed",
+                reason=str(error),
+                effect="the client received only a part of the response, and this error",
+            )
             await _send(send, _line({"error": str(error)}))
             return  # without the end mark: the server then closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
