@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Item, KeptItems, Message
@@ -60,6 +61,20 @@ async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
 
     assert len(api.groups) >= 4
     assert api.disconnected == [0]
+
+
+@pytest.mark.parametrize(("steps_before", "hinted"), [(3, True), (0, False)])
+async def test_only_an_environment_that_starts_too_late_logs_how_to_start_a_new_run(
+    steps_before: int, hinted: bool
+) -> None:
+    api = RunApi(num_steps=3)
+    api.steps_before = steps_before
+
+    with capture_logs() as logs:
+        await run(api, right_and_wrong)
+
+    [end] = [line for line in logs if line["event"] == "run.completed"]
+    assert ("reset_data" in end.get("hint", "")) is hinted
 
 
 async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused() -> None:

@@ -33,6 +33,10 @@ log = structlog.get_logger()
 _POLL_S = 0.1
 _DISCONNECT_S = 5.0
 _NOT_FOUND = 404
+_WAS_COMPLETE = (
+    "the run was complete when this environment started; to train further, start the trainer "
+    "first; to start a new run, call /reset_data of run-api"
+)
 
 T = TypeVar("T")
 
@@ -140,11 +144,9 @@ class Worker:
                 if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
                     continue
-                log.info(
-                    "run.completed",
-                    step=status.current_step,
-                    groups_sent=self._producer.progress.groups_sent,
-                )
+                groups_sent = self._producer.progress.groups_sent
+                hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
+                log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
                 log_to_wandb(status.current_step, self._producer.progress.report())
                 return
             await self._work_until_next_poll(status, total_steps)
