@@ -1,6 +1,6 @@
 #!/bin/bash
 # Checks that this host can run the stack: `check_host.sh MODE MODES...`. Prints the first problem and ends
-# with status 1.
+# with status 1. With BUILD_ONLY, the host needs no GPU: images for GPUs are built without one.
 set -euo pipefail
 mode=$1
 shift
@@ -27,6 +27,6 @@ device=${STACK_DEVICE:-}
 if [ -z "$device" ] && [ -e .env ]; then
   device=$(sed -n 's/^STACK_DEVICE=//p' .env | tail -n 1)
 fi
-if [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
+if [ -z "${BUILD_ONLY:-}" ] && [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
   problem "STACK_DEVICE=gpu, but Docker has no runtime named nvidia: install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"
 fi

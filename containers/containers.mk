@@ -1,8 +1,9 @@
 # The stack in containers. Each mode is a Compose project with its own volumes, so several modes can run at
 # the same time: `make up MODE=none RUN_API_PORT=8001 VLLM_PORT=9101 GPU_ID=1`.
 
-# Label of the images that Compose builds.
+# Labels of the images that Compose builds.
 export STACK_VERSION := $(file < shared/src/grpo_core/VERSION)
+export REVISION := $(or $(REVISION),$(shell git rev-parse HEAD 2>/dev/null))
 
 STACK_MODES := shared_vllm lora_only lora_restart none
 PROJECT ?= grpo-$(MODE)
@@ -46,8 +47,9 @@ ps: stack-ready ## List the containers and their state
 wait: stack-ready ## Show rewards until the trainer ends; the exit status is the trainer's
 	@bash containers/wait.sh $(TRAINER) $(COMPOSE)
 
-images: stack-ready ## Build the images
-	@$(COMPOSE) build
+images: export BUILD_ONLY := 1
+images: stack-ready ## Build the images: [REGISTRY= [PUSH=1]] [SBOM=<directory>] [IMAGES="redis run-api"]
+	@PATH="$$PATH:$(abspath $(BIN))" bash containers/images.sh $(STACK_VERSION)
 
 config: stack-ready ## Print the resulting Compose configuration
 	@$(STACK_SETTINGS) $(COMPOSE) config

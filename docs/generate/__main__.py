@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import archived_commands, code_map, errors, http_api, metrics, options
+from docs.generate import archived_commands, chart, code_map, errors, http_api, metrics, options
 
 PAGES = Path(__file__).parents[1]
 PART = re.compile(
@@ -24,6 +24,7 @@ PART = re.compile(
 PARTS: Mapping[str, Callable[..., str]] = {
     "archived-lines": archived_commands.lines,
     "archived-options": archived_commands.options,
+    "chart-values": chart.values,
     "code-map": code_map.tree,
     "errors": errors.table,
     "options": options.command,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import __main__ as generate
-from docs.generate import code_map, errors, http_api, metrics, options
+from docs.generate import chart, code_map, errors, http_api, metrics, options
 from docs.generate.markdown import table
 from docs.generate.source import NoDocstring, summary
 
@@ -83,3 +83,23 @@ def test_metrics_come_from_their_declarations() -> None:
         metrics.of_run_api()
     )
     assert "| `grpo/mean_ratio` | 0.8 to 1.2 |" in metrics.healthy_ranges()
+
+
+def test_a_value_of_the_chart_has_its_default_and_the_whole_comment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "values.yaml"
+    monkeypatch.setattr(chart, "_FILE", file)
+    file.write_text(
+        "# About the file.\n\n# -- Weights:\n# `a` or `b`.\nmode: a\n"
+        'redis:\n  # -- Disk.\n  size: 8Gi\n  url:\n    # -- Key. Empty: none.\n    key: ""\n'
+        "  # -- Limits.\n  resources: {cpu: 1}\n"
+    )
+    lines = chart.values().splitlines()
+    assert "| `mode` | `a` | Weights: `a` or `b`. |" in lines
+    assert "| `redis.url.key` | empty | Key. Empty: none. |" in lines
+    assert "| `redis.resources` | `{cpu: 1}` | Limits. |" in lines
+    assert lines.index("## redis") < lines.index("| `redis.size` | `8Gi` | Disk. |")
+    file.write_text("# No dashes.\nmode: a\n")
+    with pytest.raises(NoDocstring, match="mode has no comment"):
+        chart.values()

@@ -21,8 +21,7 @@ def make_targets(page: str) -> list[str]:
 
 
 def test_every_make_target_that_a_page_names_exists() -> None:
-    files = ("Makefile", "containers/containers.mk", "helm/helm.mk")
-    makefile = "".join((ROOT / name).read_text() for name in files)
+    makefile = "".join(file.read_text() for file in (ROOT / "Makefile", *ROOT.glob("*/*.mk")))
     named = {(target, page.name) for page in PAGES for target in make_targets(page.read_text())}
     assert {("demo", "README.md"), ("test", "README.md")} <= named
     for target, page in named:
