@@ -13,11 +13,19 @@ pause_image=grpo/pause:test
 pids=()
 command=
 
+install_tools() { # socat for the kubelet's port forwarding
+  if ! command -v socat >/dev/null || ! command -v dpkg-source >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends socat dpkg-dev >/dev/null
+  fi
+}
+
 if [ "${1-}" != --on-engine ]; then
   mkdir -p "$home"
   exec 9>"$home/lock"
   # Two kubelets on one engine would end each other's pods.
   flock --wait 1800 9 || { echo "another cluster still runs; its lock is $home/lock" >&2; exit 1; }
+  install_tools
   [ -d "$home/bin" ] || bash "$here/build_cluster.sh" "$home"
   exec bash "$here/../containers/with_engine.sh" setpriv --pdeathsig TERM bash "${BASH_SOURCE[0]}" --on-engine "$@"
 fi
