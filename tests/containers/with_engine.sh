@@ -53,16 +53,15 @@ install_plugins() {
 }
 
 stop_engine() {
-  if [ -s "$home/dockerd.pid" ]; then
-    kill "$(cat "$home/dockerd.pid")" 2>/dev/null || true
-    wait || true
-  fi
+  kill "$engine" 2>/dev/null || true
+  wait || true
 }
 
 start_engine() {
   rm -f "$home/dockerd.pid" "$home/docker.sock"
-  dockerd --host "$DOCKER_HOST" --data-root "$home/data" --exec-root "$home/exec" \
-    --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 &
+  setpriv --pdeathsig TERM dockerd --host "$DOCKER_HOST" --data-root "$home/data" --exec-root "$home/exec" \
+    --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 8>&- &
+  engine=$!
   trap stop_engine EXIT
   for _ in $(seq 360); do
     if docker info >/dev/null 2>&1; then
@@ -79,8 +78,12 @@ mkdir -p "$home"
 install_engine
 install_plugins
 export DOCKER_HOST=unix://$home/docker.sock DOCKER_CONFIG=$home/config
+exec 8>"$home/lock" # held from an engine's start to its end
+until complete || flock --nonblock 8; do
+  sleep 0.5
+done
 if complete; then # another call's, which ends it
-  exec "$@"
+  exec "$@" 8>&-
 fi
 start_engine
-"$@"
+"$@" 8>&-

@@ -22,7 +22,6 @@ fetch() { # apt's own download and signature checks, with an index of source pac
     echo "$suite [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main"
   done >"$work/sources.list"
   mkdir "$work/lists"
-  command -v dpkg-source >/dev/null || apt-get install -qq --yes --no-install-recommends dpkg-dev >/dev/null
   local options=(-o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::lists=$work/lists"
     -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root)
   cd "$work"

@@ -13,11 +13,19 @@ pause_image=grpo/pause:test
 pids=()
 command=
 
+install_tools() { # socat for the kubelet's port forwarding
+  if ! command -v socat >/dev/null || ! command -v dpkg-source >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends socat dpkg-dev >/dev/null
+  fi
+}
+
 if [ "${1-}" != --on-engine ]; then
   mkdir -p "$home"
   exec 9>"$home/lock"
   # Two kubelets on one engine would end each other's pods.
   flock --wait 1800 9 || { echo "another cluster still runs; its lock is $home/lock" >&2; exit 1; }
+  install_tools
   [ -d "$home/bin" ] || bash "$here/build_cluster.sh" "$home"
   exec bash "$here/../containers/with_engine.sh" setpriv --pdeathsig TERM bash "${BASH_SOURCE[0]}" --on-engine "$@"
 fi
@@ -140,8 +148,8 @@ END
     --hostname-override node --node-ip "$address" --container-runtime docker --docker-endpoint "$DOCKER_HOST" \
     --network-plugin= --pod-infra-container-image $pause_image \
     --experimental-dockershim-root-directory "$run/dockershim" --container-runtime-endpoint "unix://$run/dockershim.sock"
-  start kube-proxy "${isolated[@]}" kube-proxy --kubeconfig kubeconfig --proxy-mode iptables --masquerade-all --hostname-override node \
-    --bind-address "$address" --healthz-port 0 --metrics-bind-address "127.0.0.1:$metrics_port" --oom-score-adj 0 \
+  start kube-proxy "${isolated[@]}" kube-proxy --kubeconfig kubeconfig --proxy-mode iptables --masquerade-all \
+    --hostname-override node --bind-address "$address" --healthz-port 0 --metrics-bind-address "127.0.0.1:$metrics_port" --oom-score-adj 0 \
     --conntrack-max-per-core 0 --conntrack-tcp-timeout-established 0 --conntrack-tcp-timeout-close-wait 0
   start cluster_dns python3 "$here/cluster_dns.py" "$address" "$dns_port" "$server" "$run"
 }
@@ -179,7 +187,7 @@ stop() {
     kill -KILL "${pids[@]}" || true # the cluster's state is removed in any case
     wait || true
     remove_pods || true
-    iptables-save --counters | grep --invert-match KUBE- | iptables-restore --counters
+    iptables-save --counters | grep --invert-match KUBE- | iptables-restore --counters || true
   } >"$run/log/stop.log" 2>&1
   find "$run" -mindepth 1 -maxdepth 1 ! -name log -exec rm -rf --one-file-system {} +
 }
