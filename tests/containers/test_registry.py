@@ -17,7 +17,7 @@ from tests.containers.test_images import inside
 
 VERSION = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
 ALL = ("environment", "redis", "run-api", "single", "trainer", "vllm-server")
-SMALL = ("redis", "run-api")
+SMALL = ("redis",)
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
