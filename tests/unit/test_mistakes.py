@@ -57,12 +57,12 @@ MISTAKES = {
     ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
     "several trainer processes": Mistake(
-        grpo, f"{TRAINER} --world-size 2", "--world-size: expected 1: a run has one trainer process"
+        grpo, f"{TRAINER} --world-size 2", "--world-size: the only valid value is 1, because a run"
     ),
     "several inference servers": Mistake(
         grpo,
         TRAINER,
-        "NUM_INFERENCE_NODES: expected 0: 0 means one inference server",
+        "NUM_INFERENCE_NODES: the only valid value is 0, because 0 means one",
         (("NUM_INFERENCE_NODES", "2"),),
     ),
     "unknown task": Mistake(

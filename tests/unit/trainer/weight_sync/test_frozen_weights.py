@@ -59,5 +59,5 @@ def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path
         if is_same:
             sync._reattach("it ended")
         else:
-            with pytest.raises(PolicyMismatch, match="this run froze other weights"):
+            with pytest.raises(PolicyMismatch, match="its frozen weights differ"):
                 sync._reattach("it ended")

@@ -10,12 +10,12 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 T = TypeVar("T", int, str)
 
 _ONE_PROCESS = "a run has one trainer process; --device selects its GPU"
-_OFFERS: Mapping[str, str] = {
+_REASONS: Mapping[str, str] = {
     "trainer_rank": _ONE_PROCESS,
     "world_size": _ONE_PROCESS,
     "init_method": _ONE_PROCESS,
     "num_inference_nodes": "0 means one inference server, and only one server of a run can receive "
-    "new weights; --inference-url names this server, which may run on another host",
+    "new weights; --inference-url names this server",
 }
 
 
@@ -33,11 +33,12 @@ class OneProcessOptions(BaseModel):
         "can receive new weights",
     )
 
-    @field_validator(*_OFFERS)
+    @field_validator(*_REASONS)
     @classmethod
     def _is_default(cls, value: T, info: ValidationInfo) -> T:
         name = info.field_name or ""
         default = cls.model_fields[name].default
         if value != default:
-            raise ValueError(f"expected {default}: {_OFFERS[name]}")
+            reason = _REASONS[name]
+            raise ValueError(f"the only valid value is {default}, because {reason}")
         return value

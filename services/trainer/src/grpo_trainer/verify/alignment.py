@@ -189,11 +189,11 @@ def require_alignment(alignment: Alignment, tolerance: float, label: str) -> Non
     if is_previous or not alignment.mean <= tolerance:
         raise ServedWeightsDiffer(
             f"{MISMATCH} {label}, the server does not serve the trainer's weights. The server's "
-            f"logprobs differ from the trainer's by {alignment.mean:.2g} on average (tolerance "
-            f"{tolerance:.2g}) and by {alignment.max:.2g} at most. From the "
-            f"trainer's logprobs at an earlier check, they differ by {alignment.previous:.2g} on "
-            "average. Stop other processes that publish to this server, then restart server and "
-            "trainer"
+            f"logprobs differ from the trainer's current logprobs by {alignment.mean:.2g} on "
+            f"average (tolerance {tolerance:.2g}) and by {alignment.max:.2g} at most. The server's "
+            "logprobs differ from the trainer's logprobs at an earlier check by "
+            f"{alignment.previous:.2g} on average. Stop other processes that publish to this "
+            "server, then restart server and trainer"
         )
 
 

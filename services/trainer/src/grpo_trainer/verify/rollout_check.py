@@ -134,8 +134,8 @@ class RolloutCheck:
         summary = (
             f"{case}: the behaviour logprobs of {found.tokens} trained tokens differ from the "
             f"trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older or unknown "
-            "weights sampled them, so some difference is expected, but under one of the following "
-            f"assumptions the difference is {factor:.0f} times smaller."
+            "weights sampled them, so some difference is expected, but one of the following "
+            f"assumptions divides the mean difference by {factor:.0f}."
         )
         raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
 

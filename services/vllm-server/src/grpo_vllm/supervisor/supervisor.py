@@ -182,7 +182,7 @@ class Supervisor:
         log.info(
             "engine.drained",
             seconds=round(time.monotonic() - started, 2),
-            dropped_requests=self._slot.dropped_requests - dropped_before,
+            unanswered_requests=self._slot.dropped_requests - dropped_before,
         )
         self._restarts += 1
 

@@ -55,7 +55,7 @@ class WriteBack:
         """Record that a trainer has written all weights."""
         if not self.missing:
             return
-        log.info("write_back.completed", after_deadline=self.overdue)
+        log.info("write_back.completed", deadline_exceeded=self.overdue)
         self.missing = self.overdue = False
         if self._timer is not None:
             self._timer.cancel()

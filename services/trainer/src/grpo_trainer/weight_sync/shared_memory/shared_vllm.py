@@ -229,8 +229,9 @@ class SharedVllm:
         move_views(self._policy, attachment.weights)
         if frozen_checksum(self._policy) != self._frozen:
             raise PolicyMismatch(
-                "the restarted server serves its model files, but this run froze other weights: it "
-                "began with an earlier trainer's weights. Start the run again with --resume never"
+                "the restarted server loaded --model from disk, and its frozen weights differ from "
+                "the frozen weights of this run, because this run began with the weights of an "
+                "earlier trainer. Start the run again with --resume never"
             )
         self._version = _usable_after(self._version, attachment.info)
 
