@@ -27,6 +27,10 @@ BAD = {
         ["mode=none", "trainer.nodeSelector.pool=a"],
         ["ReadWriteOnce", "trainer.nodeSelector", "persistence.accessMode=ReadWriteMany"],
     ),
+    "metrics that nobody can read": (
+        ["metrics.serviceMonitor.enabled=true", "environment.keda.enabled=true"],
+        ["metrics.serviceMonitor.enabled is true", "environment.keda.enabled is true", "allowFrom"],
+    ),
     "RWO in a group of nodes": (
         ["mode=none", "device=gpu", "multiNode.kind=leaderWorkerSet"],
         ["ReadWriteOnce", "persistence.accessMode=ReadWriteMany"],

@@ -35,8 +35,11 @@
 {{- if eq $v.multiNode.kind "leaderWorkerSet" }}
 {{- $problems = append $problems "persistence.accessMode is ReadWriteOnce, but multiNode.kind leaderWorkerSet runs the inference server on several nodes: set persistence.accessMode=ReadWriteMany" }}
 {{- end }}
-{{- if and (eq (include "grpo.layout" .) "apart") (not (include "grpo.nodesAgree" .)) }}
-{{- $problems = append $problems "persistence.accessMode is ReadWriteOnce, but vllmServer.nodeSelector and trainer.nodeSelector choose different nodes: set persistence.accessMode=ReadWriteMany, or make the two values equal" }}
+{{- range $name := list "vllmServer" "environment" }}
+{{- $pod := index $v $name }}
+{{- if and (or (ne $name "vllmServer") (eq (include "grpo.layout" $) "apart")) (ne (toJson $pod.nodeSelector) (toJson $v.trainer.nodeSelector)) }}
+{{- $problems = append $problems (printf "persistence.accessMode is ReadWriteOnce, so one node runs all pods with volumes, but %s.nodeSelector and trainer.nodeSelector differ: make the two values equal, or set persistence.accessMode=ReadWriteMany" $name) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if ne $v.multiNode.kind "none" }}
@@ -49,6 +52,11 @@
 {{- end }}
 {{- if and $v.wandb.enabled (eq $v.wandb.mode "online") (not $v.wandb.existingSecret) }}
 {{- $problems = append $problems "wandb.enabled is true, but wandb.existingSecret is empty: set it to a Secret with your W&B API key, or set wandb.mode=offline" }}
+{{- end }}
+{{- range $value, $who := dict "environment.keda.enabled" (list $v.environment.keda.enabled "KEDA") "metrics.serviceMonitor.enabled" (list $v.metrics.serviceMonitor.enabled "Prometheus") }}
+{{- if and (first $who) $v.networkPolicy.enabled (not $v.networkPolicy.allowFrom) }}
+{{- $problems = append $problems (printf "%s is true, but no NetworkPolicy allows %s to connect: add its namespace to networkPolicy.allowFrom, or set networkPolicy.enabled=false" $value (last $who)) }}
+{{- end }}
 {{- end }}
 {{- if and $v.runApi.podDisruptionBudget.enabled (not $v.runApi.autoscaling.enabled) (lt (int $v.runApi.replicas) 2) }}
 {{- $problems = append $problems "runApi.podDisruptionBudget.enabled is true, but runApi.replicas is 1, so no node could be drained: set runApi.replicas=2, or runApi.podDisruptionBudget.enabled=false" }}
@@ -72,10 +80,6 @@ accessToken.existingSecret: {{ .Values.accessToken.existingSecret | quote }}
 model.hubToken.existingSecret: {{ .Values.model.hubToken.existingSecret | quote }}
 redis.external.existingSecret: {{ .Values.redis.external.existingSecret | quote }}
 wandb.existingSecret: {{ .Values.wandb.existingSecret | quote }}
-{{- end }}
-
-{{- define "grpo.nodesAgree" -}}
-{{- if eq (toJson .Values.vllmServer.nodeSelector) (toJson .Values.trainer.nodeSelector) }}true{{ end -}}
 {{- end }}
 
 {{- define "grpo.usesDefaultImage" -}}
