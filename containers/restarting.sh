@@ -11,7 +11,7 @@ leftover_grace_s=30
 
 case $limit in
   '' | *[!0-9]*)
-    echo "[error    ] number of restarts of the $name: expected a whole number, found \"$limit\"; correct the number and run make up again" >&2
+    echo "[error    ] number of restarts of the $name: expected a whole number, found \"$limit\"; correct the number and start the run again" >&2
     exit 2
     ;;
 esac
@@ -19,7 +19,7 @@ esac
 if [ -e "$given_up" ]; then
   read -r status repeated <"$given_up"
   # Printed once: Docker restarts the container several times, and the cause must stay among the last lines.
-  [ -n "$repeated" ] || echo "[error    ] $name is not restarted any more; its last exit status was $status. Remove the cause, then run make up again" >&2
+  [ -n "$repeated" ] || echo "[error    ] $name is not restarted any more; its last exit status was $status. Remove the cause, then start the run again" >&2
   echo "$status repeated" >"$given_up"
   exit "$status"
 fi
@@ -83,7 +83,7 @@ while true; do
   if [ "$now" != "$before" ]; then failures=0 before=$now; fi
   failures=$((failures + 1))
   if [ "$failures" -gt "$limit" ]; then
-    echo "[error    ] $name ended with status $status and is not restarted any more: $failures failures without a new checkpoint. Remove the cause, then run make up again" >&2
+    echo "[error    ] $name ended with status $status and is not restarted any more: $failures failures without a new checkpoint. Remove the cause, then start the run again" >&2
     echo "$status" >"$given_up"
     exit "$status"
   fi

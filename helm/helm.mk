@@ -7,7 +7,7 @@ NAMESPACE ?= grpo
 KUBECTL = kubectl --namespace $(NAMESPACE)
 
 HELM_SETTINGS = --set mode=$(MODE) $(if $(REGISTRY),--set image.registry=$(REGISTRY)) \
-  $(if $(MODEL),--set model.name=$(MODEL) --set run.lr=$(or $(LR),1e-5)) $(if $(STEPS),--set run.steps=$(STEPS)) \
+  $(if $(MODEL),--set model.name=$(MODEL)) $(if $(or $(LR),$(MODEL)),--set run.lr=$(or $(LR),1e-5)) $(if $(STEPS),--set run.steps=$(STEPS)) \
   $(if $(filter command line environment,$(origin TASK)),--set environment.task=$(TASK)) \
   $(if $(filter command line environment,$(origin SEED)),--set run.seed=$(SEED)) $(if $(VALUES),--values $(VALUES)) $(HELM_FLAGS)
 

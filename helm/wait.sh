@@ -1,45 +1,57 @@
 #!/bin/bash
 # Prints the reward of each step until the trainer's Job has ended: `wait.sh RELEASE KUBECTL...`. The exit status is 0
-# if the trainer succeeded. A new pod of the Job continues the output.
-set -euo pipefail
+# if the trainer succeeded. A new pod, or the new Job of an upgrade, continues the output.
+set -uo pipefail
 release=$1
 shift
 rewards=$(dirname "${BASH_SOURCE[0]}")/../containers/rewards.sh
 labels=app.kubernetes.io/instance=$release,app.kubernetes.io/component=trainer
-job=$("$@" get jobs --selector "$labels" --sort-by .metadata.creationTimestamp --output name | tail -n 1)
-if [ -z "$job" ]; then
-  echo "release $release has no trainer here; make helm-up starts one, NAMESPACE= and RELEASE= choose another" >&2
-  exit 1
-fi
+columns='{range .items[*]}{.metadata.name} {.status.phase} {.status.conditions[?(@.status=="True")].type}{"\n"}{end}'
+failures=0
 
-newest_pod() {
-  "$@" get pods --selector "job-name=${job#*/}" --sort-by .metadata.creationTimestamp --output name | tail -n 1
+newest() { # newest KIND SELECTOR: prints name, phase and conditions of the newest object, and nothing if there is none
+  "${kubectl[@]}" get "$1" --selector "$2" --sort-by .metadata.creationTimestamp --output "jsonpath=$columns" | tail -n 1
 }
-field() { "$@" --output "jsonpath=$path" --ignore-not-found; }
 
-shown='' since=()
+kubectl=("$@")
+shown='' since='' waiting=''
 while true; do
-  path='{.status.conditions[?(@.status=="True")].type}'
-  ended=$(field "$@" get "$job")
-  pod=$(newest_pod "$@")
-  path='{.status.phase}'
-  phase=$([ -z "$pod" ] || field "$@" get "$pod")
-  if [ "$phase" = Running ] || { [ -n "$phase" ] && [ "$phase" != Pending ] && [ "$pod" != "$shown" ]; }; then
-    if [ "$pod" != "$shown" ]; then
-      [ -z "$shown" ] || echo "the trainer's pod was replaced; the new pod is ${pod#*/}"
-      since=()
-    fi
-    shown=$pod
-    until=$(date -u +%Y-%m-%dT%H:%M:%SZ)
-    "$@" logs --follow --container trainer "${since[@]}" "$pod" 2>/dev/null | bash "$rewards" || true
-    since=(--since-time "$until")
-    until=
+  if ! job=$(newest jobs "$labels"); then # kubectl has printed the reason
+    failures=$((failures + 1))
+    if [ $failures -ge 5 ]; then exit 1; fi
+    sleep 2
+    continue
   fi
-  case $ended in
+  failures=0
+  if [ -z "$job" ]; then
+    echo "release $release has no trainer here; make helm-up starts one, NAMESPACE= and RELEASE= choose another" >&2
+    exit 1
+  fi
+  read -r pod phase _ < <(newest pods "job-name=${job%% *}")
+  case ${phase-} in
+    Running | Succeeded | Failed)
+      if [ "$pod" != "$shown" ]; then
+        [ -z "$shown" ] || echo "the trainer continues in the pod $pod"
+        shown=$pod since=''
+      elif [ "$phase" != Running ]; then
+        since=ended # all of its log was shown
+      fi
+      if [ "$since" != ended ]; then
+        now=$(date -u +%Y-%m-%dT%H:%M:%SZ)
+        "${kubectl[@]}" logs --follow --container trainer ${since:+"--since-time=$since"} "$pod" 2>/dev/null | bash "$rewards"
+        since=$now
+      fi
+      ;;
+    *)
+      [ -n "$waiting" ] || echo "waiting for the trainer's pod; kubectl get pods shows the state of all pods"
+      waiting=yes
+      ;;
+  esac
+  case $job in
     *Complete*) echo "the trainer has finished" && exit 0 ;;
     *Failed*)
       echo "the trainer failed; its last lines:" >&2
-      "$@" logs --container trainer --tail 20 "$pod" >&2 || true
+      "${kubectl[@]}" logs --container trainer --tail 20 "$pod" >&2
       exit 1
       ;;
   esac

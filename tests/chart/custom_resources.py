@@ -39,7 +39,10 @@ SPECS: dict[tuple[str, str], Schema] = {
         "replicatedJobs",
         replicatedJobs=many(
             fields(
-                "name template", name=TEXT, replicas=COUNT, template=fields("spec", spec=TEMPLATE)
+                "name template",
+                name=TEXT,
+                replicas=COUNT,
+                template=fields("spec", metadata=fields("", labels=LABELS), spec=TEMPLATE),
             )
         ),
         successPolicy=fields(

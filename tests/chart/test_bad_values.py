@@ -51,6 +51,27 @@ BAD = {
     "group size": (["environment.groupSize=7"], ["environment.groupSize 7", "128 sequences"]),
     "sequence too long": (["run.seqLen=4096"], ["run.seqLen 4096", "vllmServer.maxModelLen 1536"]),
     "W&B without a key": (["wandb.enabled=true"], ["wandb.existingSecret", "wandb.mode=offline"]),
+    "more pods at least than at most": (
+        ["runApi.autoscaling.minReplicas=9"],
+        ["runApi.autoscaling.minReplicas 9", "raise maxReplicas"],
+    ),
+    "annotations without the token": (
+        ["metrics.podAnnotations=true", "accessToken.existingSecret=a"],
+        ["metrics.podAnnotations is true", "metrics.serviceMonitor.enabled=true"],
+    ),
+    "a group of nodes that restarts": (
+        ["mode=lora_restart", "device=gpu", "multiNode.kind=leaderWorkerSet"],
+        ["mode lora_restart restarts the engine", "mode=lora_only"],
+    ),
+    "no image of the model's Job": (
+        [
+            "image.registry=",
+            *(f"{name}.image=x" for name in ("runApi", "vllmServer", "trainer", "environment")),
+            "redis.image=x",
+        ],
+        ["image.registry is empty"],
+    ),
+    "a run above the volume": (["run.id=.."], ["run.id", "pattern"]),
     "budget of one pod": (
         ["runApi.podDisruptionBudget.enabled=true"],
         ["runApi.replicas is 1", "runApi.replicas=2"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 import yaml
@@ -213,6 +214,18 @@ def keys_of_schema(schema: Object, path: str = "") -> set[str]:
         else:
             found.add(f"{path}{key}")
     return found
+
+
+def test_arguments_with_quotes_survive_the_string_of_all_options() -> None:
+    words = ["--hf-overrides", '{"rope": {"type": "linear"}}', "it's"]
+    done = template(
+        *("--values", "ci/shared-vllm-cpu-values.yaml"),
+        *("--set-json", f"vllmServer.extraArgs={json.dumps(words)}"),
+    )
+    for pod in pod_templates([o for o in yaml.safe_load_all(done.stdout) if o]):
+        if component(pod) == "trainer":
+            (flags,) = pod["spec"]["containers"][0]["args"]
+            assert shlex.split(flags.removeprefix("--server-flags="))[-3:] == words
 
 
 def test_arguments_may_be_numbers() -> None:

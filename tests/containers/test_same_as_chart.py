@@ -26,6 +26,13 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (SERVER, "GRPO_VLLM_CONTROL_HOST"): "the kubelet reads the health port; in shared_vllm the "
     "trainer reaches the control port on the pod's loopback address",
     (TRAINER, "GRPO_WANDB_KEY_FILE"): "set only with a Secret",
+    (TRAINER, "WANDB_DIR"): "data of W&B's offline mode outlive the pod",
+    **{
+        (TRAINER, f"GRPO_{name}_DEADLINE_S"): "a pod may need minutes to move to another node"
+        for name in ("SERVICE", "SERVER_RETURN", "ENVIRONMENT_RETURN", "BATCH", "VLLM_REDIS")
+    },
+    (SERVER, "GRPO_VLLM_REDIS_DEADLINE_S"): "a pod may need minutes to move to another node",
+    (ENVIRONMENT, "--ready-file"): "no service waits for the environment's pod",
     (ENVIRONMENT, "HF_HUB_OFFLINE"): "the same default, written in another way",
     (ENVIRONMENT, "--next-run-deadline-s"): "a Deployment keeps its pod; Compose lets it end",
 }

@@ -42,6 +42,18 @@
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if gt (int $v.runApi.autoscaling.minReplicas) (int $v.runApi.autoscaling.maxReplicas) }}
+{{- $problems = append $problems (printf "runApi.autoscaling.minReplicas %v is larger than maxReplicas %v: lower minReplicas or raise maxReplicas" $v.runApi.autoscaling.minReplicas $v.runApi.autoscaling.maxReplicas) }}
+{{- end }}
+{{- if and $v.metrics.podAnnotations $v.accessToken.existingSecret }}
+{{- $problems = append $problems "metrics.podAnnotations is true, but with accessToken.existingSecret run-api's metrics need the access token, which annotations cannot name: use metrics.serviceMonitor.enabled=true instead" }}
+{{- end }}
+{{- if and (eq $v.multiNode.kind "leaderWorkerSet") (has $v.mode (list "none" "lora_restart")) }}
+{{- $problems = append $problems (printf "multiNode.kind is leaderWorkerSet, but mode %s restarts the engine, which the other nodes cannot follow: set mode=lora_only" $v.mode) }}
+{{- end }}
+{{- if and (eq $v.multiNode.kind "jobSet") (gt (len (include "grpo.name" .)) 26) }}
+{{- $problems = append $problems (printf "multiNode.kind is jobSet, so the name %s may have at most 26 characters: choose a shorter name for the release" (include "grpo.name" .)) }}
+{{- end }}
 {{- if ne $v.multiNode.kind "none" }}
 {{- if eq $v.mode "shared_vllm" }}
 {{- $problems = append $problems (printf "multiNode.kind is %s, but in mode shared_vllm the inference server and the trainer share memory on one node: choose another mode, or set multiNode.kind=none" $v.multiNode.kind) }}
@@ -59,7 +71,7 @@
 {{- end }}
 {{- end }}
 {{- if and $v.runApi.podDisruptionBudget.enabled (not $v.runApi.autoscaling.enabled) (lt (int $v.runApi.replicas) 2) }}
-{{- $problems = append $problems "runApi.podDisruptionBudget.enabled is true, but runApi.replicas is 1, so no node could be drained: set runApi.replicas=2, or runApi.podDisruptionBudget.enabled=false" }}
+{{- $problems = append $problems "runApi.podDisruptionBudget.enabled is true, but runApi.replicas is 1, so a drained node would stop run-api all the same: set runApi.replicas=2, or runApi.podDisruptionBudget.enabled=false" }}
 {{- end }}
 {{- if and (include "grpo.lora" .) (gt (int $v.run.lora.r) 512) }}
 {{- $problems = append $problems (printf "run.lora.r is %v, but vLLM accepts at most 512: lower run.lora.r" $v.run.lora.r) }}
@@ -84,5 +96,5 @@ wandb.existingSecret: {{ .Values.wandb.existingSecret | quote }}
 
 {{- define "grpo.usesDefaultImage" -}}
 {{- $v := .Values }}
-{{- if or (not $v.runApi.image) (not $v.vllmServer.image) (not $v.trainer.image) (not $v.environment.image) (and $v.redis.enabled (not $v.redis.image)) }}true{{ end -}}
+{{- if or (not $v.runApi.image) (not $v.vllmServer.image) (not $v.trainer.image) (not $v.model.image) (not $v.environment.image) (and $v.redis.enabled (not $v.redis.image)) }}true{{ end -}}
 {{- end }}

@@ -14,11 +14,11 @@ metadata:
     {{- include "grpo.labels" (list . "model") | nindent 4 }}
     grpo/volumes: "true"
 spec:
-  restartPolicy: OnFailure
+  restartPolicy: Never
   {{- include "grpo.podDefaults" (list . .Values.trainer "volumes") | nindent 2 }}
   containers:
     - name: model
-      image: {{ include "grpo.image" (list . "trainer" (eq (include "grpo.layout" .) "single" | ternary "" .Values.trainer.image)) }}
+      image: {{ include "grpo.image" (list . "trainer" .Values.model.image) }}
       {{- include "grpo.containerDefaults" . | nindent 6 }}
       command: [tini, -s, --, sh, -c]
       args:
@@ -27,7 +27,7 @@ spec:
           {{- if not .Values.model.name }}
           [ -e /models/tiny ] || python3 -m grpo_tiny_model --directory /models/tiny
           {{- end }}
-          python3 -m grpo_trainer.model.download {{ include "grpo.model" . }} --save-path /checkpoints
+          python3 -m grpo_trainer.model.download {{ include "grpo.model" . | squote }} --save-path /checkpoints
           mkdir -p /models/.ready
           touch /models/.ready/{{ include "grpo.modelHash" . }}
       env:

@@ -16,16 +16,20 @@
   "GRPO_DTYPE" (include "grpo.dtype" .)
   "GRPO_SEED" $v.run.seed
   "GRPO_CHECKPOINT_INTERVAL" $v.run.checkpointInterval
-  "GRPO_RESUME" $v.run.resume
+  "GRPO_RESUME" "auto"
   "GRPO_BENCHMARK" true
   "GRPO_LR" ($v.run.lr | default (eq (include "grpo.lora" .) "true" | ternary "2e-3" "3e-4"))
   "GRPO_METRICS_FILE" (printf "/checkpoints/%s/metrics.jsonl" $id)
   "GRPO_USE_WANDB" $v.wandb.enabled
   "GRPO_WANDB_PROJECT" $v.wandb.project
   "GRPO_WANDB_KEY_FILE" "/run/secrets/wandb_api_key"
-  "WANDB_DIR" "/tmp"
+  "WANDB_DIR" "/checkpoints"
   "WANDB_MODE" $v.wandb.mode
 }}
+{{- /* A node may need minutes to pull images, or to move a pod and its volumes. */}}
+{{- range list "SERVICE" "SERVER_RETURN" "ENVIRONMENT_RETURN" "BATCH" }}
+{{- $_ := set $env (printf "GRPO_%s_DEADLINE_S" .) 1800 }}
+{{- end }}
 {{- if not $v.wandb.existingSecret }}
 {{- $_ := unset $env "GRPO_WANDB_KEY_FILE" }}
 {{- end }}
@@ -53,6 +57,7 @@
   "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s-vllm-server.%s" (include "grpo.name" .) .Release.Namespace)
   "GRPO_VLLM_CONTROL_PORT" 9002
   "GRPO_VLLM_CONTROL_URL" "http://127.0.0.1:9002"
+  "GRPO_VLLM_REDIS_DEADLINE_S" 1800
 ) }}
 {{- else }}
 {{- $env = merge $env (dict
@@ -89,7 +94,7 @@ spec:
   # CUDA's handles are valid only within one process namespace.
   shareProcessNamespace: true
   resourceClaims:
-    - {name: gpu, resourceClaimTemplateName: {{ include "grpo.name" . }}-gpu}
+    - {name: gpu, resourceClaimTemplateName: {{ include "grpo.claimTemplate" . }}}
   {{- end }}
   initContainers:
     - {{ include "grpo.awaitModel" (list . $image) | indent 6 | trim }}
@@ -110,14 +115,14 @@ spec:
         - bash
         - /usr/local/bin/restarting.sh
         - trainer
-        - {{ .Values.trainer.restarts | quote }}
+        - {{ include "grpo.text" .Values.trainer.restarts | quote }}
         - /checkpoints
         - /share/given-up
         - {{ eq $layout "single" | ternary "grpo-run" "grpo" }}
       {{- if or (eq $layout "single") .Values.trainer.extraArgs }}
       args:
         {{- if eq $layout "single" }}
-        - {{ printf "--server-flags=%s" (include "grpo.serverArgs" . | fromYamlArray | join " ") | quote }}
+        - {{ printf "--server-flags=%s" (include "grpo.serverFlags" .) | quote }}
         {{- end }}
         {{- range .Values.trainer.extraArgs }}
         - {{ include "grpo.text" . | quote }}
@@ -137,6 +142,11 @@ spec:
         - {name: wandb, mountPath: /run/secrets, readOnly: true}
         {{- end }}
   volumes: {{- include "grpo.computeVolumes" . | nindent 4 }}
+{{- end }}
+
+{{/* A ResourceClaimTemplate is immutable, too. */}}
+{{- define "grpo.claimTemplate" -}}
+{{ include "grpo.name" . }}-gpu-{{ .Values.gpu.deviceClassName | sha256sum | trunc 8 }}
 {{- end }}
 
 {{/* restarting.sh restarts a failing trainer, so a trainer that ends with an error has failed for good. 137 and 143:

@@ -6,10 +6,21 @@
 {{- $args = concat $args (list "--enforce-eager" "--kv-cache-memory-bytes" "268435456") }}
 {{- else if ne (include "grpo.layout" .) "apart" }}
 {{- $args = concat $args (list "--gpu-memory-utilization" .Values.gpu.memoryUtilization) }}
+{{- else if gt (int .Values.vllmServer.gpus) 1 }}
+{{- $args = concat $args (list "--tensor-parallel-size" .Values.vllmServer.gpus) }}
 {{- end }}
 {{- range concat $args .Values.vllmServer.extraArgs }}
 - {{ include "grpo.text" . | quote }}
 {{- end }}
+{{- end }}
+
+{{/* The same options as one string, which is split like a shell's words. */}}
+{{- define "grpo.serverFlags" -}}
+{{- $words := list }}
+{{- range include "grpo.serverArgs" . | fromYamlArray }}
+{{- $words = append $words (regexMatch "^[A-Za-z0-9_./:=@,+-]+$" . | ternary . (printf "'%s'" (replace "'" "'\\''" .))) }}
+{{- end }}
+{{- join " " $words }}
 {{- end }}
 
 {{- define "grpo.serverEnv" -}}
@@ -20,6 +31,7 @@
   "GRPO_VLLM_MODEL" (include "grpo.model" .)
   "GRPO_VLLM_HOST" "0.0.0.0"
   "GRPO_VLLM_RESTART_LIMIT" 3
+  "GRPO_VLLM_REDIS_DEADLINE_S" 1800
   "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s-vllm-server.%s" (include "grpo.name" .) .Release.Namespace)
 }}
 {{- if eq .Values.mode "shared_vllm" }}
