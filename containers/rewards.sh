@@ -11,7 +11,7 @@ value() { # prints the value of a field in a log line
 
 while IFS= read -r line; do
   case $line in
-    *"] step "*)
+    *"] step.finished "*)
       printf 'step %s/%s  reward %.3f  loss %.4f\n' \
         "$(value step)" "$(value steps)" "$(value reward/mean)" "$(value train/loss)"
       ;;

@@ -69,9 +69,10 @@ def test_server_and_trainer_reap_their_children(finished: Stack) -> None:
     assert "Tini is not running as PID 1" not in finished.logs(tail=1000)
 
 
-def test_wait_ends_with_the_trainers_status(finished: Stack) -> None:
+def test_wait_shows_rewards_and_ends_with_the_trainers_status(finished: Stack) -> None:
     done = finished.make("wait")
     assert done.returncode == 0
+    assert f"step {STEPS}/{STEPS}  reward 0." in done.stdout
     assert "trainer-shared ended with status 0" in done.stdout
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.rendering import HELM
+from tests.chart.rendering import HELM, ROOT
 from tests.containers.stack import NOISE, TEST_WITHIN_S
 from tests.helm.release import Release, command
 
@@ -30,6 +30,11 @@ def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
     release.wait_until(release.trainer_has_ended)
     assert release.trainer_pod() != first
     assert seen < STEPS  # else nothing went on
+
+    waited = command("bash", str(ROOT / "helm/wait.sh"), "run", "kubectl", "-n", release.namespace)
+    assert waited.returncode == 0
+    assert f"step {STEPS}/{STEPS}  reward 0." in waited.stdout
+    assert "the trainer has finished" in waited.stdout
 
     every_group_is_trained_once(release)
     summary = release.files() / SAVED.get(release.mode, "final_model")
