@@ -21,13 +21,13 @@ print(*sys.argv[1:], flush=True)
 engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path("pids").write_text(f"{os.getpid()} {engine.pid}")
 
-class Healthy(BaseHTTPRequestHandler):
+class AwaitsItsWeights(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(503)  # until the trainer has written them back
         self.end_headers()
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", port), AwaitsItsWeights).serve_forever()
 """
 TRAINER = """
 import os, pathlib, signal, sys, time

@@ -93,7 +93,7 @@ def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> S
             *settings.server_words,
             *service_words(settings.options_of(SERVER)),
         ),
-        healthy=lambda: probe.answers(settings.server_url),
+        healthy=lambda: probe.responds(settings.server_url),
         deadline_s=settings.server_deadline_s,
         environment=UNBUFFERED | hand_off.environment(),
     )

@@ -30,6 +30,15 @@ class HealthProbe(ClosesOnExit):
         """`GET /health` is 200."""
         return self._get(f"{base_url}/health") is not None
 
+    def responds(self, base_url: str) -> bool:
+        """`GET /health` has any answer. An inference server that waits until a trainer has written
+        its weights back answers 503, so the trainer's start must not wait for 200."""
+        try:
+            self._client.get(f"{base_url}/health")
+        except httpx.RequestError:
+            return False
+        return True
+
     def trainer_is_registered(self, run_api_url: str) -> bool:
         info = self._get_json(f"{run_api_url}/info")
         return isinstance(info, dict) and info.get("batch_size", NOT_REGISTERED) != NOT_REGISTERED
