@@ -59,8 +59,9 @@ stop_engine() {
 
 start_engine() {
   rm -f "$home/dockerd.pid" "$home/docker.sock"
+  # Without the locks of this script and of with_cluster.sh, which containers would inherit and hold.
   setpriv --pdeathsig TERM dockerd --host "$DOCKER_HOST" --data-root "$home/data" --exec-root "$home/exec" \
-    --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 8>&- &
+    --pidfile "$home/dockerd.pid" >"$home/dockerd.log" 2>&1 8>&- 9>&- &
   engine=$!
   trap stop_engine EXIT
   for _ in $(seq 360); do

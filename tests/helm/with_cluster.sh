@@ -186,7 +186,10 @@ stop() {
     kill "$command" || true
     kill -KILL "${pids[@]}" || true # the cluster's state is removed in any case
     wait || true
-    remove_pods || true
+    for _ in 1 2 3; do # the engine may still start a container that the kubelet asked for
+      remove_pods || true
+      sleep 1
+    done
     iptables-save --counters | grep --invert-match KUBE- | iptables-restore --counters || true
   } >"$run/log/stop.log" 2>&1
   find "$run" -mindepth 1 -maxdepth 1 ! -name log -exec rm -rf --one-file-system {} +
