@@ -48,7 +48,7 @@ def test_what_the_host_lacks_is_named(stack: Stack, tmp_path: Path) -> None:
 
 def test_settings_are_written_once_there_is_an_engine_to_ask(tmp_path: Path) -> None:
     """They would say that the host has no GPU, for good."""
-    for name in ("Makefile", "docker-compose.yml", "containers"):
+    for name in ("Makefile", "docker-compose.yml", "containers", "helm"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = ["make", "--no-print-directory", "config", "MODE=none"]
     for host, written in (("unix:///nowhere.sock", False), (os.environ.get("DOCKER_HOST"), True)):

@@ -40,13 +40,13 @@ services:
 AGAIN = """
 if [ ! -e /tmp/again ]; then
   touch /tmp/again
-  echo "[info] step step=1 steps=2 reward/mean=0.25 train/loss=0.1"
+  echo "[info     ] step.finished step=1 steps=2 reward/mean=0.25 train/loss=0.1"
   echo "[error] no such weights" >&2
   while [ ! -e /tmp/end ]; do sleep 0.1; done
   exit 3
 fi
 while [ ! -e /tmp/go-on ]; do sleep 0.1; done
-echo "[info] step step=2 steps=2 reward/mean=0.75 train/loss=0.1"
+echo "[info     ] step.finished step=2 steps=2 reward/mean=0.75 train/loss=0.1"
 while [ ! -e /tmp/well ]; do sleep 0.1; done
 """
 
@@ -112,7 +112,7 @@ def test_every_container_that_ended_badly_is_explained(endings: Stack) -> None:
     endings.wait_until(lambda: is_running_again(endings.inspect("again")))
     touch(endings, "again", "/tmp/go-on")
     # Compose takes it for one that ended with 0, and its log has moved on.
-    again = "[info] step step=2"
+    again = "[info     ] step.finished step=2"
     endings.wait_until(lambda: again in endings.logs())
     explained, _ = said(endings, "explain.sh")
     assert "\ngone ended with status 4:\nlast words\n" in explained
