@@ -43,6 +43,7 @@ from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.optim.build import build_optimizer
@@ -131,7 +132,7 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
         ],
     )
     usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
-    return collate([usable], work.longest, work.micro_batch)
+    return collate([usable], work.longest, work.micro_batch * work.longest, by_length)
 
 
 def trained_lengths(batch: Batch) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.forward import LIGER, ForwardOptions
+from grpo_trainer.data.micro_batches import by_prefix
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
-from grpo_trainer.model.packing import SequenceLengths
+from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
@@ -81,35 +83,26 @@ def test_what_sequences_see_of_each_other_would_show() -> None:
     expected, _ = outcome(model, plain_forward)
     forward = build_forward_pass(model, ForwardOptions(packing="on", fused_head="off"))
 
-    def as_one(model: Any, micro: Any) -> Tensor:
-        layout = forward.layout  # type: ignore[attr-defined]
-        object.__setattr__(forward, "layout", lambda m: _without_bounds(layout(m)))
-        found: Tensor = forward(model, micro)
-        object.__setattr__(forward, "layout", layout)
-        return found
-
+    as_one = replace(forward, layout=Layout(lambda m: _without_bounds(packed(m)), by_prefix))
     found, _ = outcome(model, as_one)
     assert float((found - expected).abs().mean()) > 2 * BFLOAT16_NOISE
 
 
 def _without_bounds(inputs: Any) -> Any:
-    total = inputs.arguments["input_ids"].shape[1]
-    bounds = torch.tensor([0, total], dtype=torch.int32, device=DEVICE)
+    places = torch.arange(inputs.arguments["input_ids"].shape[1])
+    bounds = torch.tensor([0, len(places)], dtype=torch.int32, device=DEVICE)
     inputs.arguments.update(
-        sequence_lengths=SequenceLengths((total,)),
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=total,
-        max_length_k=total,
-        position_ids=torch.arange(total, device=DEVICE).unsqueeze(0),
+        bounds=PackedBounds(bounds, bounds, len(places), len(places), places.to(DEVICE)),
+        attention_calls=AttentionCalls.of([Part(places, shared=0)], DEVICE),
+        position_ids=places.to(DEVICE).unsqueeze(0),
     )
     return inputs
 
 
 def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
     on_gpu, on_host = policy(torch.float32), policy(torch.float32).cpu()
-    found = accumulate_gradients(on_gpu, ragged_batch(2), 0.2, 0)
-    expected = accumulate_gradients(on_host, ragged_batch(2), 0.2, 0)
+    found = accumulate_gradients(on_gpu, ragged_batch(tokens=30), 0.2, 0)
+    expected = accumulate_gradients(on_host, ragged_batch(tokens=30), 0.2, 0)
     assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(found.tokens.logp, expected.tokens.logp, rtol=1e-3, atol=1e-3)
 

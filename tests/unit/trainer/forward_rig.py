@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, MicroBatch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.micro_batches import Cut, by_prefix
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48
-LENGTHS = (9, 1, 5, 2, 16, 4)
+LENGTHS = (9, 1, 5, 2, 16, 4, 16)
 """Lengths in tokens. A single token predicts nothing, so its row is only padding."""
+SHARED = (6, 0, 0, 2, 7, 4, 12)
+"""How many of them are the beginning of one and the same sequence."""
 WINDOW = {
     "use_sliding_window": True,
     "sliding_window": 3,
@@ -57,6 +61,17 @@ def qwen(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return Qwen2ForCausalLM(config).to(dtype).eval()
 
 
+def small(config: Callable[..., Any], **changes: Any) -> Any:
+    """A small model of an architecture, with large weights."""
+    torch.manual_seed(0)
+    sizes = {**SMALL, "vocab_size": VOCABULARY, "initializer_range": 0.3, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(config(**sizes, **changes)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # GPT-2 begins with biases of 0
+            nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+    return model
+
+
 def adapted() -> Any:
     policy = with_adapter(qwen(), LORA).eval()
     for name, parameter in policy.named_parameters():
@@ -65,26 +80,29 @@ def adapted() -> Any:
     return policy
 
 
-def ragged_batch(micro_batch_size: int = len(LENGTHS), temperatures: bool = True) -> Batch:
-    """One group. The third sequence, and the first two tokens of the others, are not trained on."""
+def ragged_batch(cut: Cut = by_prefix, tokens: int = 1000) -> Batch:
+    """One group. The third sequence, and the first two tokens of the others, are not trained on.
+
+    Args: tokens: of a micro-batch
+    """
     generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
-    masks = [[MASKED] * len(row[:2]) + row[2:] for row in tokens]
-    masks[2] = [MASKED] * len(tokens[2])
+    stem = torch.randint(VOCABULARY, (16,), generator=generator).tolist()
+    sequences = [
+        stem[:shared] + torch.randint(VOCABULARY, (n - shared,), generator=generator).tolist()
+        for n, shared in zip(LENGTHS, SHARED, strict=True)
+    ]
+    masks = [[MASKED] * len(row[:2]) + row[2:] for row in sequences]
+    masks[2] = [MASKED] * len(sequences[2])
     group = ScoredGroup(
-        tokens=tokens,
+        tokens=sequences,
         masks=masks,
-        scores=[0.1 * i for i in range(len(tokens))],
+        scores=[0.1 * i for i in range(len(sequences))],
         inference_logprobs=[
             [PROMPT_LOGPROB if m == MASKED else -2.0 for m in row] for row in masks
         ],
-        overrides=[{"temperature": 0.6 + 0.2 * i} if temperatures else {} for i in range(6)],
+        overrides=[{"temperature": 0.6 + 0.2 * i} for i in range(len(sequences))],
     )
-    return collate(
-        [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))],
-        64,
-        micro_batch_size,
-    )
+    return collate([usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))], 64, tokens, cut)
 
 
 def ragged() -> MicroBatch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.micro_batches import Tokens
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -47,4 +49,10 @@ def usable(*groups: ScoredGroup) -> list[UsableGroup]:
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:
-    return collate(usable(*groups), seq_len, micro_batch_size)
+    return collate(usable(*groups), seq_len, micro_batch_size, in_order)
+
+
+def in_order(sequences: Sequence[Tokens], size: int) -> list[list[int]]:
+    """Sequences in their order, `size` in each micro-batch."""
+    numbers = range(len(sequences))
+    return [list(numbers[start : start + size]) for start in numbers[::size]]

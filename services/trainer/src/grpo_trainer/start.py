@@ -15,7 +15,7 @@ from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import VersionHistory
-from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM
@@ -38,7 +38,7 @@ class Run:
     settings: TrainerSettings
     batches: BatchSource
     policy: CausalLM
-    forward: ForwardPass
+    forward: FastForward
     optimizer: MasterOptimizer
     sync: WeightSync
     rollouts: RolloutCheck

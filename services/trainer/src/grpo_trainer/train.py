@@ -91,7 +91,12 @@ def run_step(run: Run, position: Position) -> Position:
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
     watch.fetched()
-    batch = collate(taken.filtered.groups, settings.seq_len, settings.batch_size)
+    batch = collate(
+        taken.filtered.groups,
+        settings.seq_len,
+        settings.micro_batch_tokens,
+        run.forward.layout.cut,
+    )
     try:
         update = update_policy(run, batch, position, watch)
     except NonFiniteStep as error:

@@ -11,8 +11,9 @@ from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.logprob_comparison import TokenTable
-from grpo_trainer.data.collate import Origin
-from tests.unit.trainer.groups import VOCABULARY, P, collated, group
+from grpo_trainer.data.collate import Origin, collate
+from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
+from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable
 
 
 def test_shift_padding_and_weights_by_hand() -> None:
@@ -28,6 +29,7 @@ def test_shift_padding_and_weights_by_hand() -> None:
     assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
     assert micro.temperature.tolist() == [1.0, 1.0]
     assert micro.lengths == (2, 4)
+    assert micro.shared == (0, 2)
 
 
 TOKEN = st.tuples(st.integers(0, VOCABULARY - 1), st.booleans(), st.floats(-9, 0, width=32))
@@ -49,26 +51,35 @@ def any_group(draw: st.DrawFn) -> ScoredGroup:
     )
 
 
-@given(st.lists(any_group(), min_size=1, max_size=4), st.integers(2, 8), st.integers(1, 5))
+@pytest.mark.parametrize("cut", [by_length, by_prefix, in_order])
+@given(st.lists(any_group(), min_size=1, max_size=4), st.integers(2, 8), st.integers(1, 20))
 def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
-    groups: list[ScoredGroup], seq_len: int, micro_batch_size: int
+    cut: Cut, groups: list[ScoredGroup], seq_len: int, tokens: int
 ) -> None:
-    """The weights do not depend on the division into micro-batches."""
-    batch = collated(*groups, seq_len=seq_len, micro_batch_size=micro_batch_size)
+    """The weights do not depend on the division into micro-batches, nor on the order."""
+    batch = collate(usable(*groups), seq_len, tokens, cut)
     sent = [
-        [(place, *values) for place, values in enumerate(zip(*row, strict=True)) if place < seq_len]
-        for one in groups
+        [
+            (env_id, place, *values)
+            for place, values in enumerate(zip(*row, strict=True))
+            if place < seq_len
+        ]
+        for env_id, one in enumerate(groups)
         for row in zip(one.masks, one.inference_logprobs or [], strict=True)
     ]
-    trained = [[token for token in row if token[1] != MASKED] for row in sent]
+    trained = [[token for token in row if token[2] != MASKED] for row in sent]
 
     micro_batches = batch.micro_batches
     table = TokenTable.of(micro_batches, [micro.targets.float() for micro in micro_batches])
+    weights = torch.cat([micro.token_weight.sum(-1) for micro in micro_batches]).tolist()
     columns = (table.sequence, table.position, table.logp, table.behaviour_logp)
-    found = list(zip(*(column.tolist() for column in columns), strict=True))
-    assert found == [(number, *token) for number, row in enumerate(trained) for token in row]
-    weights = torch.cat([micro.token_weight.sum(-1) for micro in micro_batches])
-    assert weights.tolist() == pytest.approx([bool(row) / len(sent) for row in trained])
+    found: list[list[tuple[float, ...]]] = [[] for _ in sent]
+    for number, *token in zip(*(column.tolist() for column in columns), strict=True):
+        found[number].append((batch.origins[number].group, *token))
+        ids = batch.tokens(number, token[0] + 1)
+        assert int(ids[-1]) == token[1]
+    assert sorted(found) == sorted(trained)
+    assert weights == pytest.approx([bool(row) / len(sent) for row in found])
 
 
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:

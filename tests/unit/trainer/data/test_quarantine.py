@@ -26,12 +26,13 @@ from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
+from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
-from tests.unit.trainer.groups import LIMITS, good
+from tests.unit.trainer.groups import LIMITS, good, in_order
 
 Harm = Callable[[Tensor, Tensor], Tensor]
 HARMS: dict[str, Harm] = {
@@ -54,7 +55,10 @@ class Bench:
         self.records: list[dict[str, float]] = []
         self.mismatch = False
 
-    def forward(self, policy: Any, micro: MicroBatch) -> Tensor:
+    layout = Layout(padded, in_order)
+
+    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+        """The forward pass."""
         logp = plain_forward(policy, micro)
         if self.left and POISON in micro.temperature.tolist():
             self.left -= 1
@@ -89,6 +93,7 @@ class Bench:
             redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
             steps=len(batches),
             seq_len=LIMITS.seq_len,
+            tokens_per_micro_batch=2,
         ).settings()
         api: Any = SimpleNamespace(next_batch=lambda *_: next(leased))
         sync: Any = SimpleNamespace(apply=self.apply)
@@ -105,7 +110,7 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        learner: Any = (self.policy, self.forward, self.optimizer, sync, rollouts, None)
+        learner: Any = (self.policy, self, self.optimizer, sync, rollouts, None)
         run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):

@@ -15,16 +15,16 @@ import torch
 
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
-from grpo_trainer.model import forward, packing
+from grpo_trainer.model import forward, packed_attention
 from grpo_trainer.model.compile import compile_layers
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
 from grpo_trainer.model.fused_head import EAGER
-from grpo_trainer.model.packing import packed
+from grpo_trainer.model.packing import PACKED
 from grpo_trainer.model.policy_protocol import base_model
 from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, require_equal
 
 TRACED = "aot_eager"
-FAST = FastForward(packed, EAGER)
+FAST = FastForward(PACKED, EAGER)
 EVERYTHING = ForwardOptions(packing="on", fused_head="on", compile=True)
 RECOMPUTED = EVERYTHING.model_copy(update={"gradient_checkpointing": True})
 
@@ -53,7 +53,7 @@ def test_values_gradients_and_hooks_follow_the_parameters_wherever_they_are(
         policy.get_parameter(name).register_post_accumulate_grad_hook(
             lambda _, name=name: fired.append(name)
         )
-    packing.enable(base_model(policy))
+    packed_attention.enable(base_model(policy))
     compile_layers(base_model(policy), TRACED)
     require_equal(outcome(policy, FAST, micro), outcome(eager, plain_forward, micro))
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
@@ -94,4 +94,4 @@ def test_a_run_without_a_compiler_ends_before_it_touches_the_model(
     policy = qwen()
     with pytest.raises(MissingPackage, match=r"there is no g\+\+ .* omit --compile"):
         build_forward_pass(policy, EVERYTHING)
-    assert policy.config._attn_implementation == packing.DEFAULT
+    assert policy.config._attn_implementation == packed_attention.DEFAULT

@@ -10,12 +10,23 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.config.forward import Choice, ForwardOptions
+from grpo_trainer.data.micro_batches import Cut, by_prefix
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
-from grpo_trainer.model import fused_head, packing
+from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.forward import (
     FastForward,
     ForwardPass,
@@ -24,7 +35,7 @@ from grpo_trainer.model.forward import (
     plain_forward,
 )
 from grpo_trainer.model.fused_head import EAGER
-from grpo_trainer.model.packing import packed, padded
+from grpo_trainer.model.packing import PACKED, PADDED
 from tests.unit.trainer.forward_rig import (
     SMALL,
     WINDOW,
@@ -34,9 +45,9 @@ from tests.unit.trainer.forward_rig import (
     ragged,
     ragged_batch,
     require_equal,
+    small,
 )
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON, OFF, AUTO = "on", "off", "auto"
 FAST = {"packed": (ON, OFF), "fused head": (OFF, ON), "both": (ON, ON)}
 POLICIES: dict[str, Callable[[], Any]] = {
@@ -45,48 +56,56 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "window": lambda: qwen(**WINDOW),
     "untied": lambda: qwen(tie_word_embeddings=False),
     "adapter": adapted,
+    "Qwen3": lambda: small(Qwen3Config),
+    "Llama": lambda: small(LlamaConfig),
+    "Gemma": lambda: small(GemmaConfig),
+    "Gemma 3": lambda: small(Gemma3TextConfig, sliding_window=3, layer_types=WINDOW["layer_types"]),
+    "Mistral": lambda: small(MistralConfig, sliding_window=3),
+    "GPT-2": lambda: small(GPT2Config),
 }
 
 
-def built(policy: Any, packing: Choice = OFF, fused_head: Choice = OFF) -> ForwardPass:
+def built(policy: Any, packing: Choice = OFF, fused_head: Choice = OFF) -> FastForward:
     return build_forward_pass(policy, ForwardOptions(packing=packing, fused_head=fused_head))
 
 
 Step = tuple[GradientStats, dict[str, Tensor]]
 
 
-def step_of(policy: Any, micro_batch_size: int, forward: ForwardPass) -> Step:
+def step_of(policy: Any, forward: ForwardPass, cut: Cut = by_prefix, tokens: int = 1000) -> Step:
     """Statistics of one step, and the gradient of every parameter that has one."""
     policy.zero_grad()
-    batch = ragged_batch(micro_batch_size)
+    batch = ragged_batch(cut, tokens)
     stats = accumulate_gradients(policy, batch, 0.2, step=0, forward=forward)
     return stats, {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("micro_batch_size", [6, 4])
+@pytest.mark.parametrize("tokens", [1000, 30])
 @pytest.mark.parametrize("choices", FAST.values(), ids=FAST)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_the_one_that_padded_rows_and_all_logits_give(
-    name: str, choices: tuple[Choice, Choice], micro_batch_size: int
+    name: str, choices: tuple[Choice, Choice], tokens: int
 ) -> None:
     """Compare loss, metrics, tokens and every gradient; the plain way must be unchanged."""
     policy = POLICIES[name]()
-    plain, expected = step_of(policy, micro_batch_size, plain_forward)
-    logp = plain_forward(policy, ragged())
-    fast, found = step_of(policy, micro_batch_size, built(policy, *choices))
+    forward = built(policy, *choices)
+    cut = forward.layout.cut
+    fast, found = step_of(policy, forward, cut, tokens)
+    plain, expected = step_of(policy, plain_forward, cut, tokens)
     assert fast.loss == pytest.approx(plain.loss, rel=1e-4)
     assert vars(fast.sums) == pytest.approx(vars(plain.sums), rel=1e-4)
     assert torch.equal(fast.tokens.sequence, plain.tokens.sequence)
     assert torch.equal(fast.tokens.position, plain.tokens.position)
     require_equal((fast.tokens.logp, found), (plain.tokens.logp, expected))
+    logp = plain_forward(POLICIES[name](), ragged())
     assert torch.equal(plain_forward(policy, ragged()), logp)
 
 
 def test_the_cut_into_micro_batches_changes_neither_loss_nor_gradient_nor_metrics() -> None:
     """The archived trainer divided by a constant instead of the number of accumulated batches."""
-    whole, expected = step_of(qwen(), 6, plain_forward)
-    for size in (1, 2, 4):
-        stats, found = step_of(qwen(), size, plain_forward)
+    whole, expected = step_of(qwen(), plain_forward)
+    for tokens in (1, 20, 30):
+        stats, found = step_of(qwen(), plain_forward, by_prefix, tokens)
         assert stats.loss == pytest.approx(whole.loss, rel=1e-4)
         assert vars(stats.sums) == pytest.approx(vars(whole.sums), rel=1e-4, abs=1e-6)
         assert torch.equal(stats.tokens.sequence, whole.tokens.sequence)
@@ -132,11 +151,11 @@ def test_a_micro_batch_without_trained_tokens_has_zero_gradients() -> None:
     assert not policy.lm_head.weight.grad.any()
 
 
-def test_options_choose_the_way_on_a_cpu() -> None:
-    assert built(qwen(), AUTO, AUTO) is plain_forward
-    assert built(qwen(), ON) == FastForward(layout=packed)
-    assert built(qwen(), OFF, ON) == FastForward(padded, EAGER)
-    assert built(qwen(), ON, ON) == FastForward(packed, EAGER)
+def test_options_choose_the_way() -> None:
+    assert built(qwen(), AUTO, AUTO) == FastForward(PACKED, EAGER)
+    assert built(qwen(), ON) == FastForward(PACKED)
+    assert built(qwen(), OFF, ON) == FastForward(PADDED, EAGER)
+    assert built(qwen(), OFF, OFF) == FastForward(PADDED)
 
 
 def refuse() -> None:
@@ -145,13 +164,12 @@ def refuse() -> None:
 
 def test_a_refusal_is_logged_unless_the_way_was_asked_for_by_name() -> None:
     with capture_logs() as events:
-        assert not is_enabled("packing", AUTO, GPU, refuse)
+        assert not is_enabled("packing", AUTO, refuse)
     (event,) = events
     assert (event["option"], event["reason"]) == ("--packing", "the model is of clay")
     with pytest.raises(FastPathRefused, match=r"--fused-head on is .*: .* pass --fused-head off"):
-        is_enabled("fused-head", ON, GPU, refuse)
-    assert not is_enabled("packing", OFF, GPU, refuse)
-    assert not is_enabled("packing", AUTO, CPU, refuse)
+        is_enabled("fused-head", ON, refuse)
+    assert not is_enabled("packing", OFF, refuse)
 
 
 def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
@@ -161,12 +179,12 @@ def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
     layer.register_forward_hook(lambda _m, _i, out: out + 0.5 * out.roll(1, dims=1))
     with pytest.raises(FastPathRefused, match=r"differ by .* pass --packing off"):
         built(policy, ON)
-    assert policy.config._attn_implementation == packing.DEFAULT
+    assert policy.config._attn_implementation == packed_attention.DEFAULT
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {
-    "attn_logit_softcapping = 50": (packing, Gemma2Config(**SMALL)),
-    "layers other than attention: linear_attention": (packing, Qwen3NextConfig(**SMALL)),
+    "attn_logit_softcapping = 50": (packed_attention, Gemma2Config(**SMALL)),
+    "layers other than attention: linear_attention": (packed_attention, Qwen3NextConfig(**SMALL)),
     "final_logit_softcapping = 30": (fused_head, Gemma2Config(**SMALL)),
 }
 

@@ -14,44 +14,49 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.model import packing
+from grpo_trainer.model import packed_attention
 from grpo_trainer.model.forward import FastForward, plain_forward
-from grpo_trainer.model.packing import Flash, packed
+from grpo_trainer.model.packed_attention import Flash
+from grpo_trainer.model.packing import PACKED
 from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, require_equal
 
 
 def test_it_is_not_saved_with_the_model(tmp_path: Path) -> None:
     policy = qwen()
-    packing.enable(policy)
+    packed_attention.enable(policy)
     policy.save_pretrained(tmp_path)
-    assert packing.NAME not in (tmp_path / "config.json").read_text()
+    assert packed_attention.NAME not in (tmp_path / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config._attn_implementation == packing.DEFAULT
+    assert again.config._attn_implementation == packed_attention.DEFAULT
 
 
 def varlen_attn(
-    query: Tensor,  # [N, A, D]; key and value may have fewer heads if `enable_gqa`
-    key: Tensor,
+    query: Tensor,  # [N, A, D]
+    key: Tensor,  # [keys of all sequences, A, D]; fewer heads if `enable_gqa`
     value: Tensor,
-    bounds: Tensor,
-    bounds_k: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_own: int,
     longest: int,
-    longest_k: int,
     *,
     scale: float,
     window_size: tuple[int, int],  # positions that count on the left and on the right; -1: all
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's flash attention as documented; the real kernels need a GPU."""
-    assert bounds is bounds_k
-    assert bounds.dtype == torch.int32
-    assert longest == longest_k == int(bounds.diff().max())
+    """Torch's flash attention as documented; the real kernels need a GPU. A sequence's queries are
+    its last tokens."""
+    assert query_bounds.dtype == key_bounds.dtype == torch.int32
+    assert longest_own == int(query_bounds.diff().max())
+    assert longest == int(key_bounds.diff().max())
     parts = []
-    for start, end in bounds.unfold(0, 2, 1).tolist():
-        q, k, v = (t[start:end].transpose(0, 1) for t in (query, key, value))  # [A, n, D]
-        everything = torch.ones(end - start, end - start, dtype=torch.bool)
-        left = end if window_size[0] < 0 else window_size[0]
-        seen = everything.triu(-left).tril(window_size[1])
+    bounds = zip(query_bounds.unfold(0, 2, 1), key_bounds.unfold(0, 2, 1), strict=True)
+    for queries, keys in bounds:
+        q = query[slice(*queries)].transpose(0, 1)  # [A, n, D]
+        k, v = (t[slice(*keys)].transpose(0, 1) for t in (key, value))
+        everything = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        offset = k.shape[1] - q.shape[1]
+        left = k.shape[1] if window_size[0] < 0 else window_size[0]
+        seen = everything.triu(offset - left).tril(offset + window_size[1])
         found = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
@@ -72,5 +77,5 @@ def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_number
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(Flash, "on", lambda _: Flash(takes_fewer_heads))
     monkeypatch.setattr(Flash, "computes", lambda *_: True)
-    packing.enable(policy)
-    require_equal(outcome(policy, FastForward(layout=packed), micro), expected)
+    packed_attention.enable(policy)
+    require_equal(outcome(policy, FastForward(layout=PACKED), micro), expected)

@@ -78,6 +78,7 @@ COMMAND = Command(
             "run_api_token",
             "batch_size",
             "gradient_accumulation_steps",
+            "tokens_per_micro_batch",
             "max_staleness",
             "batch_deadline_s",
             "environment_return_deadline_s",

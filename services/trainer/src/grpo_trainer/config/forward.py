@@ -22,14 +22,14 @@ class ForwardOptions(BaseModel):
 
     packing: Choice = Field(
         "auto",
-        description="Concatenate the sequences of a micro-batch instead of padding them. auto: on "
-        "if the device is a GPU and the model supports packing",
+        description="Concatenate the sequences of a micro-batch instead of padding them, and "
+        "compute a beginning that several sequences share, for example the prompt of a group, only "
+        "once. auto: on if the model supports packing",
     )
     fused_head: Choice = Field(
         "auto",
         description="Compute logprobs with a fused head, which never holds the logits of all tokens"
-        " in memory at once. auto: on if the device is a GPU and the model supports the"
-        " fused head",
+        " in memory at once. auto: on if the model supports the fused head",
     )
     head_kernel: Literal["torch", "liger"] = Field(
         "torch",

@@ -63,12 +63,22 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     steps: int = Field(
         10, ge=1, description="Number of training steps (optimizer updates) of the run"
     )
-    batch_size: int = Field(2, ge=1, description="Sequences per forward pass (micro-batch)")
-    gradient_accumulation_steps: int = Field(
-        32,
+    batch_size: int = Field(
+        2,
         ge=1,
-        description="Micro-batches per step. A step trains on this number times --batch-size "
-        "sequences",
+        description="A step trains on this number times --gradient-accumulation-steps sequences",
+    )
+    gradient_accumulation_steps: int = Field(
+        32, ge=1, description="A step trains on this number times --batch-size sequences"
+    )
+    tokens_per_micro_batch: Annotated[int | None, Shown(default="--batch-size times --seq-len")] = (
+        Field(
+            None,
+            ge=1,
+            description="Largest number of tokens in one forward pass (micro-batch). A longer "
+            "sequence is a micro-batch of its own. With --packing, tokens that sequences share "
+            "count once",
+        )
     )
     seq_len: int = Field(
         2048, ge=2, description="Longest sequence, in tokens. Longer sequences are truncated"
@@ -190,6 +200,11 @@ class RunOptions(ForwardOptions, OptimizerOptions):
         if value or not info.data.get("use_wandb"):
             return value
         return "".join(secrets.choice(string.ascii_letters) for _ in range(8))
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Budget of a micro-batch, in tokens."""
+        return self.tokens_per_micro_batch or self.batch_size * self.seq_len
 
 
 class TrainerSettings(RunOptions):

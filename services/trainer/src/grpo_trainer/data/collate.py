@@ -5,20 +5,21 @@ Legend: B sequences of a micro-batch, T positions after the causal shift (longes
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.advantage import group_advantages
 from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class MicroBatch:
     advantages: Tensor  # [B] float32
     temperature: Tensor  # [B] float32
     lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
+    shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to `device`. Tensors that are already there are not copied."""
@@ -71,8 +73,10 @@ class Batch:
 
     def tokens(self, sequence: int, length: int) -> Tensor:
         """[length] the first `length` (at least 2) tokens of a sequence."""
-        number, row = divmod(sequence, len(self.micro_batches[0].inputs))
+        ends = list(accumulate(len(micro.lengths) for micro in self.micro_batches))
+        number = bisect_right(ends, sequence)
         micro = self.micro_batches[number]
+        row = sequence - ends[number] + len(micro.lengths)
         last = micro.targets[row, length - 2 : length - 1]
         return torch.cat([micro.inputs[row, : length - 1], last])
 
@@ -89,21 +93,24 @@ class _Row:
     temperature: float
 
 
-def collate(groups: Sequence[UsableGroup], seq_len: int, micro_batch_size: int) -> Batch:
+def collate(
+    groups: Sequence[UsableGroup], seq_len: int, tokens_per_micro_batch: int, cut: Cut
+) -> Batch:
     """Build one step's micro-batches.
 
     Sequences longer than `seq_len` tokens are cut at the end. All sequences have the same weight,
     and so do all trained tokens of one: token_weight = 1 / (its trained tokens * all sequences).
 
-    Args: seq_len in tokens, micro_batch_size in sequences
+    Args:
+        seq_len: in tokens
+        cut: divides the sequences into micro-batches
     """
     rows = [row for group in groups for row in _rows(group, seq_len)]
+    origins = [origin for i, group in enumerate(groups) for origin in _origins(i, group)]
+    micro_batches = cut([row.inputs for row in rows], tokens_per_micro_batch)
     return Batch(
-        micro_batches=[
-            _micro_batch(rows[start : start + micro_batch_size], len(rows))
-            for start in range(0, len(rows), micro_batch_size)
-        ],
-        origins=[origin for i, group in enumerate(groups) for origin in _origins(i, group)],
+        micro_batches=[_micro_batch([rows[i] for i in part], len(rows)) for part in micro_batches],
+        origins=[origins[i] for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
     )
 
@@ -128,39 +135,32 @@ def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
     versions = usable.facts.policy_version
     if len(versions) != group.size:
         versions = []
-    shared = _shared_tokens(group.tokens)
+    # The first and the last in alphabetical order differ where any two differ.
+    shared = common_prefix(min(group.tokens), max(group.tokens))
     for i in range(group.size):
         first, last = versions[i] if versions else (None, None)
         version = first if first == last else None
         yield Origin(index, group.env_id, version, group.size, shared)
 
 
-def _shared_tokens(sequences: Sequence[Sequence[int]]) -> int:
-    """Length of the longest common beginning."""
-    shared = 0
-    for tokens in zip(*sequences, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        shared += 1
-    return shared
-
-
 def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
-    width = max(1, *(len(row.inputs) for row in rows))
-    trained = torch.tensor([_padded(row.trained, width, False) for row in rows])  # [B, T]
+    trained = _padded([row.trained for row in rows], 0.0, torch.float32)  # [B, T]
     per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
+    inputs = [row.inputs for row in rows]
     return MicroBatch(
-        inputs=torch.tensor([_padded(row.inputs, width, 0) for row in rows]),
-        targets=torch.tensor([_padded(row.targets, width, 0) for row in rows]),
-        behaviour_logp=torch.tensor(
-            [_padded(row.behaviour_logp, width, PROMPT_LOGPROB) for row in rows]
-        ),
-        token_weight=trained.float() / per_sequence / batch_sequences,
+        inputs=_padded(inputs, 0, torch.long),
+        targets=_padded([row.targets for row in rows], 0, torch.long),
+        behaviour_logp=_padded([row.behaviour_logp for row in rows], PROMPT_LOGPROB, torch.float32),
+        token_weight=trained / per_sequence / batch_sequences,
         advantages=torch.tensor([row.advantage for row in rows]),
         temperature=torch.tensor([row.temperature for row in rows]),
-        lengths=tuple(max(1, len(row.inputs)) for row in rows),
+        lengths=tuple(max(1, len(row)) for row in inputs),
+        shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
 
 
-def _padded(values: list[V], width: int, fill: V) -> list[V]:
-    return values + [fill] * (width - len(values))
+def _padded(
+    rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype
+) -> Tensor:  # [B, T], T at least 1
+    columns = [torch.tensor(row or [fill], dtype=dtype) for row in rows]
+    return pad_sequence(columns, batch_first=True, padding_value=fill)

@@ -201,7 +201,7 @@ def _combinations(
     passes = [
         pass_bytes(
             sizes,
-            tokens=line.batch_size * line.seq_len,
+            tokens=line.micro_batch_tokens,
             layers=layers - trainee.first_layer,
             is_recomputed=is_recomputed,
             is_fused=line.fused_head != "off",

@@ -20,18 +20,19 @@ from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model import fused_head, packing
+from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
 from grpo_trainer.model.layers import recompute_layers
 from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
-from grpo_trainer.model.packing import Layout, packed, padded
+from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
 log = structlog.get_logger()
 
-_PROBE_LENGTHS = (7, 1, 12)
-_PROBE_TEMPERATURES = (1.0, 0.7, 1.4)
+_PROBE_LENGTHS = (7, 1, 12, 9)
+_PROBE_SHARED = (0, 0, 0, 5)
+_PROBE_TEMPERATURES = (1.0, 0.7, 1.4, 1.0)
 
 
 ForwardPass = Callable[[CausalLM, MicroBatch], Tensor]
@@ -53,14 +54,14 @@ class FastForward:
         head: computes the logits of some positions at a time; None: all logits of the call at once
     """
 
-    layout: Layout = padded
+    layout: Layout = PADDED
     head: Arithmetic | None = None
 
     def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
         targets, temperature = micro.targets[row, column], micro.temperature[row]
-        inputs = self.layout(micro)
-        positions = inputs.starts[row] + column  # [K]
+        inputs = self.layout.inputs(micro)
+        positions = inputs.places[row, column]  # [K]
         if self.head is None:
             logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
             scaled = logits.float() / temperature.unsqueeze(-1)
@@ -75,7 +76,7 @@ class FastForward:
         return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
 
 
-def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass:
+def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> FastForward:
     """Choose the fastest way that the options and the model allow; the log names it.
 
     The policy's attention and layers change only if an option needs it.
@@ -90,15 +91,11 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> ForwardPass
     arithmetic = _arithmetic(options, device)
     probed = EAGER if options.compile else arithmetic  # compiled code is tested at the end
     probe = _Probe(policy)
-    is_packed = is_enabled(
-        "packing", options.packing, device, lambda: _enable_packing(policy, probe)
-    )
+    is_packed = is_enabled("packing", options.packing, lambda: _enable_packing(policy, probe))
     is_fused = is_enabled(
-        "fused-head", options.fused_head, device, lambda: _probe_fused_head(policy, probe, probed)
+        "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe, probed)
     )
-    forward: ForwardPass = plain_forward
-    if is_packed or is_fused:
-        forward = FastForward(packed if is_packed else padded, arithmetic if is_fused else None)
+    forward = FastForward(PACKED if is_packed else PADDED, arithmetic if is_fused else None)
     if options.gradient_checkpointing:
         recompute_layers(base_model(policy))
         _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)
@@ -124,9 +121,7 @@ def _require_unchanged(option: str, way: str, probe: _Probe, forward: ForwardPas
         raise FastPathRefused(f"{option}: {refusal}; omit {option}") from refusal
 
 
-def is_enabled(
-    option: str, choice: Choice, device: torch.device, enable: Callable[[], None]
-) -> bool:
+def is_enabled(option: str, choice: Choice, enable: Callable[[], None]) -> bool:
     """Whether a faster way was chosen and is possible.
 
     Args:
@@ -135,7 +130,7 @@ def is_enabled(
     Raises:
         FastPathRefused: it was explicitly requested.
     """
-    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+    if choice == "off":
         return False
     try:
         enable()
@@ -151,14 +146,14 @@ def is_enabled(
 
 def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
     model = base_model(policy)
-    _require_none(model, "packing", packing.obstacles(model))
-    packing.enable(model)
+    _require_none(model, "packing", packed_attention.obstacles(model))
+    packed_attention.enable(model)
     try:
-        probe.require_equal(FastForward(layout=packed), "packing")
+        probe.require_equal(FastForward(layout=PACKED), "packing")
         # The checks compute single sequences.
         probe.require_equal(plain_forward, "the attention for packing")
     except FastPathRefused:
-        model.set_attn_implementation(packing.DEFAULT)
+        model.set_attn_implementation(packed_attention.DEFAULT)
         raise
 
 
@@ -187,7 +182,8 @@ def _require_none(model: CausalLM, way: str, obstacles: list[str]) -> None:
 
 
 class _Probe:
-    """Three short sequences, and their logprobs as computed in the plain way."""
+    """Four short sequences, two of which begin alike, and their logprobs as computed in the plain
+    way."""
 
     def __init__(self, policy: CausalLM) -> None:
         self._policy = policy
@@ -218,6 +214,8 @@ class _Probe:
 def _probe_batch(vocabulary: int) -> MicroBatch:
     rows, width = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
     tokens = torch.tensor(probe_tokens(vocabulary, rows * (width + 1))).view(rows, width + 1)
+    for number, shared in enumerate(_PROBE_SHARED):
+        tokens[number, :shared] = tokens[number - 1, :shared]
     is_trained = torch.arange(width) < torch.tensor(_PROBE_LENGTHS).unsqueeze(-1)
     return MicroBatch(
         inputs=tokens[:, :-1],
@@ -227,4 +225,5 @@ def _probe_batch(vocabulary: int) -> MicroBatch:
         advantages=torch.zeros(rows),
         temperature=torch.tensor(_PROBE_TEMPERATURES),
         lengths=_PROBE_LENGTHS,
+        shared=_PROBE_SHARED,
     )

@@ -1,290 +1,200 @@
-"""Lays out a micro-batch for the model: as padded rows, or as packed sequences without padding.
+"""Lays out a micro-batch for the model: as padded rows, or as packed sequences.
 
-Packed sequences must not attend to each other. So a causal attention for them is registered with
-transformers under its own name. On a GPU in a 16-bit type this is torch's flash attention for
-sequences of different lengths. Otherwise each sequence goes through transformers' default
-attention. Calls without sequence boundaries use that default for whole rows, so padded and packed
-calls can alternate.
+Packed sequences stand end to end in one row. The beginning that a sequence shares with the previous
+one, for example the prompt of their group, is computed once. So the row has each sequence's *own*
+tokens; its attention gathers the keys and values of all its tokens from the row.
 
-Legend: B sequences (rows), T positions after the causal shift, N positions of the longest row of
-the model call, A heads, D their width; keys and values may have fewer heads. Attention is causal,
-so padding on the right needs no mask.
+Legend: B sequences, T positions after the causal shift, N tokens of the row; S sequences of one
+attention call, Q and K the largest number of their own and of all their tokens.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
 
-NAME = "packed_sequences"
-DEFAULT = "sdpa"
-"""The attention that transformers chooses by default, and with which packing is compared."""
-_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_CHANGES_SCORES = ("attn_logit_softcapping", "attention_chunk_size", "alibi")
-"""Options of a model's configuration that this attention does not support."""
-_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block_indices", "cu_seqlens")
-"""Arguments that layers of some models pass to their attention; not supported here."""
-_FLASH_TYPES = (torch.float16, torch.bfloat16)
-_FLASH_CAPABILITY = (8, 0)
-_FLASH_WIDTHS = range(8, 257, 8)
-
-Attention = Callable[..., tuple[Tensor, None]]
-"""The interface of attention functions in transformers."""
+CALL_SCORES = 20_000
+"""What one more attention call costs, as a number of attention scores. Measured on 2 cores."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The arguments of a model call. `starts`: index of each sequence's first position, counted
-    over all rows."""
+    """The arguments of a model call. `places`: where the model computes each position of each
+    sequence, counted over all rows; any place for padding."""
 
     arguments: dict[str, Any]  # by keyword
-    starts: Tensor  # [B] int64
+    places: Tensor  # [B, T] int64
 
 
-class SequenceLengths:
-    """The lengths of the sequences (`values`), in host memory for a loop over them.
+@dataclass(frozen=True)
+class Layout:
+    """`cut` divides a step into the micro-batches that suit the layout."""
 
-    Not a tuple, because torch.compile would compile its length and values in.
-    """
-
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self.values = values
-
-
-Layout = Callable[[MicroBatch], ModelInputs]
+    inputs: Callable[[MicroBatch], ModelInputs]
+    cut: Cut
 
 
 def padded(micro: MicroBatch) -> ModelInputs:
     """Padded rows: [B, T]."""
-    rows, width = micro.inputs.shape
-    starts = torch.arange(0, rows * width, width, device=micro.inputs.device)
-    return ModelInputs({"input_ids": micro.inputs, "use_cache": False}, starts)
+    places = torch.arange(micro.inputs.numel(), device=micro.inputs.device)
+    return ModelInputs(
+        {"input_ids": micro.inputs, "use_cache": False}, places.view(micro.inputs.shape)
+    )
 
 
 def packed(micro: MicroBatch) -> ModelInputs:
-    """Packed sequences: [1, N], where N is the sum of their lengths. Position ids restart at 0 in
-    every sequence. The boundaries are passed under transformers' names for flash attention, and as
-    lengths."""
+    """Packed sequences: [1, N]. Position ids continue after the shared beginning."""
     device = micro.inputs.device
-    sizes = torch.tensor(micro.lengths)  # [B]
-    bounds = torch.tensor([0, *accumulate(micro.lengths)])  # [B + 1]
-    row = torch.arange(len(sizes)).repeat_interleave(sizes)  # [N]
-    column = torch.arange(len(row)) - bounds[:-1].repeat_interleave(sizes)  # [N]
-    position_ids = column.to(device)
-    sequence_bounds = bounds.int().to(device)
-    longest = max(micro.lengths)
+    lengths, shared = torch.tensor(micro.lengths), torch.tensor(micro.shared)  # [B] each
+    column = torch.arange(micro.inputs.shape[1])  # [T]
+    is_own = (column >= shared.unsqueeze(-1)) & (column < lengths.unsqueeze(-1))  # [B, T]
+    row, position = is_own.nonzero(as_tuple=True)  # [N] each
+    places = torch.zeros(micro.inputs.shape, dtype=torch.long)
+    places[is_own] = torch.arange(len(row))
+    for number, length in enumerate(micro.shared):
+        if length:
+            places[number, :length] = places[number - 1, :length]
+    # A sequence without own tokens needs no attention.
+    parts = [
+        Part(places[i, : micro.lengths[i]], micro.shared[i])
+        for i in range(len(micro.lengths))
+        if micro.lengths[i] > micro.shared[i]
+    ]
     arguments = {
-        "input_ids": micro.inputs[row.to(device), position_ids].unsqueeze(0),
-        "position_ids": position_ids.unsqueeze(0),
-        "cu_seq_lens_q": sequence_bounds,
-        "cu_seq_lens_k": sequence_bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "sequence_lengths": SequenceLengths(micro.lengths),
+        "input_ids": micro.inputs[row.to(device), position.to(device)].unsqueeze(0),
+        "position_ids": position.to(device).unsqueeze(0),
+        "bounds": PackedBounds(
+            queries=_bounds([part.own for part in parts]).to(device),
+            keys=_bounds([part.length for part in parts]).to(device),
+            longest_queries=max(part.own for part in parts),
+            longest_keys=max(part.length for part in parts),
+            key_places=torch.cat([part.places for part in parts]).to(device),
+        ),
+        "attention_calls": AttentionCalls.of(parts, device),
         "use_cache": False,
     }
-    return ModelInputs(arguments, bounds[:-1].to(device))
+    return ModelInputs(arguments, places.to(device))
 
 
-def obstacles(model: CausalLM) -> list[str]:
-    """Reasons why packing does not fit the model, as far as its configuration shows them.
+class PackedBounds(NamedTuple):
+    """Where flash attention finds the sequences: their own tokens in the row, and all their tokens
+    among the gathered keys."""
 
-    Args: model: the transformers model, without an adapter's wrapper.
-    """
-    config = model.config.get_text_config()
-    found = [
-        f"the model's attention has {name} = {value}"
-        for name in _CHANGES_SCORES
-        if (value := getattr(config, name, None))
-    ]
-    foreign = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if foreign:
-        found.append(f"the model has layers other than attention: {', '.join(sorted(foreign))}")
-    if not getattr(config, "is_causal", True):
-        found.append("the model's attention is not causal")
-    if config._attn_implementation not in (DEFAULT, NAME):
-        found.append(
-            f"transformers computes the model's attention as {config._attn_implementation!r}"
-        )
-    if not getattr(model, "_supports_flash_attn", False):
-        found.append("flash kernels do not support the model's attention")
-    return found
-
-
-def enable(model: CausalLM) -> None:
-    """Make the model's layers call the attention of this file.
-
-    Raises:
-        FastPathRefused: they do not use transformers' registry.
-    """
-    from transformers import AttentionInterface
-
-    device = next(model.parameters()).device
-    default = AttentionInterface()[DEFAULT]
-    AttentionInterface.register(
-        NAME, partial(packed_attention, default=default, flash=Flash.on(device))
-    )
-    model.set_attn_implementation(NAME)
-    if model.config.get_text_config()._attn_implementation != NAME:
-        raise FastPathRefused(
-            "the model's layers do not use the attention interface of the package transformers"
-        )
+    queries: Tensor  # [parts + 1] int32, where each begins and the last one ends
+    keys: Tensor  # [parts + 1] int32
+    longest_queries: int
+    longest_keys: int
+    key_places: Tensor  # [sum of lengths] int64, places of the keys in the row
 
 
 @dataclass(frozen=True)
-class Flash:
-    """Torch's flash attention. `takes_fewer_heads`: whether keys and values may have fewer
-    heads."""
+class Part:
+    """A sequence whose attention is computed. `places`: of all its tokens, in the row; the first
+    `shared` of them are also the beginning of a previous sequence."""
 
-    takes_fewer_heads: bool
+    places: Tensor  # [length] int64
+    shared: int
+
+    @property
+    def length(self) -> int:
+        return len(self.places)
+
+    @property
+    def own(self) -> int:
+        return len(self.places) - self.shared
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sequences whose attention is computed together, padded to the longest one."""
+
+    queries: Tensor  # [S, Q] int64, places of their own tokens
+    keys: Tensor  # [S, K] int64, places of all their tokens
+    first: Tensor  # [S, 1, 1, 1] int64, position of the first own token
+    is_whole: bool  # no sequence shares a beginning, so queries and keys are the same tokens
+
+    def mask(self, sliding_window: int | None) -> Tensor | None:
+        """[S, 1, Q, K] whether a query attends to a key; None for plain causal attention."""
+        longest = self.keys.shape[1]
+        window = longest if sliding_window is None else sliding_window
+        if self.is_whole and longest <= window:
+            return None
+        device = self.keys.device
+        query = self.first + torch.arange(self.queries.shape[1], device=device).view(1, 1, -1, 1)
+        key = torch.arange(longest, device=device).view(1, 1, 1, -1)
+        return (key <= query) & (key > query - window)
+
+
+class AttentionCalls:
+    """How the attention of one micro-batch is computed; the same in all layers.
+
+    Not a tuple or a dataclass, because torch.compile would compile its lengths in.
+    """
+
+    def __init__(self, calls: Sequence[AttentionCall], results: Tensor) -> None:
+        self.calls = calls
+        self.results = results  # [N] place of each token's result among those of all calls
+        self._masks: dict[int | None, list[Tensor | None]] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> Flash | None:
-        """None if the device has no such kernels."""
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
-            return None
-        from torch.nn.attention.varlen import varlen_attn
+    def of(cls, parts: Sequence[Part], device: torch.device) -> AttentionCalls:
+        calls = []
+        results = torch.empty(sum(part.own for part in parts), dtype=torch.long)
+        end = 0
+        for together in _grouped(parts):
+            width = max(part.own for part in together)
+            queries = torch.zeros(len(together), width, dtype=torch.long)
+            keys = torch.zeros(
+                len(together), max(part.length for part in together), dtype=torch.long
+            )
+            for line, part in enumerate(together):
+                queries[line, : part.own] = part.places[part.shared :]
+                keys[line, : part.length] = part.places
+                results[part.places[part.shared :]] = torch.arange(end, end + part.own)
+                end += width
+            first = torch.tensor([part.shared for part in together]).view(-1, 1, 1, 1)
+            is_whole = not bool(first.any())
+            call = AttentionCall(queries.to(device), keys.to(device), first.to(device), is_whole)
+            calls.append(call)
+        return cls(calls, results.to(device))
 
-        return cls("enable_gqa" in inspect.signature(varlen_attn).parameters)  # not in torch 2.11
-
-    def computes(self, query: Tensor, value: Tensor) -> bool:
-        width = query.shape[-1]
-        return query.dtype in _FLASH_TYPES and width == value.shape[-1] and width in _FLASH_WIDTHS
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor,
-        longest: int,
-        scaling: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
-        """[1, A, N, D] → [1, N, A, D]"""
-        from torch.nn.attention.varlen import varlen_attn
-
-        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # [N, A, D]
-        options: dict[str, Any] = {}
-        if q.shape[1] != k.shape[1]:
-            if self.takes_fewer_heads:
-                options["enable_gqa"] = True
-            else:
-                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        # positions to the left and to the right of each; -1: all
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        found = varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **options
-        )
-        assert isinstance(found, Tensor)  # a tuple only if other outputs are requested
-        return found.unsqueeze(0)
+    def masks(self, sliding_window: int | None) -> list[Tensor | None]:
+        """The mask of each call; all layers with the same window share it."""
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = [call.mask(sliding_window) for call in self.calls]
+        return self._masks[sliding_window]
 
 
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,  # [B, A, N, D], as key and value
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    default: Attention,
-    flash: Flash | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    sequence_lengths: SequenceLengths | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention with the interface of transformers' layers: [B, N, A, D], and no weights.
-
-    Args:
-        default: transformers' own attention
-        sliding_window: number of tokens that each token attends to, itself included
-        cu_seq_lens_q: [sequences + 1] int32, the start of each sequence in the one row, and the end
-            of the last; None: every row is one sequence
-        max_length_q: length of the longest sequence
-        sequence_lengths: the lengths of all sequences
-
-    Raises:
-        FastPathRefused: the layer needs an unsupported feature.
-    """
-    _require_plain(module, attention_mask, dropout, others)
-    options = (scaling, sliding_window)
-    if cu_seq_lens_q is None:
-        return _causal(default, module, query, key, value, *options), None
-    if flash is not None and flash.computes(query, value):
-        assert max_length_q is not None
-        return flash(query, key, value, cu_seq_lens_q, max_length_q, *options), None
-    assert sequence_lengths is not None
-    return _in_turn(default, module, query, key, value, sequence_lengths, *options), None
+def _grouped(parts: Sequence[Part]) -> list[list[Part]]:
+    """Sequences of nearly the same length together, so that padding costs less than another call
+    would. Those without a shared beginning are apart, because they need no mask."""
+    calls: list[list[Part]] = []
+    queries = keys = 0
+    for part in sorted(parts, key=lambda part: (part.shared > 0, -part.own, -part.length)):
+        wide, long = max(queries, part.own), max(keys, part.length)
+        call = calls[-1] if calls else []
+        joined = wide * long * (len(call) + 1)
+        apart = queries * keys * len(call) + part.own * part.length + CALL_SCORES
+        if call and joined <= apart and (call[0].shared > 0) == (part.shared > 0):
+            call.append(part)
+            queries, keys = wide, long
+        else:
+            calls.append([part])
+            queries, keys = part.own, part.length
+    return calls
 
 
-def _require_plain(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]
-) -> None:
-    found = [
-        f"{name} in its attention" for name in _UNKNOWN_ARGUMENTS if others.get(name) is not None
-    ]
-    if attention_mask is not None:
-        found.append("an attention mask of its own")
-    if dropout:
-        found.append(f"dropout of {dropout} in its attention")
-    if False in (others.get("is_causal"), getattr(module, "is_causal", True)):
-        found.append("attention that is not causal")
-    if found:
-        raise FastPathRefused(
-            f"packing does not support the layer {type(module).__name__}, which uses "
-            f"{', '.join(found)}"
-        )
+def _bounds(sizes: Sequence[int]) -> Tensor:
+    """Where each part begins and the last one ends: [parts + 1] int32."""
+    return torch.tensor([0, *sizes]).cumsum(0).int()
 
 
-# Not compiled, because torch.compile would fix the number and the lengths of sequences.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_turn(
-    default: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: SequenceLengths,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """One sequence after the other: [1, A, N, D] → [1, N, A, D]."""
-    sizes = list(lengths.values)
-    queries, keys, values = (torch.split(t, sizes, dim=2) for t in (query, key, value))
-    parts = [
-        _causal(default, module, q, k, v, scaling, sliding_window)
-        for q, k, v in zip(queries, keys, values, strict=True)
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def _causal(
-    default: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """Every row is one sequence: [B, A, N, D] → [B, N, A, D]."""
-    mask, length = None, query.shape[2]
-    if sliding_window is not None and length > sliding_window:
-        whole = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = whole.tril().triu(1 - sliding_window)
-    return default(module, query, key, value, mask, scaling=scaling, is_causal=True)[0]
+PADDED = Layout(padded, by_length)
+PACKED = Layout(packed, by_prefix)
