@@ -31,6 +31,9 @@ from grpo_env.wandb_run import Log, wandb_log
 log = structlog.get_logger()
 
 _POLL_S = 0.1
+_FIRST_IDLE_POLL_S = 0.01
+"""With nothing to sample, the next poll is due after this time. Each further one is due after twice
+the time, up to `_POLL_S`: a fast trainer takes the next batch soon."""
 _DISCONNECT_S = 5.0
 _NOT_FOUND = 404
 _WAS_COMPLETE = (
@@ -120,6 +123,7 @@ class Worker:
         self._stall = StallDetector(settings.trainer_deadline_s)
         self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._idle_poll_s = _FIRST_IDLE_POLL_S
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -232,7 +236,7 @@ class Worker:
                 return answer
 
     async def _work_until_next_poll(self, status: EnvironmentStatus, total_steps: int) -> None:
-        """Sample as many groups as allowed, for one poll interval."""
+        """Sample as many groups as allowed, for one poll interval; less if there is none."""
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.progress.groups_sent
         while True:
@@ -243,6 +247,11 @@ class Worker:
             groups = groups_to_start(status, self._trainer, self._settings, total_steps, load)
             self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
             self._start(groups)
+            if not groups and not self._in_flight:
+                await asyncio.sleep(self._idle_poll_s)
+                self._idle_poll_s = min(2 * self._idle_poll_s, _POLL_S)
+                return
+            self._idle_poll_s = _FIRST_IDLE_POLL_S
             left_s = poll_at - time.monotonic()
             if left_s <= 0:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from grpo_core.clients.run_api_answers import (
 )
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.deadline import Deadline
-from grpo_core.errors import RequestRefused, ServiceUnavailable
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import (
     EnvironmentCount,
     EnvironmentRegistration,
@@ -44,6 +45,7 @@ start late and take long."""
 _REQUEST_TIMEOUT_S = 60.0
 """Longer than run-api delays an answer, which is up to 20 s while its queue is full."""
 _POLL_S = 0.05
+_AHEAD_ENDS_WITHIN_S = 2.0
 
 
 class TrainerClient(ServiceClient):
@@ -59,6 +61,12 @@ class TrainerClient(ServiceClient):
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token, HINT)
         self._enrolled: TrainerEnrolled | None = None
         self._last_batch = 0
+        self._ahead: _LeaseAhead | None = None
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.end(within_s=_AHEAD_ENDS_WITHIN_S)
+        super().close()
 
     @property
     def run_uuid(self) -> str:
@@ -109,8 +117,9 @@ class TrainerClient(ServiceClient):
             ProtocolViolation: run-api has no registered trainer, or sent an invalid batch.
         """
         deadline = Deadline(deadline_s)
+        ahead = self._lease_of_ahead()
         while True:
-            found = self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
+            found = ahead or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
             if isinstance(found, LeasedBatch):
                 self._last_batch = found.id
                 return found
@@ -125,6 +134,19 @@ class TrainerClient(ServiceClient):
                 meanwhile()
             time.sleep(_POLL_S)  # run-api answers early while it shuts down
 
+    def request_ahead(self, batches_left: int) -> None:
+        """Request the next batch in a thread, for the next call of `next_batch`.
+
+        Args: batches_left: number of batches that the run still needs, with this one
+        """
+        # One attempt: `next_batch` retries.
+        self._ahead = _LeaseAhead(lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1))
+
+    def _lease_of_ahead(self) -> LeasedBatch | None:
+        """None if nothing was requested ahead, or if it did not succeed."""
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None else ahead.end()
+
     def acknowledge(self, batch_id: int) -> None:
         """Acknowledge every batch up to this one, which the checkpoint includes.
 
@@ -135,22 +157,58 @@ class TrainerClient(ServiceClient):
         """
         self._asked_by_trainer("POST", f"/batch/{batch_id}/ack")
 
-    def _lease(self, wait_s: float, batches_left: int | None) -> LeasedBatch | EnvironmentCount:
+    def _lease(
+        self, wait_s: float, batches_left: int | None, deadline_s: float | None = None
+    ) -> LeasedBatch | EnvironmentCount:
         query = {"after": self._last_batch, "wait_s": round(wait_s, 3)}
         if batches_left is not None:
             query["batches_left"] = batches_left
-        answer = self._asked_by_trainer("GET", "/batch", **query)
+        answer = self._asked_by_trainer("GET", "/batch", deadline_s, **query)
         return leased_batch(answer, self._last_batch)
 
-    def _asked_by_trainer(self, method: str, path: str, **query: float) -> dict[str, Any]:
+    def _asked_by_trainer(
+        self, method: str, path: str, deadline_s: float | None = None, **query: float
+    ) -> dict[str, Any]:
         assert self._enrolled is not None, "call register() first"
+        params = {"trainer": self._enrolled.uuid, **query}
         try:
-            return self._request(method, path, params={"trainer": self._enrolled.uuid, **query})
+            return self._request(method, path, params=params, deadline_s=deadline_s)
         except RequestRefused as error:
             raise named_refusal(error) from error
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         return json_object(self.send(method, path, **request))
+
+
+class _LeaseAhead:
+    """Requests one batch in a thread, until there is one. Errors are left to the next request.
+
+    Args: lease: waits for a batch, for about a second
+    """
+
+    def __init__(self, lease: Callable[[], LeasedBatch | EnvironmentCount]) -> None:
+        self._lease = lease
+        self._found: LeasedBatch | None = None
+        self._is_wanted = True
+        self._thread = threading.Thread(target=self._run, name="lease-ahead", daemon=True)
+        self._thread.start()
+
+    def end(self, within_s: float | None = None) -> LeasedBatch | None:
+        """Wait for the request in progress. Returns the batch, or None if there is none."""
+        self._is_wanted = False
+        self._thread.join(within_s)
+        return self._found
+
+    def _run(self) -> None:
+        while self._is_wanted and self._found is None:
+            try:
+                found = self._lease()
+            except GrpoError:
+                return
+            if isinstance(found, LeasedBatch):
+                self._found = found
+            else:
+                time.sleep(_POLL_S)
 
 
 class EnvironmentClient(AsyncServiceClient):

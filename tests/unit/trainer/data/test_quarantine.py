@@ -95,7 +95,7 @@ class Bench:
             seq_len=LIMITS.seq_len,
             tokens_per_micro_batch=2,
         ).settings()
-        api: Any = SimpleNamespace(next_batch=lambda *_: next(leased))
+        api: Any = SimpleNamespace(next_batch=lambda *_: next(leased), request_ahead=lambda _: None)
         sync: Any = SimpleNamespace(apply=self.apply)
         rollouts: Any = SimpleNamespace(require_match=self.require_match)
         saver: Any = SimpleNamespace(

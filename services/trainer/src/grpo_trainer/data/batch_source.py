@@ -51,7 +51,8 @@ class BatchSource:
     saver: Saver
 
     def take(self, position: Position) -> TakenBatch:
-        """Wait for a batch with at least one group to train on.
+        """Wait for a batch with at least one group to train on, and request the next one, so that
+        it arrives while this one is trained on.
 
         A batch is skipped if all its groups are stale or unusable, or if it is in quarantine. No
         step is taken on it, but the next checkpoint includes its id, which acknowledges it.
@@ -65,10 +66,13 @@ class BatchSource:
         settings = self.settings
         began, stale, unusable = time.monotonic(), 0, 0
         while True:
-            leased = self.next_batch(position.batch_id, settings.steps - position.step)
+            left = settings.steps - position.step
+            leased = self.next_batch(position.batch_id, left)
             filtered = self._filtered(leased, position.step)
             stale, unusable = stale + filtered.stale_groups, unusable + filtered.unusable_groups
             if filtered.groups:
+                if left > 1:
+                    self.api.request_ahead(left - 1)
                 counted = replace(filtered, stale_groups=stale, unusable_groups=unusable)
                 return TakenBatch(leased.id, leased.groups, counted)
             position = self._skip(leased.id, position)
