@@ -22,15 +22,12 @@ VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Registers the shared load format only if the server
-    shares weights."""
+    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, and the shared
+    load format only if the server shares weights."""
     end_with_the_engine_process()
-    from grpo_vllm.engine.vllm_compat.layers import current_platform
+    from grpo_vllm.engine.vllm_compat.cpu_blocks import offer_small_blocks
 
-    if current_platform.is_cpu():
-        from grpo_vllm.engine.vllm_compat.cpu_blocks import offer_small_blocks
-
-        offer_small_blocks()
+    offer_small_blocks()
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":
         import grpo_vllm.weights.loader  # noqa: F401  (importing registers the load format)
 

@@ -10,36 +10,31 @@ import argparse
 
 import torch
 from vllm.platforms import CpuArchEnum, current_platform
-from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-__all__ = ["offer_small_blocks", "use_small_blocks"]
+__all__ = ["offer_small_blocks", "smallest_block", "use_small_blocks"]
 
-SMALLEST = 16
-SMALLEST_EVERYWHERE = 32
+_BACKEND = "grpo_vllm.engine.vllm_compat.cpu_attention.SmallBlocks"
+_SMALLEST = 16
+_SMALLEST_EVERYWHERE = 32
 """Kernels of other processors, and the AMX kernel, need multiples of 32."""
 
 
-class SmallBlocks(CPUAttentionBackend):  # type: ignore[misc]
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        del kv_cache_spec
-        return [MultipleOf(_smallest())]
-
-
 def offer_small_blocks() -> None:
-    """Register the backend with vLLM, in each of its processes."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{SmallBlocks.__name__}")
+    """On a CPU, register the backend with vLLM. Each of vLLM's processes needs this."""
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
 
 
 def use_small_blocks(arguments: argparse.Namespace) -> None:
     """Make the smallest blocks the default. Args: arguments: vLLM's parsed options"""
     if arguments.block_size is None:
-        arguments.block_size = _smallest()
+        arguments.block_size = smallest_block()
 
 
-def _smallest() -> int:
+def smallest_block() -> int:
+    """The smallest block that the kernels of this CPU compute, in tokens."""
     is_x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
-    has_amx = torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
-    return SMALLEST if is_x86 and not has_amx else SMALLEST_EVERYWHERE
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return _SMALLEST if is_x86 and not has_amx else _SMALLEST_EVERYWHERE
