@@ -170,6 +170,10 @@ bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM;
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
+.PHONY: bench-trl
+bench-trl: install ## Measure training here and in TRL, with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.against_trl --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+
 .PHONY: bench-gpu
 bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes benchmarks/RESULTS.md
 	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)

@@ -1,0 +1,143 @@
+"""TRL's side, run by its own interpreter: `trl_side.py loop|step FILE`. Prints one line of JSON.
+
+`loop` trains with GRPOTrainer; `step` times its loss, backward pass and optimizer on one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+WARM_STEPS = 3
+
+
+class StepTimes(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def trainer(work: dict[str, Any], rows: list[dict[str, Any]], times: StepTimes) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(work["model"])
+    config = GRPOConfig(
+        output_dir=work["directory"],
+        per_device_train_batch_size=work["micro_batch"],
+        gradient_accumulation_steps=work["sequences"] // work["micro_batch"],
+        num_generations=8,
+        max_completion_length=work["longest"],
+        loss_type="grpo",
+        beta=0.0,
+        epsilon=0.2,
+        max_steps=work["steps"],
+        learning_rate=1e-5,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1000,
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
+    return GRPOTrainer(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        reward_funcs=reward,
+        processing_class=tokenizer,
+        callbacks=[times],
+    )
+
+
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    said = (completion[0]["content"].strip() for completion in completions)
+    return [float(text == right) for text, right in zip(said, answer, strict=True)]
+
+
+def loop(work: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {"prompt": [{"role": "user", "content": question}], "answer": answer}
+        for question, answer in zip(work["questions"], work["answers"], strict=True)
+    ]
+    times = StepTimes()
+    trainer(work, rows, times).train()
+    steps = [b - a for a, b in zip(times.ends, times.ends[1:], strict=False)][WARM_STEPS:]
+    return {"step_s": statistics.median(steps)}
+
+
+def step(work: dict[str, Any]) -> dict[str, Any]:
+    """Micro-batches of the given number of rows, each padded on its own."""
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 8
+    grpo = trainer(work, rows, StepTimes())
+    grpo.current_gradient_accumulation_steps = work["sequences"] // work["micro_batch"]
+    model = grpo.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    parts = [
+        inputs(work, start, start + work["micro_batch"])
+        for start in range(0, work["sequences"], work["micro_batch"])
+    ]
+    before = peak_bytes()
+    losses, seconds = [], []
+    for _ in range(work["steps"]):
+        began = time.perf_counter()
+        total = 0.0
+        for part in parts:
+            loss = grpo._compute_loss(model, part)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+        losses.append(total)
+    return {
+        "loss": losses[0],
+        "step_s": statistics.median(seconds[1:]),
+        "peak_bytes": peak_bytes() - before,
+    }
+
+
+def inputs(work: dict[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, completions on the right, as `GRPOTrainer` does."""
+    prompts, completions = work["prompts"][start:end], work["completions"][start:end]
+    wide, long = max(map(len, prompts)), max(map(len, completions))
+    padded = [[0] * (wide - len(p)) + p for p in prompts]
+    mask = [[0] * (wide - len(p)) + [1] * len(p) for p in prompts]
+    return {
+        "prompt_ids": torch.tensor(padded),
+        "prompt_mask": torch.tensor(mask),
+        "completion_ids": torch.tensor([c + [0] * (long - len(c)) for c in completions]),
+        "completion_mask": torch.tensor(
+            [[1] * len(c) + [0] * (long - len(c)) for c in completions]
+        ),
+        "advantages": torch.tensor(work["advantages"][start:end]),
+        "old_per_token_logps": torch.full((end - start, long), work["logprob"]),
+        "num_items_in_batch": torch.tensor(sum(map(len, work["completions"]))),
+    }
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    work = json.loads(Path(sys.argv[2]).read_text())
+    torch.set_num_threads(work["threads"])
+    found = loop(work) if sys.argv[1] == "loop" else step(work)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The workloads: prompts of a task, and batches of completions of random tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """One step's completions, as both sides read them. `model`: its directory."""
+
+    model: str
+    prompts: list[list[int]]  # of each completion
+    completions: list[list[int]]
+    scores: list[float]
+    logprob: float  # of every sampled token, as logged
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+def questions(task: str, count: int, data: Path | None, seed: int = 0) -> list[str]:
+    """Args: data: GSM8K's directory, which only that task reads"""
+    drawn = random.Random(seed)
+    if task == "sums":
+        return [f"{drawn.randint(0, 9)}+{drawn.randint(0, 9)}=" for _ in range(count)]
+    assert data is not None
+    lines = (data / "train.jsonl").read_text().splitlines()
+    return [json.loads(line)["question"] for line in drawn.sample(lines, count)]
+
+
+def answer(task: str, question: str) -> str:
+    """The right answer; none for GSM8K, whose reward costs no time on either side."""
+    return str(sum(map(int, question[:-1].split("+")))) if task == "sums" else "-"
+
+
+def batch(
+    model: Path, vocabulary: int, prompts: Sequence[list[int]], longest: int, group_size: int
+) -> BatchFile:
+    """Args: longest: of a completion; their lengths are log-normal, with a median of 2/3 of it"""
+    drawn = random.Random(1)
+    rows = [prompt for prompt in prompts for _ in range(group_size)]
+    lengths = [
+        min(longest, max(1, round(drawn.lognormvariate(math.log(longest * 0.6), 0.6))))
+        for _ in rows
+    ]
+    return BatchFile(
+        model=str(model),
+        prompts=rows,
+        completions=[[drawn.randrange(vocabulary) for _ in range(n)] for n in lengths],
+        scores=[float(drawn.random() < 0.5) for _ in rows],
+        logprob=-math.log(vocabulary),
+    )
+
+
+def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
+    found: list[int] = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    return found
