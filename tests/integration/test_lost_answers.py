@@ -28,7 +28,7 @@ from tests.integration.run_api_calls import (
     status,
     submit,
 )
-from tests.support.wait import DEADLINE_S
+from tests.support.wait import DEADLINE_S, wait_for
 
 
 @pytest.fixture
@@ -99,6 +99,19 @@ def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx
         third.resume_after(2)
         assert third.next_batch(DEADLINE_S) == before[2]
         assert markers(third.next_batch(DEADLINE_S)) == (4, [7, 8])
+
+
+@pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
+def test_a_batch_requested_ahead_is_the_next_one(
+    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
+) -> None:
+    submit(http, 1, 2, 3, 4)
+    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+    proxy.next_cut = cut
+    trainer.request_ahead(batches_left=1)
+    if cut is Cut.NOTHING:
+        wait_for(lambda: status(http) == (2, 0))
+    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
 
 
 def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> None:
