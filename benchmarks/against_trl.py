@@ -66,7 +66,7 @@ class Loop:
 
 LOOPS = (
     Loop("whole loop, sums", "sums", 128, 8, 40, 128, 2.0, ()),
-    Loop("whole loop, GSM8K", "gsm8k", 64, 128, 15, 16, 4.0, ("--batch-size", "32")),
+    Loop("whole loop, GSM8K", "gsm8k", 64, 128, 10, 16, 4.0, ("--batch-size", "32")),
 )
 
 
@@ -163,7 +163,7 @@ class Bench:
             micro_batch=step.micro_batch,
             tokens_per_micro_batch=step.tokens,
             longest=step.longest,
-            steps=3 if step.is_large else 8,
+            steps=3 if step.is_large else 5,
         )
         ours = [sys.executable, "-m", "benchmarks.trl_bench.our_side", str(file)]
         sides = {
