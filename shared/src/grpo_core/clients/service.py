@@ -146,6 +146,9 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         token: str | None = None,
         hint: str | None = None,
     ) -> None:
+        # Not above: the import takes longer than a command with a mistake should.
+        from grpo_core.clients.aiohttp_transport import AiohttpTransport
+
         self.base_url = _bare(base_url)
         self._service = service
         self._deadline_s = deadline_s
@@ -154,7 +157,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
             base_url=self.base_url,
             headers=authorization(token),
             timeout=_timeout(timeout_s),
-            limits=httpx.Limits(max_connections=max_connections),
+            transport=AiohttpTransport(max_connections),
         )
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.inference import BridgeClient, GenerationClient
 from grpo_core.wire.policy_version import PolicyVersion
 from tests.unit.env.canned import PROMPT, generate_answer
@@ -24,7 +25,7 @@ async def test_every_request_carries_the_key(monkeypatch: pytest.MonkeyPatch) ->
         return answered(request)
 
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", lambda _, r: answered(r))
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answered_later)
+    monkeypatch.setattr(AiohttpTransport, "handle_async_request", answered_later)
     with BridgeClient("http://server", control_url="http://control", api_key="a-key") as bridge:
         bridge.info()
         bridge.pause("session", 1.0, PolicyVersion(1, 1))

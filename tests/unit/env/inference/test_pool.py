@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.service import CONNECT_S
 from grpo_env.inference.pool import InferencePool
 from grpo_env.inference.wait_for_servers import (
@@ -96,7 +97,7 @@ async def test_a_completion_may_take_as_long_as_its_request(
             raise httpx.ReadError("", request=request)
         return httpx.Response(200, json=generate_answer(["7"]), request=request)
 
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    monkeypatch.setattr(AiohttpTransport, "handle_async_request", answer)
     async with InferencePool([NOBODY, *others], 7200.0, max_requests=8) as pool:
         await pool.generate(PROMPT)
     first, second = (each["read"] for each in waits)

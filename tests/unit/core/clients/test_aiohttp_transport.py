@@ -1,0 +1,79 @@
+"""httpx raises the same errors and reads the same answers through aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from grpo_core.clients.aiohttp_transport import AiohttpTransport
+
+
+@asynccontextmanager
+async def server(answer: bytes | None) -> AsyncIterator[str]:
+    """Answers one connection with these bytes and closes it. None: never answers."""
+    ended = asyncio.Event()
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    listening = await asyncio.start_server(reply, "127.0.0.1", 0)
+    async with listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        await ended.wait()
+
+
+def client(**options: float) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        transport=AiohttpTransport(1), timeout=httpx.Timeout(60.0, **options), trust_env=False
+    )
+
+
+async def test_a_compressed_answer_is_read() -> None:
+    body = gzip.compress(b'{"text": "7"}')
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with server(head.encode() + body) as url, client() as http:
+        answer = await http.get(url)
+    assert (answer.status_code, answer.json()) == (200, {"text": "7"})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf",
+        b"this is not HTTP\r\n\r\n",
+    ],
+)
+async def test_a_broken_answer_may_have_been_carried_out(answer: bytes) -> None:
+    async with server(answer) as url, client() as http:
+        with pytest.raises(httpx.ReadError):
+            await http.post(url, json={})
+
+
+async def test_a_late_answer_is_a_read_timeout() -> None:
+    async with server(None) as url, client(read=0.01) as http:
+        with pytest.raises(httpx.ReadTimeout) as caught:
+            await http.get(url)
+    assert caught.value.request.extensions["timeout"]["read"] == 0.01
+
+
+async def test_a_port_without_a_listener_is_a_connect_error() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # bound, but not listening
+        async with client() as http:
+            with pytest.raises(httpx.ConnectError):
+                await http.get(f"http://127.0.0.1:{reserved.getsockname()[1]}")
