@@ -105,7 +105,15 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.v1.metrics.loggers": [' ~ "vllm:generation_tokens"'],
 }
 _SINCE_0_32 = {
-    "vllm.v1.engine.async_llm:AsyncLLM": ["update_weight_version"],
+    "vllm.v1.engine.async_llm:AsyncLLM": [
+        "update_weight_version",
+        "pause_generation ~ self.renderer.clear_mm_cache_async()",
+        "pause_generation ~ self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear",
+    ],
+    "vllm.v1.engine.output_processor": [
+        "OutputProcessor ~ self.request_states",
+        "RequestState ~ self.max_tokens_param",
+    ],
     "vllm.outputs:CompletionOutput": ["weight_versions"],
     "vllm.exceptions": ["VLLMClientError"],
 }

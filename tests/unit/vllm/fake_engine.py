@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from tests.support.wait import wait_for_async
@@ -18,6 +19,8 @@ class FakeEngine:
     hangs: set[str] = field(default_factory=set)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    max_tokens: list[int | None] = field(default_factory=lambda: [1000])
+    """Of the requests in flight."""
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -32,9 +35,25 @@ class FakeEngine:
         """Returns when that call has arrived."""
         await wait_for_async(lambda: name in self.calls)
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", True)
-        await self._call("pause")
+    @property
+    def renderer(self) -> FakeEngine:
+        return self
+
+    @property
+    def engine_core(self) -> FakeEngine:
+        return self
+
+    @property
+    def output_processor(self) -> SimpleNamespace:
+        requests = [SimpleNamespace(max_tokens_param=tokens) for tokens in self.max_tokens]
+        return SimpleNamespace(request_states=dict(enumerate(requests)))
+
+    async def clear_mm_cache_async(self) -> None:
+        """No test needs to know."""
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        await self._call("pause" if mode == "keep" else "finish and pause")
 
     async def resume_generation(self) -> None:
         await self._call("resume")

@@ -25,6 +25,23 @@ async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBr
     return bridge, session
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        ([], "finish and pause"),
+        ([8, 16], "finish and pause"),
+        ([8, 17], "pause"),
+        ([8, None], "pause"),
+    ],
+)
+async def test_a_pause_finishes_requests_only_if_all_are_short(
+    max_tokens: list[int | None], expected: str
+) -> None:
+    engine = FakeEngine(max_tokens=max_tokens)
+    await paused(engine)
+    assert engine.calls == [expected]
+
+
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 @pytest.mark.parametrize(
     ("call", "what", "served"),

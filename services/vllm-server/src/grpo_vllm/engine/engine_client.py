@@ -10,6 +10,9 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 
 ENGINE_CALL_TIMEOUT_S = 30.0
+FINISHED_FIRST_TOKENS = 16
+"""A pause waits for the requests in flight if none of them can sample more tokens than this. That
+takes less time than computing their KV cache again."""
 
 T = TypeVar("T")
 
@@ -34,7 +37,8 @@ class EngineControl:
         self._shares_weights = shares_weights
 
     async def pause(self) -> None:
-        """Stop sampling, keep requests in flight and clear the KV cache."""
+        """Stop sampling, keep requests in flight and clear the KV cache. If all requests in flight
+        are short, finish them first."""
         try:
             await _in_time("pause", self._pause())
         except EngineTimeout:
@@ -66,10 +70,26 @@ class EngineControl:
         self.sleeping = False
 
     async def _pause(self) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        if stamps_versions(self._engine):
+            # As `pause_generation`, which then sleeps for 20 ms to let outputs arrive. Those are
+            # stamped, so they may arrive later.
+            mode = "wait" if self._finishes_soon() else "keep"
+            await self._engine.renderer.clear_mm_cache_async()
+            await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        else:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
         if self._shares_weights:
             # The scheduler has stopped, but queued kernels may still read the weights.
             await self._engine.collective_rpc("wait_for_device")
+
+    def _finishes_soon(self) -> bool:
+        """True if every request in flight is short."""
+        requests = self._engine.output_processor.request_states.values()
+        return all(
+            request.max_tokens_param is not None
+            and request.max_tokens_param <= FINISHED_FIRST_TOKENS
+            for request in requests
+        )
 
     async def _or_broken(self, what: str, call: Awaitable[None]) -> None:
         try:

@@ -15,8 +15,10 @@ application), `layers` (model loading, weight layout) or `requests` (types). We 
    `build_app`, `init_app_state`, `cli_env_setup`, and the modules that `preload` imports
 5. engine (the client that `open_engine` yields): `generate`, `add_lora`, `remove_lora`,
    `pause_generation`, `resume_generation`, `update_weight_version` (0.32), `reset_prefix_cache`,
-   `sleep`, `wake_up`, `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`. A
-   pause waits for the device in 0.32, but not in 0.24. A worker may answer only with None, bool,
+   `sleep`, `wake_up`, `collective_rpc`, `errored`, `get_tokenizer`; the worker's `get_model`; from
+   0.32 on the parts of `pause_generation` (`renderer.clear_mm_cache_async`,
+   `engine_core.pause_scheduler_async`) and `output_processor.request_states`. A pause waits for the
+   device in 0.32, but not in 0.24. A worker may answer only with None, bool,
    int, float, str, bytes, list and dict: any other type ends the thread that sends all answers
 6. requests: `SamplingParams`, `StructuredOutputsParams`, `RequestOutputKind`, `TokensPrompt`, the
    outputs' `weight_versions`, the tokenizer's `max_chars_per_token`
