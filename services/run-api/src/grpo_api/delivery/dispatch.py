@@ -23,7 +23,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
-_POLL_S = 0.05
+_POLL_S = 0.01
 _PLAN_AT_LEAST_EVERY_S = 1.0
 """When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
