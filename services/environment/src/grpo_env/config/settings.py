@@ -105,7 +105,7 @@ class EnvServerSettings(CommandSettings):
         "the trainer busier, fewer batches keep the data fresher",
     )
     max_concurrent_groups: int = Field(
-        8,
+        32,
         ge=1,
         le=64,
         description="Largest number of groups that all environments of a run together sample at the"
