@@ -24,7 +24,7 @@ from grpo_local.settings import DemoSettings
 from grpo_local.settings.demo import TINY_MODEL
 
 HOST = "127.0.0.1"
-MAX_NUM_SEQS = 128
+MAX_NUM_SEQS = 256
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
