@@ -48,8 +48,12 @@ class Reference:
         return {path: torch.as_tensor(value) for path, value in found.items()}
 
 
+@pytest.mark.parametrize("part", [5, 2**22])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_adamw_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_adamw_is_torchs_to_the_last_bit(
+    dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_trainer.optim.adamw.PART_ELEMENTS", part)
     model = Model(dtype=dtype, weight_decay=0.0)
     reference = Reference(model, torch.optim.AdamW, 0.0, foreach=False)
     for step in range(5):

@@ -22,7 +22,9 @@ from grpo_trainer.model.policy_protocol import CausalLM
 
 CHUNK_LOGITS = 2**27
 """Number of logits that exist at a time: half a GB in float32. This gives enough rows for an
-efficient matrix product."""
+efficient matrix product on a GPU."""
+CHUNK_LOGITS_ON_CPU = 2**24
+"""64 MiB: more are hardly faster, and fewer are slower."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -61,7 +63,8 @@ def obstacles(model: CausalLM) -> list[str]:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The computations on the logits of some rows: [K, V] in the model's type."""
+    """The computations on the logits of some rows: [K, V] in the model's type. Both may overwrite
+    the logits."""
 
     logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -76,7 +79,7 @@ class Arithmetic:
 
 def _logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """[K] logprobs of the targets, and [K] logsumexp of the scaled logits; float32."""
-    scaled = logits.float() / temperature.unsqueeze(-1)  # [K, V]
+    scaled = logits.float().div_(temperature.unsqueeze(-1))  # [K, V]
     logp = -functional.cross_entropy(scaled, targets, reduction="none")
     return logp, scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logp
 
@@ -85,7 +88,7 @@ def _logits_gradient(
     logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
 ) -> Tensor:
     """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
-    scaled = logits.float() / temperature.unsqueeze(-1)
+    scaled = logits.float().div_(temperature.unsqueeze(-1))
     distribution = scaled.sub_(logsumexp.unsqueeze(-1)).exp_()
     # In float32, because bfloat16 would round the gradient of a nearly certain target to 0.
     distribution.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(logsumexp, -1)[:, None])
@@ -101,7 +104,7 @@ def linear_logprobs(
     targets: Tensor,
     temperature: Tensor,
     arithmetic: Arithmetic = EAGER,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> Tensor:
     """Logprob of each target at its temperature: [K] float32.
 
@@ -111,6 +114,8 @@ def linear_logprobs(
         temperature: [K] float32
         chunk_logits: how many logits may exist at a time, but at least those of one row
     """
+    if chunk_logits is None:
+        chunk_logits = CHUNK_LOGITS_ON_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.out_features)
     found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, temperature, arithmetic, rows
@@ -161,7 +166,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
-                of_weight += of_logits.T @ hidden[part]
+                _add_product(of_weight, of_logits.T, hidden[part])
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=torch.float32)
         return (
@@ -174,6 +179,13 @@ class _LinearLogprobs(torch.autograd.Function):
 
 def _parts(length: int, rows: int) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, length, rows))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)  # without a copy of the size of `total`
+    else:
+        total += left @ right
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ STEP = "step"
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 """Adam's constants (arXiv 1412.6980, section 2), as in torch and bitsandbytes."""
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+PART_ELEMENTS = 2**22
+"""Number of weights updated at a time: their copies take 16 MiB each."""
 BLOCK = 256
 """Number of neighbouring moments that share a scale, fixed by bitsandbytes' kernels."""
 MIN_8BIT_ELEMENTS = 4096
@@ -95,13 +97,20 @@ class AdamW32(UpdateRule):
         }
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
+        wide = scaled(gradient, options.gradient_scale)
+        # In parts, because the unfused update makes copies.
+        part = weights.numel() if self._fused else PART_ELEMENTS
+        wide_parts, weights_parts, avg_parts, avg_sq_parts = (
+            list(torch.split(tensor.view(-1), max(1, part)))
+            for tensor in (wide.contiguous(), weights, state[EXP_AVG], state[EXP_AVG_SQ])
+        )
         adamw(
-            [weights],
-            [scaled(gradient, options.gradient_scale)],
-            [state[EXP_AVG]],
-            [state[EXP_AVG_SQ]],
+            weights_parts,
+            wide_parts,
+            avg_parts,
+            avg_sq_parts,
             [],
-            [state[STEP]],
+            [state[STEP].clone() for _ in weights_parts],  # each part counts its own
             foreach=False,
             fused=self._fused,
             amsgrad=False,
@@ -112,6 +121,7 @@ class AdamW32(UpdateRule):
             eps=EPS,
             maximize=False,
         )
+        state[STEP] += 1
 
     def place_of_step(self, weights: Tensor) -> torch.device:
         """The fused kernel reads the counter on the weights' device."""
