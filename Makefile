@@ -166,12 +166,20 @@ soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SO
 bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
+.PHONY: bench-generate
+bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.generate --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
+.PHONY: bench-step
+bench-step: install ## Measure one training step here, in TRL and in the archived trainer's way (DATA=<directory>); writes benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.train_step --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+
 .PHONY: bench-trl
-bench-trl: install ## Measure training here and in TRL, with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
+bench-trl: install ## Measure whole training runs here and in TRL, with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.against_trl --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-gpu

@@ -19,8 +19,9 @@ from typing import ClassVar
 import structlog
 from pydantic import Field
 
-from benchmarks.lora_bench.decoding import decode
-from benchmarks.lora_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
+from benchmarks.decode_bench.decoding import Load, completions, decode
+from benchmarks.decode_bench.report import spread
+from benchmarks.decode_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.logs import configure_logging
@@ -54,8 +55,8 @@ def main() -> None:
         directory = Path(name)
         adapter = make_adapter(model, directory / "weights" / "adapter")
         with (
-            stock_vllm(model, adapter, directory, flags) as stock,
-            our_server(model, adapter, directory, flags) as ours,
+            stock_vllm(model, directory, flags, adapter) as stock,
+            our_server(model, directory, flags, adapter) as ours,
         ):
             section = report(settings, *measure(settings, stock, ours))
     sys.stdout.write("\n".join([*section, ""]))
@@ -68,11 +69,12 @@ def measure(
 ) -> tuple[list[float], list[float], list[float]]:
     """Tokens per second by round: stock vLLM, ours, ours without the adapter."""
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    load = Load(settings.requests, settings.concurrency, settings.tokens)
     # The first round warms everything up and does not count.
     for number in range(settings.rounds + 1):
         places = ((stock.url, stock.model), (ours.url, ours.model), (ours.url, ours.base))
         speeds = [
-            asyncio.run(decode(url, name, settings.concurrency, settings.requests, settings.tokens))
+            asyncio.run(decode(f"{url}/v1/completions", completions(name, load), load))
             for url, name in places
         ]
         _log.info("round", number=number, speeds=[round(speed) for speed in speeds])
@@ -98,16 +100,11 @@ def report(
         "",
         "|  | tokens/s |",
         "|---|---|",
-        f"| stock vLLM, the adapter | {_spread(stock, 0)} |",
-        f"| vllm-api-server, the adapter | {_spread(ours, 0)} |",
-        f"| ratio, round by round | {_spread(ratios, 3)} (goal at least {GOAL}: {verdict}) |",
-        f"| vllm-api-server, the model without it | {_spread(base, 0)} |",
+        f"| stock vLLM, the adapter | {spread(stock, 0)} |",
+        f"| vllm-api-server, the adapter | {spread(ours, 0)} |",
+        f"| ratio, round by round | {spread(ratios, 3)} (goal at least {GOAL}: {verdict}) |",
+        f"| vllm-api-server, the model without it | {spread(base, 0)} |",
     ]
-
-
-def _spread(values: list[float], digits: int) -> str:
-    shown = [f"{value:,.{digits}f}" for value in (median(values), min(values), max(values))]
-    return f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 
 if __name__ == "__main__":

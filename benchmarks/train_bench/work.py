@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 GROUP_SIZE = 8
 
 
@@ -21,7 +24,7 @@ class BatchFile:
     prompts: list[list[int]]  # of each completion
     completions: list[list[int]]
     scores: list[float]
-    logprob: float  # of every sampled token, as logged
+    logprobs: list[list[float]]  # the model's, of each completion's tokens
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -45,20 +48,35 @@ def answer(task: str, question: str) -> str:
 def batch(
     model: Path, vocabulary: int, prompts: Sequence[list[int]], longest: int, group_size: int
 ) -> BatchFile:
-    """Args: longest: of a completion; their lengths are log-normal, with a median of 2/3 of it"""
+    """Args: longest: of a completion; their lengths are log-normal, with a median of 0.6 of it"""
     drawn = random.Random(1)
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     lengths = [
         min(longest, max(1, round(drawn.lognormvariate(math.log(longest * 0.6), 0.6))))
         for _ in rows
     ]
+    completions = [[drawn.randrange(vocabulary) for _ in range(n)] for n in lengths]
     return BatchFile(
         model=str(model),
         prompts=rows,
-        completions=[[drawn.randrange(vocabulary) for _ in range(n)] for n in lengths],
+        completions=completions,
         scores=[float(drawn.random() < 0.5) for _ in rows],
-        logprob=-math.log(vocabulary),
+        logprobs=_logprobs(model, rows, completions),
     )
+
+
+@torch.no_grad()
+def _logprobs(
+    directory: Path, prompts: list[list[int]], completions: list[list[int]]
+) -> list[list[float]]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([prompt + completion])
+        logits = model(tokens).logits[0, len(prompt) - 1 : -1]  # [T, V]
+        chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion)[:, None])
+        found.append(chosen.squeeze(-1).tolist())
+    return found
 
 
 def prompt_tokens(tokenizer: Any, question: str) -> list[int]:

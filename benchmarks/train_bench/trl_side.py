@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from memory import PeakMemory  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
@@ -88,8 +88,8 @@ def step(work: dict[str, Any]) -> dict[str, Any]:
         inputs(work, start, start + work["micro_batch"])
         for start in range(0, work["sequences"], work["micro_batch"])
     ]
-    before = peak_bytes()
-    losses, seconds = [], []
+    memory = PeakMemory()
+    losses, norms, seconds = [], [], []
     for _ in range(work["steps"]):
         began = time.perf_counter()
         total = 0.0
@@ -97,15 +97,16 @@ def step(work: dict[str, Any]) -> dict[str, Any]:
             loss = grpo._compute_loss(model, part)
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         losses.append(total)
     return {
         "loss": losses[0],
+        "norm": norms[0],
         "step_s": statistics.median(seconds[1:]),
-        "peak_bytes": peak_bytes() - before,
+        "peak_bytes": memory.bytes(),
     }
 
 
@@ -123,13 +124,11 @@ def inputs(work: dict[str, Any], start: int, end: int) -> dict[str, torch.Tensor
             [[1] * len(c) + [0] * (long - len(c)) for c in completions]
         ),
         "advantages": torch.tensor(work["advantages"][start:end]),
-        "old_per_token_logps": torch.full((end - start, long), work["logprob"]),
+        "old_per_token_logps": torch.tensor(
+            [logp + [0.0] * (long - len(logp)) for logp in work["logprobs"][start:end]]
+        ),
         "num_items_in_batch": torch.tensor(sum(map(len, work["completions"]))),
     }
-
-
-def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:

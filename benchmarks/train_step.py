@@ -1,0 +1,237 @@
+"""One training step beside TRL and the archived trainer: `python -m benchmarks.train_step`.
+
+All sides compute the same loss and gradient norm on the same batch first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.run_api_bench import machine
+from benchmarks.run_api_bench.report import table
+from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.train_bench.install import trl_python
+from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
+from benchmarks.train_bench.work import GROUP_SIZE, BatchFile, batch, prompt_tokens, questions
+from grpo_core.logs import configure_logging
+from grpo_core.settings import Command, CommandSettings, load_settings
+from grpo_tiny_model.model import ensure_tiny_model
+from grpo_trainer.algo.advantage import group_advantages
+
+SECTION = "training step"
+TRL_SIDE = Path(__file__).parent / "train_bench" / "trl_side.py"
+SAME_LOSS, SAME_NORM = 1e-5, 1e-4
+LARGE_VOCABULARY = 151_936
+TRL, ARCHIVED, OURS = "TRL", "archived trainer", "this project"
+MEMORY_GOAL, FLOPS_GOAL = 2.0, 1.1
+
+
+class StepBenchSettings(CommandSettings):
+    """Take training steps with TRL, like the archived trainer, and with this project, in turns."""
+
+    command: ClassVar[Command] = Command(prog="bench-step", env_prefix="BENCH_STEP_")
+
+    rounds: int = Field(3, ge=1, description="Times that each side is measured")
+    data: Path = Field(description="Directory with GSM8K's train.jsonl")
+    threads: int = Field(2, ge=1, description="Threads of every side")
+    results: Path | None = Field(None, description="Markdown file whose section is replaced")
+
+
+@dataclass(frozen=True)
+class Step:
+    """`prompt_tokens`: None for the task's own prompts. `micro_batch`: sequences of one forward
+    pass of the others. `tokens`: of one of ours. `goal`: TRL's time over ours."""
+
+    name: str
+    task: str
+    prompts: int
+    group_size: int
+    longest: int
+    micro_batch: int
+    tokens: int
+    goal: float | None = None
+    prompt_tokens: int | None = None
+    is_large: bool = False
+
+    @property
+    def steps(self) -> int:
+        return 3 if self.is_large else 4
+
+
+STEPS = (
+    Step("sums, groups of 8", "sums", 16, GROUP_SIZE, 4, 128, 4096, 1.5),
+    Step("GSM8K, groups of 8", "gsm8k", 8, GROUP_SIZE, 128, 16, 2048, 4.0),
+    Step("GSM8K, nothing shared", "gsm8k", 64, 1, 128, 16, 2048, 1.5),
+    Step("151,936 tokens", "sums", 2, GROUP_SIZE, 128, 8, 2048, 1.5, is_large=True),
+)
+
+
+def _growth(name: str, prompts: int, group_size: int, longest: int, prompt: int) -> Step:
+    return Step(name, "gsm8k", prompts, group_size, longest, 8, 2048, prompt_tokens=prompt)
+
+
+GROWTH = (
+    *(_growth(f"prompts of {n}", 4, 8, 32, n) for n in (32, 128, 512)),
+    *(_growth(f"groups of {n}", 32 // n, n, 32, 128) for n in (2, 8, 32)),
+    *(_growth(f"completions of {n}", 4, 8, n, 128) for n in (16, 64, 256)),
+)
+
+
+def main() -> None:
+    settings = load_settings(StepBenchSettings, sys.argv[1:])
+    configure_logging("bench-step")
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(settings, Path(scratch), trl_python(), ensure_tiny_model())
+        compared = [(step, bench.measured(step)) for step in STEPS]
+        growth = [(step, bench.measured(step)) for step in GROWTH]
+    lines = [*_introduction(settings), "", *_comparison(compared), "", *_growth_table(growth)]
+    sys.stdout.write("\n".join([*lines, ""]))
+    if settings.results:
+        replace_section(settings.results, SECTION, lines)
+
+
+Found = Mapping[str, Sequence[Reading]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    settings: StepBenchSettings
+    scratch: Path
+    trl: Path
+    tiny: Path
+
+    def measured(self, step: Step) -> Found:
+        """Raises `SystemExit` if the sides differ in their loss or gradient."""
+        file = self.scratch / "work.json"
+        drawn = self._batch(step)
+        work: dict[str, Any] = {
+            **asdict(drawn),
+            "directory": str(self.scratch / "trl"),
+            "advantages": _advantages(drawn, step.group_size),
+            "group_size": step.group_size,
+            "sequences": len(drawn.prompts),
+            "micro_batch": min(step.micro_batch, len(drawn.prompts)),
+            "tokens_per_micro_batch": step.tokens,
+            "longest": step.longest,
+            "steps": step.steps,
+            "threads": self.settings.threads,
+        }
+        file.write_text(json.dumps(work))
+        module = [sys.executable, "-m"]
+        commands = {
+            TRL: [str(self.trl), str(TRL_SIDE), "step", str(file)],
+            ARCHIVED: [*module, "benchmarks.train_bench.archived_side", str(file)],
+            OURS: [*module, "benchmarks.train_bench.our_side", str(file)],
+        }
+        sides = {name: lambda c=command: json_of(c) for name, command in commands.items()}
+        found = in_turn(step.name, self.settings.rounds, sides)
+        readings = [reading for of_side in found.values() for reading in of_side]
+        losses, norms = ([reading[key] for reading in readings] for key in ("loss", "norm"))
+        if max(losses) - min(losses) > SAME_LOSS or max(norms) > (1 + SAME_NORM) * min(norms):
+            raise SystemExit(f"{step.name}: losses {losses} or gradient norms {norms} differ")
+        return found
+
+    def _batch(self, step: Step) -> BatchFile:
+        model, vocabulary = (self._large(), LARGE_VOCABULARY) if step.is_large else (self.tiny, 256)
+        tokenizer = AutoTokenizer.from_pretrained(self.tiny)
+        asked = questions(step.task, step.prompts, self.settings.data)
+        prompts = [prompt_tokens(tokenizer, question) for question in asked]
+        if step.prompt_tokens is not None:
+            prompts = [(8 * prompt)[-step.prompt_tokens :] for prompt in prompts]
+        return batch(model, vocabulary, prompts, step.longest, step.group_size)
+
+    def _large(self) -> Path:
+        """2 layers, 256 wide, 151,936 tokens in the vocabulary, and the tiny model's tokenizer."""
+        directory = self.scratch / "large"
+        if not directory.exists():
+            config = Qwen2Config(
+                vocab_size=LARGE_VOCABULARY,
+                hidden_size=256,
+                intermediate_size=1024,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            )
+            Qwen2ForCausalLM(config).save_pretrained(directory)
+            AutoTokenizer.from_pretrained(self.tiny).save_pretrained(directory)
+        return directory
+
+
+def _advantages(drawn: BatchFile, group_size: int) -> list[float]:
+    scores = torch.tensor(drawn.scores).view(-1, group_size)
+    found: list[float] = torch.cat([group_advantages(group) for group in scores]).tolist()
+    return found
+
+
+def _comparison(measured: Sequence[tuple[Step, Found]]) -> Iterator[str]:
+    rows = []
+    for step, found in measured:
+        rows.append(_row(step.name, "s", found, "step_s", step.goal))
+        if step.is_large:
+            rows.append(
+                _row(f"{step.name}: memory", "MiB", found, "peak_bytes", MEMORY_GOAL, 2**20)
+            )
+    yield from table([["", "unit", TRL, ARCHIVED, OURS, "TRL over ours", "goal"], *rows])
+    yield ""
+    yield "FLOPs of our step over the least (6 x distinct tokens x parameters):"
+    yield ""
+    rows = []
+    for step, found in measured:
+        reading = found[OURS][0]
+        ratio = reading["flops"] / reading["least_flops"]
+        met = "met" if ratio <= FLOPS_GOAL else "**missed**"
+        rows.append([step.name, f"{ratio:.2f}", f"at most {FLOPS_GOAL}: {met}"])
+    yield from table([["", "ratio", "goal"], *rows])
+
+
+def _growth_table(measured: Sequence[tuple[Step, Found]]) -> Iterator[str]:
+    yield "Growth, in ms per step; where nothing else is said, 4 prompts of 128 tokens, groups of 8"
+    yield "and completions of at most 32 tokens:"
+    yield ""
+    rows = [
+        [
+            step.name,
+            *(spread(values(found[side], "step_s", 1e-3)) for side in (TRL, ARCHIVED, OURS)),
+        ]
+        for step, found in measured
+    ]
+    yield from table([["", TRL, ARCHIVED, OURS], *rows])
+
+
+def _row(
+    name: str, unit: str, found: Found, key: str, goal: float | None, scale: float = 1.0
+) -> list[str]:
+    sides = {side: values(found[side], key, scale) for side in (TRL, ARCHIVED, OURS)}
+    ratio = median(sides[TRL]) / median(sides[OURS])
+    return [name, unit, *map(spread, sides.values()), f"{ratio:.1f}", goal_of(ratio, goal)]
+
+
+def _introduction(settings: StepBenchSettings) -> list[str]:
+    today = datetime.now(UTC).date().isoformat()
+    return [
+        f"`make bench-step` on {today}, {settings.rounds} runs in turn, {settings.threads} "
+        "threads: median (lowest to highest). A step is forward pass, backward pass and update on "
+        "one batch of random completions, in float32. All sides have the same loss (1e-5) and "
+        "gradient norm (1e-4) first. Memory is the peak beside the model's weights. TRL and the "
+        "archived trainer's way have the micro-batch size with which TRL is fastest. 151,936 "
+        "tokens: a model of 2 layers, 256 wide, with this vocabulary.",
+        "",
+        *(f"- {fact}" for fact in machine.host()),
+    ]
+
+
+if __name__ == "__main__":
+    main()
