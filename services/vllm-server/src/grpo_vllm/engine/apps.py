@@ -52,7 +52,11 @@ async def public_app(
     app = await build_openai_app(engine, arguments)
     if adapters is not None:
         resolve_adapters_with(app, AdapterNames(adapters))
+    routes = app.router.routes
+    others = list(routes)
     app.include_router(generation_router(engine, bridge, adapters))
+    # The first route that matches is used, and comparing with all of vLLM's takes 0.3 ms.
+    routes[:] = [*routes[len(others) :], *others]
     app.include_router(bridge_info_router(engine, bridge, serving.settings, shared, adapters))
     app.include_router(lora_status_router(serving.adapter_control))
     return app
