@@ -13,14 +13,18 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_trainer.algo.logprob_comparison import MIN_TOKENS, TokenTable
 from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.verify.alignment import MISMATCH
 
 SAMPLE_TOKENS = 256
 SAMPLE_SEQUENCES = 16
+PASS_TOKENS = 1024
+"""Number of tokens in one forward pass; a longer sequence has one of its own."""
 
 _SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
 """Ratios of neighbouring temperatures in four successive searches. Each search starts at the best
@@ -126,14 +130,20 @@ def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list
 def _logits(policy: CausalLM, table: TokenTable, batch: Batch) -> tuple[Tensor, Tensor]:
     """The logits that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
     device = device_of(policy)
-    logits, targets = [], []
-    for number in table.sequences():
-        positions = table.position[table.sequence == number].to(device)
-        ids = batch.tokens(number, int(positions.max()) + 1).to(device)
-        answer = policy(input_ids=ids[:-1].unsqueeze(0), use_cache=False).logits[0]  # [T, V]
-        logits.append(answer[positions - 1].float())
-        targets.append(ids[positions])
-    return torch.cat(logits), torch.cat(targets)
+    numbers = table.sequences()
+    positions = [table.position[table.sequence == number] for number in numbers]
+    tokens = [
+        batch.tokens(number, int(trained.max()) + 1)
+        for number, trained in zip(numbers, positions, strict=True)
+    ]
+    logits: dict[int, Tensor] = {}  # by index of the sequence
+    for part in by_length([ids[:-1].tolist() for ids in tokens], PASS_TOKENS):
+        rows = pad_sequence([tokens[i][:-1] for i in part], batch_first=True).to(device)
+        answers = policy(input_ids=rows, use_cache=False).logits  # [B, T, V]
+        for i, answer in zip(part, answers, strict=True):
+            logits[i] = answer[positions[i].to(device) - 1].float()
+    targets = [ids[trained] for ids, trained in zip(tokens, positions, strict=True)]
+    return torch.cat([logits[i] for i in range(len(numbers))]), torch.cat(targets).to(device)
 
 
 @dataclass(frozen=True)
