@@ -1,7 +1,7 @@
 """Decides how many groups to start now: enough for the trainer, but few enough to stay fresh.
 
-Sequences that are queued or being sampled stay within `max_batches_offpolicy` batches, because more
-of them would be too stale when the trainer uses them.
+Sequences that are queued, or being sampled and likely to be kept, stay within
+`max_batches_offpolicy` batches, because more of them would be too stale when the trainer uses them.
 """
 
 from __future__ import annotations
