@@ -97,6 +97,8 @@ def run_step(run: Run, position: Position) -> Position:
         settings.micro_batch_tokens,
         run.forward.layout.cut,
     )
+    # Not before: the thread that requests would take turns with `collate`.
+    run.batches.request_next(position)
     try:
         update = update_policy(run, batch, position, watch)
     except NonFiniteStep as error:

@@ -98,7 +98,7 @@ def source_of(
     settings: Any = SimpleNamespace(
         batch_deadline_s=batch_deadline_s, max_staleness=2, steps=AT.step + 3
     )
-    api: Any = SimpleNamespace(next_batch=next_batch, request_ahead=lambda _: None)
+    api: Any = SimpleNamespace(next_batch=next_batch)
     saver: Any = SimpleNamespace(batch_skipped=batch_skipped, skipped=skipped)
     quarantine: Any = SimpleNamespace(holds=lambda _: False)
     return BatchSource(

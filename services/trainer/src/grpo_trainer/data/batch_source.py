@@ -51,8 +51,7 @@ class BatchSource:
     saver: Saver
 
     def take(self, position: Position) -> TakenBatch:
-        """Wait for a batch with at least one group to train on, and request the next one, so that
-        it arrives while this one is trained on.
+        """Wait for a batch with at least one group to train on.
 
         A batch is skipped if all its groups are stale or unusable, or if it is in quarantine. No
         step is taken on it, but the next checkpoint includes its id, which acknowledges it.
@@ -71,8 +70,6 @@ class BatchSource:
             filtered = self._filtered(leased, position.step)
             stale, unusable = stale + filtered.stale_groups, unusable + filtered.unusable_groups
             if filtered.groups:
-                if left > 1:
-                    self.api.request_ahead(left - 1)
                 counted = replace(filtered, stale_groups=stale, unusable_groups=unusable)
                 return TakenBatch(leased.id, leased.groups, counted)
             position = self._skip(leased.id, position)
@@ -89,6 +86,13 @@ class BatchSource:
                     f"{settings.max_staleness}. Run fewer or slower environments to shorten the "
                     "queue, or raise --max-staleness"
                 )
+
+    def request_next(self, position: Position) -> None:
+        """Request the batch after the one of `position`, so that it arrives while that one is
+        trained on."""
+        left = self.settings.steps - position.step
+        if left > 1:
+            self.api.request_ahead(left - 1)
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
         """Args:
