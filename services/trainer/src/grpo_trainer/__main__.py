@@ -11,6 +11,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.process.threads import share_cores
 from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
@@ -40,6 +41,7 @@ def _train(settings: TrainerSettings) -> None:
     _warn_without_run_api(settings.run_api_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
+    share_cores()
 
     from grpo_trainer.train import train
 

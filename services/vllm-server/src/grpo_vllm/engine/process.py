@@ -12,6 +12,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.process.threads import share_cores
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
@@ -49,6 +50,7 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
 def _set_environment(settings: ServerSettings) -> None:
     # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    share_cores()
     # vLLM's processes inherit this; our plugin reads it there.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
