@@ -4,15 +4,22 @@ import os
 
 import pytest
 
-from grpo_core.process.threads import SPIN_COUNT, share_cores
+from grpo_core.process.threads import SPIN_COUNT, WAIT_POLICY, share_cores
+
+NAME, OURS = SPIN_COUNT
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, SPIN_COUNT[1]), ("infinity", "infinity")])
-def test_an_existing_variable_wins(
-    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, OURS), ({NAME: "infinity"}, "infinity"), ({WAIT_POLICY: "PASSIVE"}, None)],
+)
+def test_what_the_user_has_set_wins(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SPIN_COUNT[0], raising=False)
-    if given is not None:
-        monkeypatch.setenv(SPIN_COUNT[0], given)
+    for name in (NAME, WAIT_POLICY):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     share_cores()
-    assert os.environ[SPIN_COUNT[0]] == expected
+    assert os.environ.get(NAME) == expected
+    monkeypatch.delenv(NAME, raising=False)

@@ -5,39 +5,50 @@ Environments share the machine with the inference server and send several reques
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
-    """Reads each answer whole. Proxies come from the environment, as with httpx's own transport.
+    """Reads each answer whole. The time limits are httpx's; that of writing applies to the whole
+    request.
 
     Args:
+        base_url: decides whether requests go through a proxy of the environment
         max_connections: limit on concurrent requests; further ones wait without a limit
     """
 
-    def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
+    def __init__(self, base_url: str, max_connections: int) -> None:
+        self._proxy = _proxy_for(httpx.URL(base_url))
+        self._free = asyncio.Semaphore(max_connections)
         self._session: aiohttp.ClientSession | None = None  # needs a running event loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         limits = request.extensions["timeout"]
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=limits["connect"], sock_read=limits["read"]
-        )
         with _errors_of_httpx():
-            async with self._open_session().request(
-                request.method,
-                str(request.url),
-                headers=request.headers.multi_items(),
-                data=request.content or None,
-                allow_redirects=False,
-                timeout=timeout,
-            ) as answer:
-                content = await answer.read()
+            async with self._free:
+                # aiohttp itself would wait forever for a server that does not read.
+                async with asyncio.timeout(limits["connect"] + limits["write"] + limits["read"]):
+                    answer = await self._open_session().request(
+                        request.method,
+                        # httpx has made a header of the URL's credentials.
+                        str(request.url.copy_with(userinfo=b"")),
+                        headers=request.headers.multi_items(),
+                        data=io.BytesIO(request.content) if request.content else None,
+                        allow_redirects=False,
+                        proxy=self._proxy,
+                        timeout=aiohttp.ClientTimeout(
+                            total=None, sock_connect=limits["connect"], sock_read=limits["read"]
+                        ),
+                    )
+                async with answer:
+                    content = await answer.read()
         return httpx.Response(
             answer.status,
             headers=answer.raw_headers,
@@ -52,14 +63,20 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=self._max_connections, ssl=httpx.create_ssl_context()
-                ),
+                connector=aiohttp.TCPConnector(limit=0, ssl=httpx.create_ssl_context()),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
-                trust_env=True,
             )
         return self._session
+
+
+def _proxy_for(url: httpx.URL) -> str | None:
+    """As httpx reads it from the environment, but only once: for each request, aiohttp would read
+    it in a thread."""
+    proxies = getproxies()
+    if proxy_bypass(url.host):
+        return None
+    return proxies.get(url.scheme, proxies.get("all"))
 
 
 @contextmanager
@@ -68,9 +85,9 @@ def _errors_of_httpx() -> Iterator[None]:
         yield
     except aiohttp.ConnectionTimeoutError as error:
         raise httpx.ConnectTimeout(str(error)) from error
-    except aiohttp.SocketTimeoutError as error:
-        raise httpx.ReadTimeout(str(error)) from error
     except aiohttp.ClientConnectorError as error:
-        raise httpx.ConnectError(str(error)) from error
+        raise httpx.ConnectError(str(error.os_error)) from error
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(str(error)) from error
     except aiohttp.ClientError as error:  # the request may have been carried out
         raise httpx.ReadError(str(error)) from error

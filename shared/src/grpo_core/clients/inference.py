@@ -204,7 +204,7 @@ class BridgeClient(ServiceClient):
         return bool(answer.json()["has_probe"])
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
-        """Pause sampling, keep requests in flight, drop the KV cache.
+        """Pause sampling, keep requests in flight (or finish short ones), drop the KV cache.
 
         `version` names the weights that the trainer will write. The server resumes by itself after
         `lease_s` seconds, or when the session's connection closes.

@@ -157,7 +157,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
             base_url=self.base_url,
             headers=authorization(token),
             timeout=_timeout(timeout_s),
-            transport=AiohttpTransport(max_connections),
+            transport=AiohttpTransport(self.base_url, max_connections),
         )
 
     async def close(self) -> None:

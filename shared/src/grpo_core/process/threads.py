@@ -12,8 +12,12 @@ a server with two threads each on two cores then take several times as long for 
 that sleeps at once (OMP_WAIT_POLICY=PASSIVE) must be woken for each operation.
 """
 
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""OpenMP's own variable for the same."""
+
 
 def share_cores() -> None:
-    """Call this before torch is imported, because OpenMP reads the environment once. An existing
-    environment variable wins."""
-    os.environ.setdefault(*SPIN_COUNT)
+    """Call this before torch is imported, because OpenMP reads the environment once. What the user
+    has set wins."""
+    if WAIT_POLICY not in os.environ:
+        os.environ.setdefault(*SPIN_COUNT)

@@ -38,7 +38,7 @@ async def server(answer: bytes | None) -> AsyncIterator[str]:
 
 def client(**options: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        transport=AiohttpTransport(1), timeout=httpx.Timeout(60.0, **options), trust_env=False
+        transport=AiohttpTransport("http://127.0.0.1", 1), timeout=httpx.Timeout(60.0, **options)
     )
 
 
@@ -77,3 +77,40 @@ async def test_a_port_without_a_listener_is_a_connect_error() -> None:
         async with client() as http:
             with pytest.raises(httpx.ConnectError):
                 await http.get(f"http://127.0.0.1:{reserved.getsockname()[1]}")
+
+
+async def test_a_server_that_does_not_read_is_a_read_timeout() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # the kernel accepts, and nobody reads
+        async with client(connect=0.01, write=0.01, read=0.01) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(
+                    f"http://127.0.0.1:{silent.getsockname()[1]}", content=bytes(64 * 2**20)
+                )
+
+
+async def test_credentials_of_the_url_are_sent_once() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+    async with server(head) as url, client() as http:
+        answer = await http.get(url.replace("://", "://user:password@"))
+    assert answer.request.headers["authorization"].startswith("Basic ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"http_proxy": "http://proxy:3128"}, "http://proxy:3128"),
+        ({"all_proxy": "http://proxy:3128"}, "http://proxy:3128"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "run-api"}, None),
+        ({}, None),
+    ],
+)
+def test_a_proxy_of_the_environment_is_used(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert AiohttpTransport("http://run-api:8000", 1)._proxy == expected
