@@ -58,6 +58,9 @@ class FakeEngine:
     async def resume_generation(self) -> None:
         await self._call("resume")
 
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        await self._call(f"pause_generation {mode} {clear_cache}")
+
     async def update_weight_version(self, label: str) -> None:
         await self._call(f"name {label}")
 

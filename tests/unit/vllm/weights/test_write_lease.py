@@ -28,18 +28,33 @@ async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBr
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
     [
-        ([], "finish and pause"),
-        ([8, 16], "finish and pause"),
-        ([8, 17], "pause"),
-        ([8, None], "pause"),
+        ([], ["finish and pause"]),
+        ([8, 16], ["finish and pause"]),
+        ([8, 17], ["pause"]),
+        ([8, None], ["pause"]),
     ],
 )
 async def test_a_pause_finishes_requests_only_if_all_are_short(
-    max_tokens: list[int | None], expected: str
+    max_tokens: list[int | None], expected: list[str]
 ) -> None:
     engine = FakeEngine(max_tokens=max_tokens)
-    await paused(engine)
-    assert engine.calls == [expected]
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == expected
+
+
+async def test_short_requests_that_take_long_are_not_waited_for() -> None:
+    engine = FakeEngine(max_tokens=[8], hangs={"finish and pause"})
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == ["finish and pause", "pause"]
+
+
+async def test_an_engine_that_stamps_no_versions_is_paused_by_vllm_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(FakeEngine, "update_weight_version")  # vLLM 0.24
+    engine = FakeEngine(max_tokens=[8])
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == ["pause_generation keep True"]
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])

@@ -11,8 +11,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 ENGINE_CALL_TIMEOUT_S = 30.0
 FINISHED_FIRST_TOKENS = 16
-"""A pause waits for the requests in flight if none of them can sample more tokens than this. That
-takes less time than computing their KV cache again."""
+"""On a CPU, a pause waits for the requests in flight if none of them can sample more tokens than
+this. That takes less time than computing their KV cache again: with 128 sequences of 26 tokens, a
+training step takes a sixth less."""
+FINISH_DEADLINE_S = 1.0
 
 T = TypeVar("T")
 
@@ -27,14 +29,19 @@ class EngineControl:
     Args:
         engine: vLLM's engine client
         shares_weights: True if the worker has the methods of `grpo_vllm.engine.worker_extension`
+        finished_first_tokens: a pause waits for the requests in flight if none of them can sample
+            more tokens than this
     """
 
-    def __init__(self, engine: Any, shares_weights: bool = False) -> None:
+    def __init__(
+        self, engine: Any, shares_weights: bool = False, finished_first_tokens: int = 0
+    ) -> None:
         self.sleeping = False
         self.broken = False
         """True if the engine cannot serve any more. The process must then end."""
         self._engine = engine
         self._shares_weights = shares_weights
+        self._finished_first_tokens = finished_first_tokens
 
     async def pause(self) -> None:
         """Stop sampling, keep requests in flight and clear the KV cache. If all requests in flight
@@ -70,26 +77,33 @@ class EngineControl:
         self.sleeping = False
 
     async def _pause(self) -> None:
-        if stamps_versions(self._engine):
+        if not stamps_versions(self._engine):
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+        else:
             # As `pause_generation`, which then sleeps for 20 ms to let outputs arrive. Those are
             # stamped, so they may arrive later.
-            mode = "wait" if self._finishes_soon() else "keep"
             await self._engine.renderer.clear_mm_cache_async()
-            await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
-        else:
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            if not await self._finish_short_requests():
+                await self._pause_scheduler("keep")
         if self._shares_weights:
             # The scheduler has stopped, but queued kernels may still read the weights.
             await self._engine.collective_rpc("wait_for_device")
 
-    def _finishes_soon(self) -> bool:
-        """True if every request in flight is short."""
+    async def _finish_short_requests(self) -> bool:
+        """Pause once the requests in flight have finished; False if they may take long."""
         requests = self._engine.output_processor.request_states.values()
-        return all(
-            request.max_tokens_param is not None
-            and request.max_tokens_param <= FINISHED_FIRST_TOKENS
-            for request in requests
-        )
+        limits = (request.max_tokens_param for request in requests)
+        if not all(n is not None and n <= self._finished_first_tokens for n in limits):
+            return False
+        try:
+            async with asyncio.timeout(FINISH_DEADLINE_S):
+                await self._pause_scheduler("wait")
+        except TimeoutError:
+            return False
+        return True
+
+    async def _pause_scheduler(self, mode: str) -> None:
+        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def _or_broken(self, what: str, call: Awaitable[None]) -> None:
         try:

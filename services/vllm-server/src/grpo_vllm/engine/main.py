@@ -25,7 +25,7 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
-from grpo_vllm.engine.engine_client import EngineControl
+from grpo_vllm.engine.engine_client import FINISHED_FIRST_TOKENS, EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
 from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.in_flight import InFlight
@@ -151,7 +151,9 @@ def _initial_weights(
 async def _begin(
     settings: ServerSettings, engine: Any, initial: InitialWeights, store: ServedStore
 ) -> WeightBridge:
-    bridge = WeightBridge(EngineControl(engine, settings.share_weights), initial.version, store)
+    short = FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0
+    control = EngineControl(engine, settings.share_weights, short)
+    bridge = WeightBridge(control, initial.version, store)
     await bridge.engine.name_weights(bridge.version)
     if initial.new_name:
         await store.save(ServedWeights(WeightRef(version=bridge.version)))

@@ -171,7 +171,7 @@ class WeightBridge:
         await self._detach(self._pause, "the trainer's connection closed")
 
     async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
-        """Stop sampling. Requests in flight are kept, and their KV cache is recomputed afterwards.
+        """Stop sampling, as `EngineControl.pause` does.
 
         `version` names the weights that the session will write. A second call extends the lease.
 
