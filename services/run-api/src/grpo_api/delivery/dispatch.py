@@ -24,6 +24,8 @@ from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
 _POLL_S = 0.01
+_PLAN_SHARE = 0.2
+"""Largest share of the time that a waiting request may spend on plans that give no batch."""
 _PLAN_AT_LEAST_EVERY_S = 1.0
 """When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
@@ -87,6 +89,7 @@ class BatchDispatcher:
         deadline = Deadline(wait_s)
         while True:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
+            began = time.monotonic()
             due = await self._next(poll)
             if due is not None:
                 lease = due.lease
@@ -100,7 +103,8 @@ class BatchDispatcher:
                     handed_out_before=due.again,
                 )
                 return due
-            if not await self._wait_for_change(arrivals, deadline):
+            poll_s = max(_POLL_S, (time.monotonic() - began) / _PLAN_SHARE)
+            if not await self._wait_for_change(arrivals, deadline, poll_s):
                 return None
 
     async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
@@ -118,11 +122,11 @@ class BatchDispatcher:
         await self._store.batches.acknowledge(None)
         return await self.next_batch(Poll(answer=answer), wait_s)
 
-    async def _wait_for_change(self, arrivals: int, deadline: Deadline) -> bool:
+    async def _wait_for_change(self, arrivals: int, deadline: Deadline, poll_s: float) -> bool:
         """Wait for a reason to plan again; False if the deadline or a shutdown came first."""
         plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
         while not deadline.has_passed:
-            if await self._lifetime.closes_within(_POLL_S):
+            if await self._lifetime.closes_within(poll_s):
                 return False
             if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
                 return True
