@@ -1,4 +1,4 @@
-"""One training step beside TRL and the archived trainer: `python -m benchmarks.train_step`.
+"""One training step beside TRL and the archived trainer's way: `python -m benchmarks.train_step`.
 
 All sides compute the same loss and gradient norm on the same batch first.
 """

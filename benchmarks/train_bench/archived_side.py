@@ -1,4 +1,4 @@
-"""The archived trainer's step on one batch: `python -m benchmarks.train_bench.archived_side FILE`.
+"""A step in the archived trainer's way: `python -m benchmarks.train_bench.archived_side FILE`.
 
 What its documents and its messages tell: rows padded to a multiple of 64 tokens, all logits in
 float32, the importance ratio to the policy itself, AdamW of torch. Prints one line of JSON.

@@ -1,4 +1,4 @@
-"""Our trainer's step on one batch: `python -m benchmarks.trl_bench.our_side FILE`, as JSON."""
+"""Our trainer's step on one batch: `python -m benchmarks.train_bench.our_side FILE`, as JSON."""
 
 from __future__ import annotations
 

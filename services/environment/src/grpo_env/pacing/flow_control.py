@@ -25,7 +25,7 @@ still be good."""
 class Load:
     """Groups of this environment that `EnvironmentStatus` does not include yet.
 
-    `kept_share`: the share of groups that will be submitted. Others are dropped for equal scores.
+    `kept_share`: the share of groups that are not dropped for equal scores.
     """
 
     in_flight: int

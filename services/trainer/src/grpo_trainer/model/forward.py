@@ -150,7 +150,7 @@ def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
     packed_attention.enable(model)
     try:
         probe.require_equal(FastForward(layout=PACKED), "packing")
-        # The checks compute single sequences.
+        # The checks compute padded rows.
         probe.require_equal(plain_forward, "the attention for packing")
     except FastPathRefused:
         model.set_attn_implementation(packed_attention.DEFAULT)

@@ -24,7 +24,7 @@ CHUNK_LOGITS = 2**27
 """Number of logits that exist at a time: half a GB in float32. This gives enough rows for an
 efficient matrix product on a GPU."""
 CHUNK_LOGITS_ON_CPU = 2**24
-"""64 MiB: more are hardly faster, and fewer are slower."""
+"""64 MiB. More logits at a time are hardly faster, and fewer are slower."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
