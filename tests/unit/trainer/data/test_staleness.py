@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,15 @@ def source_of(
         quarantine=quarantine,
         saver=saver,
     )
+
+
+def test_the_next_batch_is_requested_unless_this_is_the_last_step() -> None:
+    source = source_of([], under=[])
+    requested: list[int] = []
+    source.api.request_ahead = requested.append
+    for step in range(AT.step, source.settings.steps):
+        source.request_next(replace(AT, step=step))
+    assert requested == [2, 1]
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
