@@ -20,7 +20,7 @@ from pydantic import Field
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.report import table
 from benchmarks.run_api_bench.results_file import replace_section
-from benchmarks.train_bench.install import trl_python
+from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
 from benchmarks.train_bench.work import answer, questions
 from grpo_core.logs import configure_logging
@@ -28,7 +28,6 @@ from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
 
 SECTION = "training beside TRL"
-TRL_SIDE = Path(__file__).parent / "train_bench" / "trl_side.py"
 
 
 class TrlBenchSettings(CommandSettings):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.report import table
 from benchmarks.run_api_bench.results_file import replace_section
-from benchmarks.train_bench.install import trl_python
+from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
 from benchmarks.train_bench.work import GROUP_SIZE, BatchFile, batch, prompt_tokens, questions
 from grpo_core.logs import configure_logging
@@ -31,7 +31,6 @@ from grpo_tiny_model.model import ensure_tiny_model
 from grpo_trainer.algo.advantage import group_advantages
 
 SECTION = "training step"
-TRL_SIDE = Path(__file__).parent / "train_bench" / "trl_side.py"
 SAME_LOSS, SAME_NORM = 1e-5, 1e-4
 LARGE_VOCABULARY = 151_936
 TRL, ARCHIVED, OURS = "TRL", "archived trainer", "this project"

@@ -7,9 +7,8 @@ float32, the importance ratio to the policy itself, AdamW of torch. Prints one l
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from benchmarks.train_bench.memory import PeakMemory
+from benchmarks.train_bench.timed_steps import timed_steps
 
 MULTIPLE = 64
 NO_TARGET = -100
@@ -52,29 +51,13 @@ def loss_of(logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
 
 def measure(work: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).train()
-    memory = PeakMemory()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     parts = micro_batches(work)
-    losses, norms, seconds = [], [], []
-    for _ in range(work["steps"]):
-        began = time.perf_counter()
-        total = 0.0
-        for tokens, targets, advantages in parts:
-            logits = model(tokens).logits / 1.0  # the temperature
-            loss = loss_of(logits, targets, advantages) / len(parts)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
-        losses.append(total)
-    return {
-        "loss": losses[0],
-        "norm": norms[0],
-        "step_s": statistics.median(seconds[1:]),
-        "peak_bytes": memory.bytes(),
-    }
+
+    def loss(tokens: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
+        logits = model(tokens).logits / 1.0  # the temperature
+        return loss_of(logits, targets, advantages) / len(parts)
+
+    return timed_steps(model, [partial(loss, *part) for part in parts], work["steps"])
 
 
 def main() -> None:

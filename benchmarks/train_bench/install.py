@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_tiny_model.model import default_cache_directory
 
+TRL_SIDE = Path(__file__).with_name("trl_side.py")
 PINS = Path(__file__).parents[2] / "requirements" / "trl.txt"
 
 

@@ -9,12 +9,13 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from memory import PeakMemory  # type: ignore[import-not-found]
+from timed_steps import timed_steps  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
@@ -83,31 +84,13 @@ def step(work: dict[str, Any]) -> dict[str, Any]:
     grpo = trainer(work, rows, StepTimes())
     grpo.current_gradient_accumulation_steps = work["sequences"] // work["micro_batch"]
     model = grpo.model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     parts = [
         inputs(work, start, start + work["micro_batch"])
         for start in range(0, work["sequences"], work["micro_batch"])
     ]
-    memory = PeakMemory()
-    losses, norms, seconds = [], [], []
-    for _ in range(work["steps"]):
-        began = time.perf_counter()
-        total = 0.0
-        for part in parts:
-            loss = grpo._compute_loss(model, part)
-            loss.backward()
-            total += float(loss.detach())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
-        losses.append(total)
-    return {
-        "loss": losses[0],
-        "norm": norms[0],
-        "step_s": statistics.median(seconds[1:]),
-        "peak_bytes": memory.bytes(),
-    }
+    losses = [partial(grpo._compute_loss, model, part) for part in parts]
+    found: dict[str, Any] = timed_steps(model, losses, work["steps"])
+    return found
 
 
 def inputs(work: dict[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
