@@ -1,4 +1,4 @@
-"""Sends httpx's asynchronous requests with aiohttp, which needs a fifth of the CPU time.
+"""Sends httpx's asynchronous requests with aiohttp, which needs a third of the CPU time.
 
 Environments share the machine with the inference server and send several requests per group.
 """
@@ -16,8 +16,8 @@ import httpx
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
-    """Reads each answer whole. The time limits are httpx's; that of writing applies to the whole
-    request.
+    """Reads each answer whole. The time limits are httpx's, but writing has none of its own: an
+    answer must begin within the sum of those of connecting, writing and reading.
 
     Args:
         base_url: decides whether requests go through a proxy of the environment
