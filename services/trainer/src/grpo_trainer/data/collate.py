@@ -8,11 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
+import numpy
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
@@ -144,23 +144,29 @@ def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
 
 
 def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
-    trained = _padded([row.trained for row in rows], 0.0, torch.float32)  # [B, T]
-    per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
     inputs = [row.inputs for row in rows]
+    lengths = tuple(max(1, len(row)) for row in inputs)
+    column = torch.arange(max(lengths))  # [T]
+    is_real = column < torch.tensor([len(row) for row in inputs]).unsqueeze(-1)  # [B, T]
+    trained = _padded([row.trained for row in rows], is_real, 0.0, numpy.float32)  # [B, T]
+    per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
+    behaviour_logp = [row.behaviour_logp for row in rows]
     return MicroBatch(
-        inputs=_padded(inputs, 0, torch.long),
-        targets=_padded([row.targets for row in rows], 0, torch.long),
-        behaviour_logp=_padded([row.behaviour_logp for row in rows], PROMPT_LOGPROB, torch.float32),
+        inputs=_padded(inputs, is_real, 0, numpy.int64),
+        targets=_padded([row.targets for row in rows], is_real, 0, numpy.int64),
+        behaviour_logp=_padded(behaviour_logp, is_real, PROMPT_LOGPROB, numpy.float32),
         token_weight=trained / per_sequence / batch_sequences,
         advantages=torch.tensor([row.advantage for row in rows]),
         temperature=torch.tensor([row.temperature for row in rows]),
-        lengths=tuple(max(1, len(row)) for row in inputs),
+        lengths=lengths,
         shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
 
 
 def _padded(
-    rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype
-) -> Tensor:  # [B, T], T at least 1
-    columns = [torch.tensor(row or [fill], dtype=dtype) for row in rows]
-    return pad_sequence(columns, batch_first=True, padding_value=fill)
+    rows: Sequence[Sequence[float]], is_real: Tensor, fill: float, dtype: type[numpy.generic]
+) -> Tensor:
+    """Args: is_real: [B, T] the places of the values of `rows`"""
+    # torch would take five times as long to read the lists.
+    values = torch.from_numpy(numpy.fromiter(chain.from_iterable(rows), dtype))
+    return torch.full(is_real.shape, fill, dtype=values.dtype).masked_scatter_(is_real, values)
