@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 _RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """Growth of the resident memory, from here to its highest."""
+    """Growth of the resident memory, from here to its highest, without the model's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
+        for parameter in model.parameters():  # loaded when they are first read
+            parameter.detach().sum()
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         self._before = _status("VmRSS")
 

@@ -51,7 +51,7 @@ def scored(group: list[tuple[list[int], list[int], list[float], float]]) -> Scor
 
 def measure(work: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).eval()
-    memory = PeakMemory()
+    memory = PeakMemory(model)
     forward = build_forward_pass(model, ForwardOptions())
     batch = batch_of(work, model.config.vocab_size, forward.layout.cut)
     optimizer = MasterOptimizer(model.parameters(), 1e-6, 0, 0.01, 1.0)

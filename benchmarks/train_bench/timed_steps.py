@@ -18,7 +18,7 @@ except ModuleNotFoundError:  # TRL's interpreter runs a script beside this file
 
 def timed_steps(model: Any, losses: Sequence[Callable[[], Tensor]], steps: int) -> dict[str, Any]:
     """Args: losses: compute those of a step's micro-batches, which add up to the step's."""
-    memory = PeakMemory()
+    memory = PeakMemory(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     totals, norms, seconds = [], [], []
     for _ in range(steps):

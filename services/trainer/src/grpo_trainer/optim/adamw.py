@@ -8,6 +8,7 @@ it is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +66,13 @@ class UpdateRule(Protocol):
         moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
         return moved | {STEP: saved[STEP].to(self.place_of_step(weights), copy=True)}
 
+    def parts(
+        self, weights: Tensor, gradient: Tensor, state: State
+    ) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """Parts of `update`'s arguments that can be updated one after the other, so that copies
+        are small. Each part of the state must be updated before the next is requested."""
+        yield weights, gradient, state
+
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         """Take one step in place, without weight decay, which the module `masters` adds.
 
@@ -96,21 +104,29 @@ class AdamW32(UpdateRule):
             EXP_AVG_SQ: torch.zeros_like(weights, dtype=torch.float32),
         }
 
+    def parts(
+        self, weights: Tensor, gradient: Tensor, state: State
+    ) -> Iterator[tuple[Tensor, Tensor, State]]:
+        gradient = gradient.contiguous()
+        if self._fused:  # makes no copies
+            yield weights, gradient, state
+            return
+        names = (EXP_AVG, EXP_AVG_SQ)
+        flat = (gradient, weights, *(state[name] for name in names))
+        split = (torch.split(tensor.view(-1), PART_ELEMENTS) for tensor in flat)
+        counted = state[STEP].clone()
+        for part_gradient, part_weights, *moments in zip(*split, strict=True):
+            state[STEP].copy_(counted)  # each part counts the step
+            yield part_weights, part_gradient, {**state, **dict(zip(names, moments, strict=True))}
+
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
-        wide = scaled(gradient, options.gradient_scale)
-        # In parts, because the unfused update makes copies.
-        part = weights.numel() if self._fused else PART_ELEMENTS
-        wide_parts, weights_parts, avg_parts, avg_sq_parts = (
-            list(torch.split(tensor.view(-1), max(1, part)))
-            for tensor in (wide.contiguous(), weights, state[EXP_AVG], state[EXP_AVG_SQ])
-        )
         adamw(
-            weights_parts,
-            wide_parts,
-            avg_parts,
-            avg_sq_parts,
+            [weights],
+            [scaled(gradient, options.gradient_scale)],
+            [state[EXP_AVG]],
+            [state[EXP_AVG_SQ]],
             [],
-            [state[STEP].clone() for _ in weights_parts],  # each part counts its own
+            [state[STEP]],
             foreach=False,
             fused=self._fused,
             amsgrad=False,
@@ -121,7 +137,6 @@ class AdamW32(UpdateRule):
             eps=EPS,
             maximize=False,
         )
-        state[STEP] += 1
 
     def place_of_step(self, weights: Tensor) -> torch.device:
         """The fused kernel reads the counter on the weights' device."""

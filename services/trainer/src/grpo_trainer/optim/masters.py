@@ -82,12 +82,13 @@ class Masters:
     ) -> None:
         """Args: weights: fp32, changed in place."""
         decay = options.lr * options.weight_decay
-        if decay == 0:
-            self.rule.update(weights, gradient, state, options)
-            return
-        change = torch.zeros_like(weights)
-        self.rule.update(change, gradient, state, options)
-        weights.add_(change.sub_(weights, alpha=decay))
+        for part, of_part, state_of_part in self.rule.parts(weights, gradient, state):
+            if decay == 0:
+                self.rule.update(part, of_part, state_of_part, options)
+                continue
+            change = torch.zeros_like(part)
+            self.rule.update(change, of_part, state_of_part, options)
+            part.add_(change.sub_(part, alpha=decay))
 
 
 class StochasticRounding:
