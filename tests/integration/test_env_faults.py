@@ -81,7 +81,7 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
             settings=settings,
             api=trainer,
             recover_server=lambda: None,
-            group_filter=unused,
+            preparation=unused,
             environments=EnvironmentWatch(0.01),
             quarantine=unused,
             saver=unused,

@@ -108,10 +108,13 @@ def test_a_batch_requested_ahead_is_the_next_one(
     submit(http, 1, 2, 3, 4)
     assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
     proxy.next_cut = cut
-    trainer.request_ahead(batches_left=1)
+    prepared: list[LeasedBatch] = []
+    trainer.request_ahead(1, prepared.append)
     if cut is Cut.NOTHING:
         wait_for(lambda: status(http) == (2, 0))
-    assert markers(trainer.next_batch(DEADLINE_S)) == (2, [3, 4])
+    found = trainer.next_batch(DEADLINE_S)
+    assert markers(found) == (2, [3, 4])
+    assert cut is not Cut.NOTHING or prepared == [found]
 
 
 def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> None:

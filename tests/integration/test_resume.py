@@ -185,7 +185,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 settings=config,
                 api=trainer,
                 recover_server=lambda: None,
-                group_filter=unused,
+                preparation=unused,
                 environments=EnvironmentWatch(DEADLINE_S),
                 quarantine=unused,
                 saver=saver,

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
 from grpo_trainer.data.micro_batches import Tokens
+from grpo_trainer.data.preparation import Preparation
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -46,6 +49,20 @@ def sampled_by(marker: int, *versions: tuple[int, int]) -> ScoredGroup:
 
 def usable(*groups: ScoredGroup) -> list[UsableGroup]:
     return [usable_group(i, g, LIMITS) for i, g in enumerate(groups)]
+
+
+def filtered(
+    group_filter: GroupFilter,
+    groups: Sequence[ScoredGroup],
+    step: int,
+    received_under: Sequence[PolicyVersion | None] = (),
+) -> FilteredBatch:
+    return group_filter.filter(group_filter.check(groups, received_under), step)
+
+
+def preparation(group_filter: GroupFilter) -> Preparation:
+    """Collates two sequences in each micro-batch, in their order."""
+    return Preparation(group_filter, lambda groups: collate(groups, 100, 2, in_order))
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:

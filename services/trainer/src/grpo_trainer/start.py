@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.checkpoint.resume import restore
@@ -11,8 +12,10 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.data.group_filter import GroupFilter
+from grpo_trainer.data.preparation import Preparation
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.model.forward import FastForward, build_forward_pass
@@ -93,11 +96,17 @@ def start_run(
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     limits = GroupLimits(policy.config.vocab_size, settings.seq_len)
     history = VersionHistory(version, sync.begun_as)
+    collated = partial(
+        collate,
+        seq_len=settings.seq_len,
+        tokens_per_micro_batch=settings.micro_batch_tokens,
+        cut=forward.layout.cut,
+    )
     batches = BatchSource(
         settings=settings,
         api=api,
         recover_server=sync.recover_server,
-        group_filter=GroupFilter(limits, history, settings.max_staleness),
+        preparation=Preparation(GroupFilter(limits, history, settings.max_staleness), collated),
         environments=EnvironmentWatch(settings.environment_return_deadline_s),
         quarantine=Quarantine(settings.save_path, api.run_uuid),
         saver=saver,

@@ -19,7 +19,7 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
@@ -91,13 +91,7 @@ def run_step(run: Run, position: Position) -> Position:
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
     watch.fetched()
-    batch = collate(
-        taken.filtered.groups,
-        settings.seq_len,
-        settings.micro_batch_tokens,
-        run.forward.layout.cut,
-    )
-    # Not before: the thread that requests would take turns with `collate`.
+    batch = taken.collated
     run.batches.request_next(position)
     try:
         update = update_policy(run, batch, position, watch)

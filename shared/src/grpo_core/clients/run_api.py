@@ -134,13 +134,19 @@ class TrainerClient(ServiceClient):
                 meanwhile()
             time.sleep(_POLL_S)  # run-api answers early while it shuts down
 
-    def request_ahead(self, batches_left: int) -> None:
+    def request_ahead(
+        self, batches_left: int, prepare: Callable[[LeasedBatch], None] = lambda _: None
+    ) -> None:
         """Request the next batch in a thread, for the next call of `next_batch`.
 
-        Args: batches_left: number of batches that the run still needs, with this one
+        Args:
+            batches_left: number of batches that the run still needs, with this one
+            prepare: called in the thread with the batch that `next_batch` will return
         """
         # One attempt: `next_batch` retries.
-        self._ahead = _LeaseAhead(lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1))
+        self._ahead = _LeaseAhead(
+            lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1), prepare
+        )
 
     def _lease_of_ahead(self) -> LeasedBatch | None:
         """None if nothing was requested ahead, or if it did not succeed."""
@@ -183,18 +189,26 @@ class TrainerClient(ServiceClient):
 class _LeaseAhead:
     """Requests one batch in a thread, until there is one. Errors are left to the next request.
 
-    Args: lease: waits for a batch, for about a second
+    Args:
+        lease: waits for a batch, for about a second
+        prepare: called with the batch
     """
 
-    def __init__(self, lease: Callable[[], LeasedBatch | EnvironmentCount]) -> None:
+    def __init__(
+        self,
+        lease: Callable[[], LeasedBatch | EnvironmentCount],
+        prepare: Callable[[LeasedBatch], None],
+    ) -> None:
         self._lease = lease
+        self._prepare = prepare
         self._found: LeasedBatch | None = None
         self._is_wanted = True
         self._thread = threading.Thread(target=self._run, name="lease-ahead", daemon=True)
         self._thread.start()
 
     def end(self, within_s: float | None = None) -> LeasedBatch | None:
-        """Wait for the request in progress. Returns the batch, or None if there is none."""
+        """Wait for the request or the preparation in progress. Returns the batch, or None if there
+        is none."""
         self._is_wanted = False
         self._thread.join(within_s)
         return self._found
@@ -207,6 +221,7 @@ class _LeaseAhead:
                 return
             if isinstance(found, LeasedBatch):
                 self._found = found
+                self._prepare(found)
             else:
                 time.sleep(_POLL_S)
 

@@ -20,9 +20,10 @@ from grpo_trainer.data.group_filter import (
     WINDOW_BATCHES,
     GroupFilter,
     RecentBatches,
+    digest,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
-from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, good, group
+from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, filtered, good, group
 
 MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
 
@@ -123,10 +124,12 @@ def test_the_nearest_temperature_counts() -> None:
 def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment() -> None:
     group_filter = GroupFilter(LIMITS)
     with capture_logs() as logs:
-        first = group_filter.filter(
-            [good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0
+        first = filtered(
+            group_filter, [good(1), bad(2, env_id=1), good(3), bad(4, env_id=1), good(5)], step=0
         )
-        second = group_filter.filter([good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1)
+        second = filtered(
+            group_filter, [good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1
+        )
     assert (len(first.groups), first.unusable_groups) == (3, 2)
     assert (len(second.groups), second.unusable_groups) == (2, 2)
     told = [(entry["reason"], entry["env_id"]) for entry in logs]
@@ -140,9 +143,15 @@ def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_re
         GroupFilter(LIMITS),
     )
     batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
-    assert [len(group_filter.filter(batch, step=0).groups) for batch in batches] == [0, 0, 10, 0, 0]
+    assert [len(filtered(group_filter, batch, step=0).groups) for batch in batches] == [
+        0,
+        0,
+        10,
+        0,
+        0,
+    ]
     with pytest.raises(UnusableGroup, match="None of the last 3 batches") as refused:
-        group_filter.filter([without, bad(1), bad(3)], step=1)
+        filtered(group_filter, [without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
     assert "no_inference_logprobs 1, truncated_sampling 2" in str(refused.value)
 
@@ -154,33 +163,33 @@ def ten(step: int, unusable: int) -> list[ScoredGroup]:
 def test_more_than_half_of_five_batches_ends_the_run_and_half_does_not() -> None:
     group_filter, fresh = GroupFilter(LIMITS), GroupFilter(LIMITS)
     for step in range(20):
-        group_filter.filter(ten(step, unusable=5), step)
+        filtered(group_filter, ten(step, unusable=5), step)
     with pytest.raises(UnusableGroup, match="of the 50 groups of the last 5 batches"):
-        group_filter.filter(ten(20, unusable=6), 20)
+        filtered(group_filter, ten(20, unusable=6), 20)
     for step in range(WINDOW_BATCHES - 1):
-        fresh.filter(ten(step, unusable=6), step)
+        filtered(fresh, ten(step, unusable=6), step)
     with pytest.raises(UnusableGroup, match="of the 50 groups of the last 5 batches"):
-        fresh.filter(ten(9, unusable=6), WINDOW_BATCHES)
+        filtered(fresh, ten(9, unusable=6), WINDOW_BATCHES)
 
 
 def test_a_batch_that_comes_again_ends_the_run_in_whatever_order() -> None:
     group_filter = GroupFilter(LIMITS)
-    group_filter.filter([good(1), good(2)], step=0)
-    group_filter.filter([good(3), good(4)], step=1)
+    filtered(group_filter, [good(1), good(2)], step=0)
+    filtered(group_filter, [good(3), good(4)], step=1)
     with pytest.raises(DuplicatedBatch, match=r"step 2: all 2 groups .* of step 0"):
-        group_filter.filter([good(2, env_id=9), good(1)], step=2)
+        filtered(group_filter, [good(2, env_id=9), good(1)], step=2)
 
 
 def test_single_repeats_are_counted_and_told_now_and_then() -> None:
     group_filter = GroupFilter(LIMITS)
-    group_filter.filter([good(1), good(2)], step=0)
-    group_filter.filter([good(3), good(4)], step=1)
+    filtered(group_filter, [good(1), good(2)], step=0)
+    filtered(group_filter, [good(3), good(4)], step=1)
     with capture_logs() as logs:
-        assert group_filter.filter([good(1), good(3)], step=2).repeated_groups == 2
-        assert group_filter.filter([good(5), good(5), good(6)], step=3).repeated_groups == 1
-        assert group_filter.filter([good(7), good(8)], step=4).repeated_groups == 0
+        assert filtered(group_filter, [good(1), good(3)], step=2).repeated_groups == 2
+        assert filtered(group_filter, [good(5), good(5), good(6)], step=3).repeated_groups == 1
+        assert filtered(group_filter, [good(7), good(8)], step=4).repeated_groups == 0
         later = 2 + REPEAT_EVERY_STEPS
-        assert group_filter.filter([good(1), good(9)], step=later).repeated_groups == 1
+        assert filtered(group_filter, [good(1), good(9)], step=later).repeated_groups == 1
     assert [(entry["groups"], entry["step"]) for entry in logs] == [(2, 2), (1, later)]
 
 
@@ -188,13 +197,13 @@ def test_groups_that_differ_in_what_was_sampled_are_no_repeats() -> None:
     other_tokens = good(1).model_copy(update={"tokens": [[5, 6, 7], [5, 6, 8, 9, 11]]})
     batches = RecentBatches()
     for step, one in enumerate([good(1), good(1, scores=[0.0, 1.0]), good(2), other_tokens]):
-        assert batches.count_repeats([one], step) == 0
+        assert batches.count_repeats([digest(one)], step) == 0
 
 
 def test_a_lone_group_may_come_twice_once() -> None:
     """An environment may repeat a submission after a lost answer."""
     batches = RecentBatches()
-    assert batches.count_repeats([good(1)], step=0) == 0
-    assert batches.count_repeats([good(1)], step=1) == 1
+    assert batches.count_repeats([digest(good(1))], step=0) == 0
+    assert batches.count_repeats([digest(good(1))], step=1) == 1
     with pytest.raises(DuplicatedBatch):
-        batches.count_repeats([good(1)], step=2)
+        batches.count_repeats([digest(good(1))], step=2)

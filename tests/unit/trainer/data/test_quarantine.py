@@ -32,7 +32,7 @@ from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
-from tests.unit.trainer.groups import LIMITS, good, in_order
+from tests.unit.trainer.groups import LIMITS, good, in_order, preparation
 
 Harm = Callable[[Tensor, Tensor], Tensor]
 HARMS: dict[str, Harm] = {
@@ -95,7 +95,9 @@ class Bench:
             seq_len=LIMITS.seq_len,
             tokens_per_micro_batch=2,
         ).settings()
-        api: Any = SimpleNamespace(next_batch=lambda *_: next(leased), request_ahead=lambda _: None)
+        api: Any = SimpleNamespace(
+            next_batch=lambda *_: next(leased), request_ahead=lambda *_: None
+        )
         sync: Any = SimpleNamespace(apply=self.apply)
         rollouts: Any = SimpleNamespace(require_match=self.require_match)
         saver: Any = SimpleNamespace(
@@ -105,7 +107,7 @@ class Bench:
             settings=settings,
             api=api,
             recover_server=lambda: None,
-            group_filter=GroupFilter(LIMITS),
+            preparation=preparation(GroupFilter(LIMITS)),
             environments=EnvironmentWatch(60.0),
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -19,7 +20,7 @@ from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import StaleData
-from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
+from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, preparation, sampled_by
 
 RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
 OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
@@ -52,24 +53,24 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
         sampled_by(3, (2, 8), (1, 6)),
         good(4),  # unknown version
     ]
-    filtered = group_filter(max_staleness).filter(groups, step=9)
-    assert (len(filtered.groups), filtered.stale_groups) == (4 - stale, stale)
+    found = filtered(group_filter(max_staleness), groups, step=9)
+    assert (len(found.groups), found.stale_groups) == (4 - stale, stale)
 
 
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
     named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
     groups = [good(1), good(2), *named, good(5)]
     under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names has priority
-    filtered = group_filter(2).filter(groups, 9, under)
-    assert [one.version_bound for one in filtered.groups] == [YOUNG, None, None]
-    assert filtered.stale_groups == 2
+    found = filtered(group_filter(2), groups, 9, under)
+    assert [one.version_bound for one in found.groups] == [YOUNG, None, None]
+    assert found.stale_groups == 2
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
-    filtered = group_filter(None).filter(groups, 9, [PolicyVersion(2, 9)] * 2)
-    batch = collate(filtered.groups, 100, 2, in_order)
+    found = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
+    batch = collate(found.groups, 100, 2, in_order)
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
     assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2
@@ -106,7 +107,7 @@ def source_of(
         settings=settings,
         api=api,
         recover_server=lambda: None,
-        group_filter=group_filter(max_staleness=2),
+        preparation=preparation(group_filter(max_staleness=2)),
         environments=EnvironmentWatch(60.0),
         quarantine=quarantine,
         saver=saver,
@@ -116,10 +117,24 @@ def source_of(
 def test_the_next_batch_is_requested_unless_this_is_the_last_step() -> None:
     source = source_of([], under=[])
     requested: list[int] = []
-    source.api.request_ahead = requested.append
+    source.api.request_ahead = lambda left, _: requested.append(left)
     for step in range(AT.step, source.settings.steps):
         source.request_next(replace(AT, step=step))
     assert requested == [2, 1]
+
+
+def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale() -> None:
+    young, old = sampled_by(30, (2, 8), (2, 8)), sampled_by(11, (2, 6), (2, 6))
+    for groups, sizes in (([good(1), young], [2]), ([old, young], [2, 1])):
+        source = source_of([], under=[])
+        collate_two = Mock(side_effect=source.preparation.collate)
+        source.preparation.collate = collate_two
+        ahead = LeasedBatch(5, groups, [None, None])
+        source.preparation.prepare_ahead(ahead)
+        source.api.next_batch = Mock(return_value=ahead)
+        taken = source.take(AT)
+        assert [len(call.args[0]) for call in collate_two.call_args_list] == sizes
+        assert len(taken.collated.origins) == 2 * sizes[-1]
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
@@ -129,8 +144,8 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     with capture_logs() as logs:
         taken = source.take(AT)
     assert taken.batch_id == 7
-    filtered = taken.filtered
-    assert (len(filtered.groups), filtered.stale_groups, filtered.unusable_groups) == (2, 3, 1)
+    found = taken.filtered
+    assert (len(found.groups), found.stale_groups, found.unusable_groups) == (2, 3, 1)
     assert source.saver.skipped == [(9, 5), (9, 6)]
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]

@@ -18,7 +18,9 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.group_filter import FilteredBatch
+from grpo_trainer.data.preparation import Preparation, PreparedBatch
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
 
@@ -33,6 +35,7 @@ class TakenBatch:
     batch_id: int
     groups: list[ScoredGroup]
     filtered: FilteredBatch
+    collated: Batch
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class BatchSource:
     settings: TrainerSettings
     api: TrainerClient
     recover_server: Callable[[], None]
-    group_filter: GroupFilter
+    preparation: Preparation
     environments: EnvironmentWatch
     quarantine: Quarantine
     saver: Saver
@@ -67,11 +70,13 @@ class BatchSource:
         while True:
             left = settings.steps - position.step
             leased = self.next_batch(position.batch_id, left)
-            filtered = self._filtered(leased, position.step)
+            prepared = self.preparation.prepared(leased)
+            filtered = self._filtered(prepared, position.step)
             stale, unusable = stale + filtered.stale_groups, unusable + filtered.unusable_groups
             if filtered.groups:
                 counted = replace(filtered, stale_groups=stale, unusable_groups=unusable)
-                return TakenBatch(leased.id, leased.groups, counted)
+                collated = self.preparation.collated(prepared, filtered.groups)
+                return TakenBatch(leased.id, leased.groups, counted, collated)
             position = self._skip(leased.id, position)
             log.warning(
                 "batch.skipped",
@@ -88,11 +93,11 @@ class BatchSource:
                 )
 
     def request_next(self, position: Position) -> None:
-        """Request the batch after the one of `position`, so that it arrives while that one is
-        trained on."""
+        """Request the batch after the one of `position`, so that it arrives and is prepared while
+        that one is trained on."""
         left = self.settings.steps - position.step
         if left > 1:
-            self.api.request_ahead(left - 1)
+            self.api.request_ahead(left - 1, self.preparation.prepare_ahead)
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
         """Args:
@@ -136,12 +141,13 @@ class BatchSource:
         self.quarantine.add(taken.batch_id, taken.groups, position.step, error)
         return self._skip(taken.batch_id, position)
 
-    def _filtered(self, leased: LeasedBatch, step: int) -> FilteredBatch:
+    def _filtered(self, prepared: PreparedBatch, step: int) -> FilteredBatch:
         """The filtered batch, without any group if it is in quarantine."""
+        leased = prepared.leased
         if self.quarantine.holds(leased.id):
             return FilteredBatch([], unusable_groups=0, repeated_groups=0)
         try:
-            return self.group_filter.filter(leased.groups, step, leased.received_under)
+            return self.preparation.group_filter.filter(prepared.checked, step)
         except UnusableGroup as error:
             self.quarantine.add(leased.id, leased.groups, step, error)
             raise

@@ -47,6 +47,16 @@ class FilteredBatch:
 
 
 @dataclass(frozen=True)
+class CheckedGroup:
+    """What a group's contents alone say of it."""
+
+    group: ScoredGroup
+    digest: bytes
+    provenance: GroupProvenance
+    result: UsableGroup | UnusableGroup
+
+
+@dataclass(frozen=True)
 class _Tally:
     unusable: int
     groups: int
@@ -72,60 +82,75 @@ class GroupFilter:
         self._logged: set[tuple[str, int | None]] = set()
         self._next_repeat_warning = 0
 
-    def filter(
-        self,
-        groups: Sequence[ScoredGroup],
-        step: int,
-        received_under: Sequence[PolicyVersion | None] = (),
-    ) -> FilteredBatch:
-        """Args:
+    def check(
+        self, groups: Sequence[ScoredGroup], received_under: Sequence[PolicyVersion | None] = ()
+    ) -> list[CheckedGroup]:
+        """Check each group. Changes nothing, so a thread can do it ahead of `filter`.
+
+        Args:
             groups: one batch, not empty
             received_under: for each group the served version at the time when run-api received it;
                 empty if unknown
+        """
+        versions = received_under or [None] * len(groups)
+        pairs = enumerate(zip(groups, versions, strict=True))
+        return [self._checked(index, group, version) for index, (group, version) in pairs]
+
+    def filter(self, checked: Sequence[CheckedGroup], step: int) -> FilteredBatch:
+        """Args: checked: one batch, as `check` returns it
 
         Raises:
             DuplicatedBatch: run-api delivered this batch before.
             UnusableGroup: no group of three batches in a row, or less than half of the groups of
                 the last 5 batches, can be trained on.
         """
-        repeated = self._batches.count_repeats(groups, step)
+        repeated = self._batches.count_repeats([one.digest for one in checked], step)
         if repeated and step >= self._next_repeat_warning:
             log.warning(
                 "trained_groups.received_again",
                 groups=repeated,
-                batch_groups=len(groups),
+                batch_groups=len(checked),
                 step=step,
             )
             self._next_repeat_warning = step + REPEAT_EVERY_STEPS
-        young: list[tuple[ScoredGroup, GroupProvenance]] = []
-        for group, version in zip(groups, received_under or [None] * len(groups), strict=True):
-            provenance = self.history.provenance(group, version)
-            if not self.history.is_stale(provenance, step, self.max_staleness):
-                young.append((group, provenance))
+        young = [
+            one
+            for one in checked
+            if not self.history.is_stale(one.provenance, step, self.max_staleness)
+        ]
         usable, problems = self._split(young)
         self._tallies.append(_Tally(len(problems), len(young)))
         if problems:
             self._raise_if_systematic(problems)
-        return FilteredBatch(usable, len(problems), repeated, len(groups) - len(young))
+        return FilteredBatch(usable, len(problems), repeated, len(checked) - len(young))
+
+    def _checked(
+        self, index: int, group: ScoredGroup, received_under: PolicyVersion | None
+    ) -> CheckedGroup:
+        provenance = self.history.provenance(group, received_under)
+        result: UsableGroup | UnusableGroup
+        try:
+            found = usable_group(index, group, self.limits)
+            result = replace(found, facts=provenance.facts, version_bound=provenance.bound)
+        except UnusableGroup as problem:
+            result = problem
+        return CheckedGroup(group, digest(group), provenance, result)
 
     def _split(
-        self, groups: Sequence[tuple[ScoredGroup, GroupProvenance]]
+        self, checked: Sequence[CheckedGroup]
     ) -> tuple[list[UsableGroup], list[UnusableGroup]]:
         usable, problems = [], []
-        for index, (group, provenance) in enumerate(groups):
-            try:
-                checked = usable_group(index, group, self.limits)
-                usable.append(
-                    replace(checked, facts=provenance.facts, version_bound=provenance.bound)
-                )
-            except UnusableGroup as problem:
-                problems.append(problem)
-                if self._is_first(problem.reason, group.env_id):
+        for group, result in ((one.group, one.result) for one in checked):
+            if isinstance(result, UsableGroup):
+                usable.append(result)
+            else:
+                problems.append(result)
+                if self._is_first(result.reason, group.env_id):
                     log.warning(
                         "group.dropped",
-                        reason=str(problem.reason),
+                        reason=str(result.reason),
                         env_id=group.env_id,
-                        problem=str(problem),
+                        problem=str(result),
                     )
             if group.advantages and self._is_first("advantages", group.env_id):
                 log.warning(
@@ -174,20 +199,21 @@ class RecentBatches:
         self._seen: deque[_Seen] = deque(maxlen=remembered)
         self._lone_repeats = 0
 
-    def count_repeats(self, groups: Sequence[ScoredGroup], step: int) -> int:
+    def count_repeats(self, digests: Sequence[bytes], step: int) -> int:
         """Number of groups that were in an earlier batch, or twice in this one.
+
+        Args: digests: of a batch's groups
 
         Raises:
             DuplicatedBatch: all of them were in one earlier batch. A second step on the same
                 samples would bias the policy. A batch of one group is accepted once, because its
                 environment may have repeated a submission after a lost answer.
         """
-        digests = [digest(group) for group in groups]
         batch = frozenset(digests)
         for seen in self._seen:
             if batch <= seen.groups and self._is_duplicate(batch):
                 raise DuplicatedBatch(
-                    f"step {step}: all {len(groups)} groups of this batch were already in the "
+                    f"step {step}: all {len(digests)} groups of this batch were already in the "
                     f"batch of step {seen.step}, with the same tokens, logprobs and scores. The "
                     "trainer did not train on this batch. Check in run-api's log whether run-api "
                     "handed out one batch twice, or an environment submitted groups twice"
