@@ -243,6 +243,7 @@ class Worker:
             load = Load(
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
+                kept_share=self._producer.progress.kept_share,
             )
             groups = groups_to_start(status, self._trainer, self._settings, total_steps, load)
             self._stall.observe(status.current_step, idle=not groups and not self._in_flight)

@@ -76,6 +76,23 @@ def test_neither_concurrency_nor_staleness_passes_its_bound(
 
 
 @pytest.mark.parametrize(
+    ("load", "expected"),
+    # Three batches hold 24 groups.
+    [
+        (Load(0, kept_share=0.75), 32),
+        (Load(30, kept_share=0.75), 2),
+        (Load(23, kept_share=0.99), 1),  # 24 / 0.99 is nearer to 24 than to 25
+        (Load(0, sent_since_status=23, kept_share=0.99), 2),  # at least one must be kept
+        (Load(0, kept_share=0.01), 48),
+    ],
+)
+def test_replacements_of_dropped_groups_are_started_with_the_others(
+    load: Load, expected: int
+) -> None:
+    assert decide(load) == expected
+
+
+@pytest.mark.parametrize(
     ("weight", "pressure", "expected"),
     [(0.5, 0.0, 3), (0.01, 0.99, 1), (0.01, 1.0, 0)],
 )

@@ -1,7 +1,7 @@
 """Decides how many groups to start now: enough for the trainer, but few enough to stay fresh.
 
-Sequences that are queued or being sampled stay within `max_batches_offpolicy` batches, because more
-of them would be too stale when the trainer uses them.
+Sequences that are queued, or being sampled and likely to be kept, stay within
+`max_batches_offpolicy` batches, because more of them would be too stale when the trainer uses them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ END_MARGIN_BATCHES = 1
 """Batches to sample beyond the last one. Groups may still be dropped, and run-api rounds the share
 of other environments up, so an exact count could leave the last batch one group short."""
 
+_LEAST_KEPT_SHARE = 0.5
+"""Never sample more than twice the missing groups: if nearly all are dropped, the last ones may
+still be good."""
+
 
 @dataclass(frozen=True)
 class Load:
-    """Groups of this environment that `EnvironmentStatus` does not include yet."""
+    """Groups of this environment that `EnvironmentStatus` does not include yet.
+
+    `kept_share`: the share of groups that are not dropped for equal scores.
+    """
 
     in_flight: int
     sent_since_status: int = 0
+    kept_share: float = 1.0
 
 
 def run_is_complete(status: EnvironmentStatus, total_steps: int) -> bool:
@@ -56,9 +64,13 @@ def groups_to_start(
     # Other environments may fill the queue, but every batch needs this environment's minimum share.
     wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
-    missing -= load.sent_since_status + load.in_flight
+    missing -= load.sent_since_status
+    # Start the replacements of dropped groups together with the others, or the trainer would wait
+    # for one more round of sampling.
+    kept_share = max(load.kept_share, _LEAST_KEPT_SHARE)
+    to_sample = round(missing / kept_share) if load.in_flight else math.ceil(missing / kept_share)
     free_slots = _slots(status, settings) - load.in_flight
-    return max(0, min(missing, free_slots))
+    return max(0, min(to_sample - load.in_flight, free_slots))
 
 
 def _fresh_groups(batch_size: int, settings: EnvServerSettings) -> int:

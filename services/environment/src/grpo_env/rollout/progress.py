@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from grpo_core.wire import scored_group as wire
 from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure
 
 _REPORT_EVERY_S = 5.0
+_RECENT_GROUPS = 64
 
 
 @dataclass
@@ -64,6 +65,12 @@ class Progress:
         self._window = _Window(clock())
         self.groups_sent = 0
         self.failures: Counter[FailureReason] = Counter()
+        self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the recent groups that were not dropped for equal scores; 1 at the start."""
+        return (1 + sum(self._recent)) / (1 + len(self._recent))
 
     def record(self, outcome: Rollout | RolloutFailure) -> None:
         """Count one sampled group. `groups_sent` is counted separately."""
@@ -72,9 +79,12 @@ class Progress:
         if outcome.rewards:
             self._window.graded_groups += 1
             self._window.graded_tokens += outcome.completion_tokens
+        has_equal_scores = False
         if isinstance(outcome, RolloutFailure):
             self.failures[outcome.reason] += 1
-            self._window.equal_groups += outcome.reason is FailureReason.EQUAL_SCORES
+            has_equal_scores = outcome.reason is FailureReason.EQUAL_SCORES
+        self._window.equal_groups += has_equal_scores
+        self._recent.append(not has_equal_scores)
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""
