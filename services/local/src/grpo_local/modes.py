@@ -89,7 +89,7 @@ class ModeOptions(CommandSettings):
         32, ge=1, description="LoRA alpha: the adapter is scaled by this number divided by --lora-r"
     )
     lora_dropout: float = Field(
-        0.05, ge=0, lt=1, description="Dropout probability of the adapter's input during training"
+        0.0, ge=0, lt=1, description="Dropout probability of the adapter's input during training"
     )
     lora_target_modules: Annotated[
         CommaSeparated[str] | None,
