@@ -170,6 +170,10 @@ bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM;
 bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.generate --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
+.PHONY: bench-objectives
+bench-objectives: install ## Train the tiny model with every objective; writes benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.objectives --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)

@@ -6,7 +6,6 @@ Whole loops take turns, each in processes of its own. `benchmarks.train_step` me
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pydantic import Field
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.report import table
 from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.train_bench.demo import demo_records
 from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
 from benchmarks.train_bench.work import answer, questions
@@ -111,14 +111,10 @@ class Bench:
         ]
 
     def _demo(self, loop: Loop) -> Reading:
-        command = [sys.executable, "-m", "grpo_local", "--steps", str(loop.steps), *loop.flags]
+        flags = ["--steps", str(loop.steps), *loop.flags]
         if loop.task == "gsm8k":
-            command += ["--task", "gsm8k", "--data", str(self.settings.data)]
-        command += ["--max-completion-tokens", str(loop.longest)]
-        with tempfile.TemporaryDirectory() as directory:
-            subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
-            metrics = Path(directory) / "runs" / "latest" / "metrics.jsonl"
-            records = [json.loads(line) for line in metrics.read_text().splitlines()]
+            flags += ["--task", "gsm8k", "--data", str(self.settings.data)]
+        records = demo_records([*flags, "--max-completion-tokens", str(loop.longest)])
         return {
             "step_s": median(r["train/step_time"] for r in records[3:]),
             "staleness": median(r["staleness/mean"] for r in records[3:]),

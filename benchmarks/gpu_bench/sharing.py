@@ -43,6 +43,7 @@ from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters
+from grpo_trainer.optim.schedule import constant
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
 LEASE_S = 60.0
@@ -133,8 +134,7 @@ class TimedOptimizer(MasterOptimizer):
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         super().__init__(
             parameters,
-            lr=1.0,
-            warmup_steps=0,
+            learning_rate=constant(1.0),
             weight_decay=0.0,
             max_grad_norm=1.0,
             update=Nudge(),

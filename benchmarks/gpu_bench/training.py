@@ -46,6 +46,7 @@ from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -132,7 +133,7 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
         ],
     )
     usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
-    return collate([usable], work.longest, work.micro_batch * work.longest, by_length)
+    return collate([usable], work.longest, work.micro_batch * work.longest, by_length, GRPO)
 
 
 def trained_lengths(batch: Batch) -> list[int]:
@@ -140,7 +141,6 @@ def trained_lengths(batch: Batch) -> list[int]:
     return [length for micro in batch.micro_batches for length in micro.lengths]
 
 
-CLIP_EPS = 0.2
 LR = 1e-6
 
 
@@ -155,7 +155,7 @@ class Trainee:
 
     def gather(self, step: int) -> None:
         """The gradients of the batch, into the optimizer."""
-        accumulate_gradients(self.policy, self.batch, CLIP_EPS, step, self.forward)
+        accumulate_gradients(self.policy, self.batch, GRPO, step, self.forward)
 
 
 def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:

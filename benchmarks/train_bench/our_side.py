@@ -23,9 +23,9 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.model.forward import build_forward_pass
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-
-CLIP_EPS = 0.2
+from grpo_trainer.optim.schedule import constant
 
 
 def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
@@ -35,7 +35,7 @@ def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     limits = GroupLimits(vocabulary, seq_len=10_000)
     usable = [usable_group(i, scored(group), limits) for i, group in enumerate(groups)]
-    return collate(usable, 10_000, work["tokens_per_micro_batch"], cut)
+    return collate(usable, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
 
 
 def scored(group: list[tuple[list[int], list[int], list[float], float]]) -> ScoredGroup:
@@ -54,11 +54,11 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(model)
     forward = build_forward_pass(model, ForwardOptions())
     batch = batch_of(work, model.config.vocab_size, forward.layout.cut)
-    optimizer = MasterOptimizer(model.parameters(), 1e-6, 0, 0.01, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), constant(1e-6), 0.01, 1.0)
     losses, norms, seconds = [], [], []
     for step in range(work["steps"]):
         began = time.perf_counter()
-        stats = accumulate_gradients(model, batch, CLIP_EPS, step, forward)
+        stats = accumulate_gradients(model, batch, GRPO, step, forward)
         norms.append(optimizer.step(step))
         optimizer.write_into_parameters()
         seconds.append(time.perf_counter() - began)
@@ -66,7 +66,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     peak = memory.bytes()
     in_place = {torch.ops.aten.addmm_: addmm_flops}  # which torch does not count
     with FlopCounterMode(display=False, custom_mapping=in_place) as flops:
-        accumulate_gradients(model, batch, CLIP_EPS, 0, forward)
+        accumulate_gradients(model, batch, GRPO, 0, forward)
     return {
         "loss": losses[0],
         "norm": norms[0],

@@ -22,8 +22,10 @@ from grpo_trainer.data.micro_batches import by_prefix
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
@@ -48,7 +50,7 @@ def outcome(model: Any, forward: ForwardPass) -> tuple[Tensor, Tensor]:
     """Logprobs of the trained tokens, and all gradients in one vector."""
     micro = ragged_batch().micro_batches[0].to(DEVICE)
     model.zero_grad(set_to_none=True)
-    logp = forward(model, micro)[micro.token_weight > 0]
+    logp = forward(model, micro).logp[micro.token_weight > 0]
     weights = torch.linspace(-1, 2, len(logp), device=DEVICE)
     (weights * logp).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.cat([p.grad.float().flatten() for p in model.parameters()])
@@ -101,8 +103,8 @@ def _without_bounds(inputs: Any) -> Any:
 
 def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
     on_gpu, on_host = policy(torch.float32), policy(torch.float32).cpu()
-    found = accumulate_gradients(on_gpu, ragged_batch(tokens=30), 0.2, 0)
-    expected = accumulate_gradients(on_host, ragged_batch(tokens=30), 0.2, 0)
+    found = accumulate_gradients(on_gpu, ragged_batch(tokens=30), GRPO, 0)
+    expected = accumulate_gradients(on_host, ragged_batch(tokens=30), GRPO, 0)
     assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(found.tokens.logp, expected.tokens.logp, rtol=1e-3, atol=1e-3)
 
@@ -113,7 +115,7 @@ def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimi
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))
     update = build_update(settings, [parameter])
-    return parameter, MasterOptimizer([parameter], lr, 0, 0.01, 1.0, update)
+    return parameter, MasterOptimizer([parameter], constant(lr), 0.01, 1.0, update)
 
 
 def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from grpo_core.weights.socket import connect_weights
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import constant
 from grpo_trainer.verify.alignment import Alignment, AlignmentProbe
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared_memory.memory import map_weights
@@ -137,7 +138,7 @@ def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[Attach
     bridge = BridgeClient(server.url, control_url=server.control_url)
     sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=LEASE_S)
     policy = sync.load_policy().eval()
-    optimizer = MasterOptimizer(policy.parameters(), lr, 0, 0.0, 1.0)
+    optimizer = MasterOptimizer(policy.parameters(), constant(lr), 0.0, 1.0)
     found = [master.detach().clone() for master in optimizer.masters]
     sync.start(optimizer, step=0)
     try:

@@ -24,7 +24,7 @@ from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.verify.alignment import Bound
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import bulky, register, status, submit
-from tests.support.small_trainer import Side
+from tests.support.small_trainer import NO_PENALTY, Side
 from tests.support.wait import DEADLINE_S
 
 STATE = Position(step=2, batch_id=2, epoch=1)
@@ -178,7 +178,9 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 submit(http, marker, **bulky(marker))
             side = Side()
             store = StateStore(config.save_path)
-            saver = Saver(config, side.model, side.optimizer, trainer, store, Bound(1.0))
+            saver = Saver(
+                config, side.model, side.optimizer, trainer, store, Bound(1.0), NO_PENALTY
+            )
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
             unused: Any = None
             source = BatchSource(

@@ -12,8 +12,11 @@ from torch import nn
 from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import Schedule
 
+NO_PENALTY = KlCoefficient("fixed", initial=0.0, target=1.0, horizon=1)
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 
 
@@ -26,7 +29,9 @@ class Side:
         for name in ("first", "second", "unused"):
             weights = torch.randn(width, 3).to(torch.bfloat16)
             self.model.register_parameter(name, nn.Parameter(weights))
-        self.optimizer = MasterOptimizer(self.model.parameters(), 0.1, 4, 0.01, max_grad_norm=1.0)
+        self.optimizer = MasterOptimizer(
+            self.model.parameters(), Schedule("constant", 0.1, 4, 100), 0.01, max_grad_norm=1.0
+        )
 
     def step(self, step: int) -> float:
         """Take a step on a loss that draws from every random generator, like one with dropout.

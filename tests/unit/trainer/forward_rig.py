@@ -16,6 +16,7 @@ from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Cut, by_prefix
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
+from grpo_trainer.objective.recipes import GRPO
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48
@@ -102,7 +103,9 @@ def ragged_batch(cut: Cut = by_prefix, tokens: int = 1000) -> Batch:
         ],
         overrides=[{"temperature": 0.6 + 0.2 * i} for i in range(len(sequences))],
     )
-    return collate([usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))], 64, tokens, cut)
+    return collate(
+        [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))], 64, tokens, cut, GRPO
+    )
 
 
 def ragged() -> MicroBatch:
@@ -116,7 +119,7 @@ def outcome(
     gradient counts as one with zeros."""
     for parameter in policy.parameters():
         parameter.grad = None
-    logp = forward(policy, micro)[micro.token_weight > 0]
+    logp = forward(policy, micro).logp[micro.token_weight > 0]
     weights = torch.linspace(-1, 2, len(logp))
     (weights * logp).sum().backward()  # type: ignore[no-untyped-call]
     gradients = {

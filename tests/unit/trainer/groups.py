@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
@@ -13,6 +14,7 @@ from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_grou
 from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.data.preparation import Preparation
+from grpo_trainer.objective.recipes import GRPO
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -62,11 +64,12 @@ def filtered(
 
 def preparation(group_filter: GroupFilter) -> Preparation:
     """Collates two sequences in each micro-batch, in their order."""
-    return Preparation(group_filter, lambda groups: collate(groups, 100, 2, in_order))
+    options = {"seq_len": 100, "tokens_per_micro_batch": 2, "cut": in_order, "objective": GRPO}
+    return Preparation(group_filter, partial(collate, **options))
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:
-    return collate(usable(*groups), seq_len, micro_batch_size, in_order)
+    return collate(usable(*groups), seq_len, micro_batch_size, in_order, GRPO)
 
 
 def in_order(sequences: Sequence[Tokens], size: int) -> list[list[int]]:

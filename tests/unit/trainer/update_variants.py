@@ -11,6 +11,7 @@ from grpo_trainer.optim.adafactor import Adafactor
 from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
+from grpo_trainer.optim.schedule import constant
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -52,7 +53,7 @@ class Model:
             nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
-            self.parameters, lr, 0, weight_decay, max_grad_norm=1.0, update=update
+            self.parameters, constant(lr), weight_decay, max_grad_norm=1.0, update=update
         )
 
     def gather(self, step: int, micro_batches: int = 1) -> None:

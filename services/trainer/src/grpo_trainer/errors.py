@@ -57,6 +57,7 @@ class UnusableReason(StrEnum):
     TEMPERATURE = "temperature"
     UNKNOWN_TOKEN = "unknown_token"
     MASKS = "masks_against_tokens"
+    ADVANTAGES = "advantages_against_tokens"
     PROMPT_TRAINED = "prompt_trained_on"
     NOTHING_TRAINED = "nothing_trained_on"
     CUT_OFF = "cut_off_by_seq_len"

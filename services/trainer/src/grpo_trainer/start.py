@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+
+import structlog
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.checkpoint.resume import restore
@@ -22,6 +24,8 @@ from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.reference import Reference, build_reference
+from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder
@@ -29,6 +33,8 @@ from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.verify.rollout_check import RolloutCheck
 from grpo_trainer.weight_sync.base import WeightSync
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Run:
     batches: BatchSource
     policy: CausalLM
     forward: FastForward
+    reference: Reference | None
+    kl_coefficient: KlCoefficient
     optimizer: MasterOptimizer
     sync: WeightSync
     rollouts: RolloutCheck
@@ -65,6 +73,10 @@ def start_run(
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
     forward = build_forward_pass(policy, settings)
+    reference = build_reference(policy, forward, settings)
+    kl_coefficient = settings.kl_coefficient
+    if saved is not None:
+        kl_coefficient.resume(saved.record.kl_coef)
     optimizer = build_optimizer(policy, settings)
     if saved is None:
         api.register(settings.registration(first_step=0))
@@ -90,7 +102,7 @@ def start_run(
         check = SharedMemoryCheck(
             probe, optimizer, sync.served_logprobs, settings.verify_every_steps
         )
-    saver = Saver(settings, policy, optimizer, api, store, bound)
+    saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
@@ -101,7 +113,9 @@ def start_run(
         seq_len=settings.seq_len,
         tokens_per_micro_batch=settings.micro_batch_tokens,
         cut=forward.layout.cut,
+        objective=settings.resolved_objective,
     )
+    log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
     batches = BatchSource(
         settings=settings,
         api=api,
@@ -113,5 +127,6 @@ def start_run(
     )
     rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
     recorder = Recorder(settings, write_record)
-    run = Run(settings, batches, policy, forward, optimizer, sync, rollouts, check, recorder, saver)
+    learner = (policy, forward, reference, kl_coefficient, optimizer)
+    run = Run(settings, batches, *learner, sync, rollouts, check, recorder, saver)
     return run, position

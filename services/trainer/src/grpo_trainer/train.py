@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -19,8 +19,11 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batch_source import TakenBatch
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
+from grpo_trainer.model.reference import with_penalties
+from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.sinks import open_sinks
@@ -91,10 +94,11 @@ def run_step(run: Run, position: Position) -> Position:
     settings, step, watch = run.settings, position.step, StepWatch()
     taken = run.batches.take(position)
     watch.fetched()
-    batch = taken.collated
     run.batches.request_next(position)
+    objective = replace(settings.resolved_objective, kl_coef=run.kl_coefficient.value)
+    batch = compare_with_reference(run, taken, objective)
     try:
-        update = update_policy(run, batch, position, watch)
+        update = update_policy(run, batch, objective, position, watch)
     except NonFiniteStep as error:
         return run_step(run, run.batches.reject(taken, position, error))
     except RolloutMismatch as error:
@@ -105,6 +109,7 @@ def run_step(run: Run, position: Position) -> Position:
         step=step,
         steps=settings.steps,
         lr=run.optimizer.learning_rate(step),
+        kl_coef=None if run.reference is None else objective.kl_coef,
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
         facts=batch.stats,
@@ -115,12 +120,27 @@ def run_step(run: Run, position: Position) -> Position:
         times=watch.times(published, run.recorder.started),
         save_s=run.saver.seconds,
     )
+    if run.reference is not None:
+        divergence = update.gradients.sums.mean("reference_kl") or 0.0
+        run.kl_coefficient.observe(divergence, len(batch.origins))
     run.batches.quarantine.step_taken()
     run.recorder.record(outcome)
     return Position(step + 1, taken.batch_id, published.version.epoch)
 
 
-def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) -> Update:
+def compare_with_reference(run: Run, taken: TakenBatch, objective: Objective) -> Batch:
+    """The batch with what a KL penalty needs; unchanged without one."""
+    if run.reference is None:
+        return taken.collated
+    batch = run.reference.added(taken.collated)
+    if objective.kl_in == "loss":
+        return batch
+    return with_penalties(batch, taken.filtered.groups, run.batches.preparation.collate, objective)
+
+
+def update_policy(
+    run: Run, batch: Batch, objective: Objective, position: Position, watch: StepWatch
+) -> Update:
     """Compute gradients, check the rollouts and update the weights. A failed attempt is repeated
     once, because the machine may have caused it.
 
@@ -135,7 +155,7 @@ def update_policy(run: Run, batch: Batch, position: Position, watch: StepWatch) 
             gradients = accumulate_gradients(
                 run.policy,
                 batch,
-                run.settings.clip_eps,
+                objective,
                 step,
                 run.forward,
                 optimizer.loss_scale,

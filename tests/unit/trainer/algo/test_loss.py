@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_trainer.algo.advantage import group_advantages
-from grpo_trainer.algo.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.algo.loss import NO_SUMS, LossSums, loss_sums, policy_loss
 from grpo_trainer.model.logprobs import token_logprobs
+from grpo_trainer.objective.advantage import group_std
+from grpo_trainer.objective.recipes import Objective
 
-EPS = 0.2
+GRPO = Objective()
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
 
 
 def advantages(scores: list[float]) -> list[float]:
-    return group_advantages(torch.tensor(scores)).tolist()
+    (found,) = group_std([torch.tensor(scores)])
+    return found.tolist()
 
 
 def test_three_scores_by_hand() -> None:
@@ -67,14 +69,20 @@ def judged(
     behaviour: list[list[float]],
     advantages: list[float],
     weight: list[list[float]],
+    objective: Objective = GRPO,
 ) -> tuple[float, list[list[float]], LossSums]:
     """(loss, d loss / d logp, sums)"""
     policy = torch.tensor(logp, requires_grad=True)
-    terms = (torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(weight), EPS)
-    loss = grpo_loss(policy, *terms)
+    columns = (torch.tensor(behaviour), torch.tensor(advantages)[:, None], torch.tensor(weight))
+    loss = policy_loss(policy, *columns, objective)
     loss.backward()
+    entropy = torch.zeros_like(policy)
     assert policy.grad is not None
-    return float(loss.detach()), policy.grad.tolist(), loss_sums(policy, *terms)
+    return (
+        float(loss.detach()),
+        policy.grad.tolist(),
+        loss_sums(policy, entropy, None, *columns, objective),
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
@@ -37,7 +38,7 @@ class Trainer:
         for step in steps:
             batch = collated(group(), group(scores=[0.0, 1.0 + step]))
             scale = self.optimizer.loss_scale
-            loss = accumulate_gradients(self.policy, batch, 0.2, step, loss_scale=scale).loss
+            loss = accumulate_gradients(self.policy, batch, GRPO, step, loss_scale=scale).loss
             taken.append((loss, self.optimizer.step(step)))
             self.optimizer.write_into_parameters()
             logprobs_of(self.policy, [1, 2, 3])  # a check draws no random number

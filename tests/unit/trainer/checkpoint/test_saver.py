@@ -26,7 +26,9 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import constant
 from grpo_trainer.verify.alignment import Bound
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
@@ -79,12 +81,13 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
     chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
-    optimizer = MasterOptimizer(model.parameters(), 0.1, 0, 0.0, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), constant(0.1), 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
-        rig = Bench(Saver(chosen, model, optimizer, api, store, Bound(1.0)), save_path)
+        penalty = KlCoefficient("fixed", initial=0.25, target=1.0, horizon=1)
+        rig = Bench(Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty), save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
         yield rig
@@ -114,6 +117,9 @@ def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path
             (4, [FINAL_MODEL, "step_3", "000003_step_3", "000004_step_4"]),
         ]
         assert (rig.save_path / "step_3" / "model.safetensors").exists()
+        newest = rig.saver.store.newest()
+        assert newest is not None
+        assert newest.record.kl_coef == rig.saver.kl_coefficient.value == 0.25
 
 
 def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_secrets_come_from_variables_and_are_never_shown(
     assert "a-secret" not in told
 
 
-def test_defaults_are_those_of_the_archived_trainer() -> None:
-    assert settings("lora_only").lora == LoraOptions(16, 32, 0.05, ("q_proj", "v_proj"), None)
+def test_defaults_are_those_of_the_archived_trainer_but_for_dropout() -> None:
+    assert settings("lora_only").lora == LoraOptions(16, 32, 0.0, ("q_proj", "v_proj"), None)
     assert settings("none").lora is None
 
 

@@ -13,6 +13,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin, collate
 from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
+from grpo_trainer.objective.recipes import GRPO, Objective
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable
 
 
@@ -26,7 +27,7 @@ def test_shift_padding_and_weights_by_hand() -> None:
     torch.testing.assert_close(
         micro.token_weight, torch.tensor([[0, 1 / 2, 0, 0], [0, 1 / 6, 1 / 6, 1 / 6]])
     )
-    assert micro.advantages.tolist() == pytest.approx([1.0, -1.0])
+    assert micro.advantages.flatten().tolist() == pytest.approx([1.0, -1.0])
     assert micro.temperature.tolist() == [1.0, 1.0]
     assert micro.lengths == (2, 4)
     assert micro.shared == (0, 2)
@@ -57,7 +58,7 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     cut: Cut, groups: list[ScoredGroup], seq_len: int, tokens: int
 ) -> None:
     """The weights do not depend on the division into micro-batches, nor on the order."""
-    batch = collate(usable(*groups), seq_len, tokens, cut)
+    batch = collate(usable(*groups), seq_len, tokens, cut, GRPO)
     sent = [
         [
             (env_id, place, *values)
@@ -83,16 +84,32 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
 
 
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
-    """A sequence with a zeroed advantage still counts in its group's mean; advantages from the
-    environment do not."""
+    """A sequence with a zeroed advantage still counts in its group's mean."""
     mixed = group(
-        advantages=[[9.0], [9.0]],
         overrides=[{"temperature": 2.0}, {"set_advantage_to_zero": True}],
         generation_params={"temperature": 0.5},
     )
     micro = collated(mixed).micro_batches[0]
     assert micro.temperature.tolist() == [2.0, 0.5]
-    assert micro.advantages.tolist() == pytest.approx([1.0, 0.0])
+    assert micro.advantages.flatten().tolist() == pytest.approx([1.0, 0.0])
+
+
+def test_advantages_of_the_environment_have_priority_over_its_scores() -> None:
+    """One for a whole sequence, or one for each token, of which the first predicts nothing."""
+    sent = group(advantages=[[7.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
+    micro = collated(sent, seq_len=4).micro_batches[0]
+    assert micro.advantages.tolist() == [[7.0, 7.0, 0.0], [1.0, 2.0, 3.0]]
+    whole = collated(group(advantages=[[7.0], [8.0]])).micro_batches[0]
+    assert whole.advantages.tolist() == [[7.0], [8.0]]
+
+
+def test_a_long_completion_loses_part_of_its_score() -> None:
+    """3 of 4 allowed tokens, and a buffer of 2 tokens: half a point. Then 1 and -0.5 are compared
+    with their mean."""
+    one = group(generation_params={"max_tokens": 4})
+    objective = Objective(advantage="group_mean", overlong_buffer=0.5)
+    micro = collate(usable(one), 100, 2, in_order, objective).micro_batches[0]
+    assert micro.advantages.flatten().tolist() == [0.75, -0.75]
 
 
 def test_origin_of_each_sequence() -> None:

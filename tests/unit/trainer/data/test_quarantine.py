@@ -26,8 +26,10 @@ from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.weight_sync.base import Published
@@ -49,7 +51,7 @@ class Bench:
     def __init__(self, save_path: Path, harm: str = "loss", times: int = 100) -> None:
         torch.manual_seed(0)
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
-        self.optimizer = MasterOptimizer(self.policy.parameters(), 0.1, 0, 0.0, 1.0)
+        self.optimizer = MasterOptimizer(self.policy.parameters(), constant(0.1), 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
         self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
@@ -57,13 +59,13 @@ class Bench:
 
     layout = Layout(padded, in_order)
 
-    def __call__(self, policy: Any, micro: MicroBatch) -> Tensor:
+    def __call__(self, policy: Any, micro: MicroBatch) -> TokenValues:
         """The forward pass."""
-        logp = plain_forward(policy, micro)
+        logp, entropy = plain_forward(policy, micro)
         if self.left and POISON in micro.temperature.tolist():
             self.left -= 1
-            return self.harm(logp, next(policy.parameters()).flatten()[0])
-        return logp
+            logp = self.harm(logp, next(policy.parameters()).flatten()[0])
+        return TokenValues(logp, entropy)
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         norm = optimizer.step(step)
@@ -112,7 +114,8 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        learner: Any = (self.policy, self, self.optimizer, sync, rollouts, None)
+        forward: Any = (self, None, settings.kl_coefficient)
+        learner: Any = (self.policy, *forward, self.optimizer, sync, rollouts, None)
         run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):

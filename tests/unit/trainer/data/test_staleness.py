@@ -20,6 +20,7 @@ from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import StaleData
+from grpo_trainer.objective.recipes import GRPO
 from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, preparation, sampled_by
 
 RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
@@ -70,7 +71,7 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
     found = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
-    batch = collate(found.groups, 100, 2, in_order)
+    batch = collate(found.groups, 100, 2, in_order, GRPO)
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
     assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2

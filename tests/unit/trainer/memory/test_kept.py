@@ -21,6 +21,7 @@ from grpo_trainer.memory.kept import KeptBytes
 from grpo_trainer.memory.plan import MemoryPlan, memory_plan
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.groups import collated, group
@@ -123,10 +124,10 @@ def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
         train_only(policy, settings.trained_layers)
     optimizer = build_optimizer(policy, settings)
     batch = collated(*(group() for _ in range(line.gradient_accumulation_steps)))
-    accumulate_gradients(policy, batch, 0.2, 0)
+    accumulate_gradients(policy, batch, GRPO, 0)
     optimizer.step(0)
     optimizer.write_into_parameters()
-    accumulate_gradients(policy, batch, 0.2, 1)
+    accumulate_gradients(policy, batch, GRPO, 1)
     live = live_bytes() - (weights_bytes(policy) if is_shared else 0)
     state = optimizer.tensors([str(index) for index in range(len(optimizer.masters))])
     masters = sum(t.nbytes for name, t in state.items() if name.startswith("master/"))

@@ -19,6 +19,7 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
@@ -114,6 +115,6 @@ def gradients(
 ) -> tuple[GradientStats, torch.Tensor]:
     """Statistics of one step, and its gradients in one vector."""
     torch.manual_seed(seed)
-    stats = accumulate_gradients(policy, collated(group(), group(scores=[0.0, 1.0])), 0.2, step=0)
+    stats = accumulate_gradients(policy, collated(group(), group(scores=[0.0, 1.0])), GRPO, step=0)
     gathered = [optimizer.gradients.pop(index) for index in range(len(optimizer.masters))]
     return stats, torch.cat([g.flatten() for g in gathered if g is not None])

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_trainer.config.forward import LIGER, ForwardOptions
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
+from grpo_trainer.model.logprobs import TokenValues, values_of
 from tests.unit.trainer.forward_rig import qwen
 
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
 
 class Case:
-    """Random rows and a head; `plain` computes like `token_logprobs`."""
+    """Random rows and a head; `plain` computes like `token_values`. Logprobs and entropies both
+    count in the gradient."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
         torch.manual_seed(0)
@@ -34,33 +35,43 @@ class Case:
         self.temperature = torch.linspace(0.5, 2, ROWS)
         self.weights = torch.linspace(-1, 2, ROWS)
 
-    def plain(self) -> Tensor:
+    def plain(self) -> TokenValues:
         scaled = self.head(self.hidden).float() / self.temperature.unsqueeze(-1)
-        return -functional.cross_entropy(scaled, self.targets, reduction="none")
+        return values_of(scaled, self.targets)
 
-    def fused(self, rows: int, arithmetic: Arithmetic = EAGER) -> Tensor:
+    def fused(self, rows: int, arithmetic: Arithmetic = EAGER) -> TokenValues:
         terms = (self.targets, self.temperature, arithmetic, rows * VOCABULARY)
-        return linear_logprobs(self.hidden, self.head, *terms)
+        return TokenValues(*linear_logprobs(self.hidden, self.head, *terms))
 
-    def gradients(self, logp: Tensor) -> list[Tensor]:
+    def gradients(self, values: TokenValues, with_entropy: bool) -> list[Tensor]:
         wanted = [self.hidden, *self.head.parameters()]
-        return list(torch.autograd.grad((self.weights * logp).sum(), wanted))
+        total = (self.weights * values.logp).sum()
+        if with_entropy:
+            total = total - (self.weights.flip(0) * values.entropy).sum()
+        return list(torch.autograd.grad(total, wanted))
 
-    def require_equal(self, logp: Tensor) -> None:
+    def require_equal(self, values: TokenValues, with_entropy: bool) -> None:
         """Compare values and gradients with the plain computation, up to the type's rounding."""
         expected = self.plain()
         coarse = self.head.weight.dtype is torch.bfloat16
         near = {"rtol": 2e-2, "atol": 2e-2} if coarse else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(logp, expected, **near)
-        for found, gradient in zip(self.gradients(logp), self.gradients(expected), strict=True):
+        torch.testing.assert_close(values.logp, expected.logp, **near)
+        if with_entropy:
+            torch.testing.assert_close(values.entropy, expected.entropy, **near)
+            near["atol"] *= 10  # a sum over the vocabulary
+        sides = (self.gradients(side, with_entropy) for side in (values, expected))
+        for found, gradient in zip(*sides, strict=True):
             assert float(gradient.std()) > 1e-3
             torch.testing.assert_close(found, gradient, **near)
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(1, False), (3, True), (100, True)])
-def test_values_and_gradients_are_those_of_all_logits_at_once(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_values_and_gradients_are_those_of_all_logits_at_once(
+    rows: int, bias: bool, with_entropy: bool
+) -> None:
     case = Case(bias=bias)
-    case.require_equal(case.fused(rows))
+    case.require_equal(case.fused(rows), with_entropy)
 
 
 def test_many_rows_add_up_in_float32() -> None:
@@ -70,7 +81,9 @@ def test_many_rows_add_up_in_float32() -> None:
     nn.init.zeros_(head.weight)
     hidden = torch.ones(rows, 2, dtype=torch.bfloat16)
     ones = torch.ones(rows)
-    logp = linear_logprobs(hidden, head, torch.zeros(rows, dtype=torch.long), ones, chunk_logits=2)
+    logp, _ = linear_logprobs(
+        hidden, head, torch.zeros(rows, dtype=torch.long), ones, chunk_logits=2
+    )
     (gradient,) = torch.autograd.grad(logp.sum(), head.weight)
     assert gradient.float().tolist() == [[1000, 1000], [-1000, -1000]]
 
@@ -91,10 +104,10 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_exist_than_allowed() -> None:
     case = Case()
     with Largest() as largest:
-        case.gradients(case.plain())
+        case.gradients(case.plain(), with_entropy=True)
     assert largest.elements == ROWS * VOCABULARY
     with Largest() as largest:
-        case.gradients(case.fused(1))
+        case.gradients(case.fused(1), with_entropy=True)
     assert largest.elements == WIDTH * VOCABULARY  # the weight's gradient
 
 
@@ -106,7 +119,7 @@ from {__name__} import *
 from grpo_trainer.model.fused_head import liger_arithmetic
 for dtype in (torch.float32, torch.bfloat16):
     case = Case(dtype, bias=True)
-    case.require_equal(case.fused(ROWS, liger_arithmetic()))
+    case.require_equal(case.fused(ROWS, liger_arithmetic()), with_entropy=False)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -16,6 +16,7 @@ from grpo_trainer.errors import FastPathRefused, PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.layers import train_only
+from grpo_trainer.objective.recipes import GRPO
 from tests.unit.trainer.forward_rig import (
     adapted,
     outcome,
@@ -45,7 +46,7 @@ def test_only_the_named_layers_have_gradients_master_weights_and_new_values() ->
 
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     optimizer = optimizer_of(policy)
-    plain_forward(policy, micro).sum().backward()  # type: ignore[no-untyped-call]
+    plain_forward(policy, micro).logp.sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step(0)
     optimizer.write_into_parameters()
     moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
@@ -83,7 +84,7 @@ def test_a_recomputed_layer_repeats_its_dropout() -> None:
         policy = with_adapter(qwen(), LORA_WITH_DROPOUT).eval()
         forward = built(policy, "off", gradient_checkpointing)
         torch.manual_seed(5)
-        stats = accumulate_gradients(policy, ragged_batch(), 0.2, step=0, forward=forward)
+        stats = accumulate_gradients(policy, ragged_batch(), GRPO, step=0, forward=forward)
         gradients = {n: p.grad for n, p in trained_parameters(policy).items()}
         steps.append((stats.loss, gradients))
         assert not any(module.training for module in adapter_dropouts(policy))

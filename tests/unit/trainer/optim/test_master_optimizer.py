@@ -18,16 +18,19 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer, build_update
 from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.schedule import Schedule
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
 def optimizer(parameter: nn.Parameter, lr: float, warmup_steps: int = 0) -> MasterOptimizer:
-    return MasterOptimizer([parameter], lr, warmup_steps, weight_decay=0.0, max_grad_norm=1.0)
+    schedule = Schedule("constant", lr, warmup_steps, steps=100)
+    return MasterOptimizer([parameter], schedule, weight_decay=0.0, max_grad_norm=1.0)
 
 
 def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> None:
@@ -216,7 +219,7 @@ def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
     whole = ragged_batch()
     micros = [replace(m, token_weight=m.token_weight * 2e-5) for m in whole.micro_batches]
     batch = replace(whole, micro_batches=micros)
-    accumulate_gradients(policy, batch, 0.2, 0, loss_scale=optimizer.loss_scale)
+    accumulate_gradients(policy, batch, GRPO, 0, loss_scale=optimizer.loss_scale)
     return optimizer.step(0)
 
 

@@ -23,6 +23,7 @@ from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import token_logprobs
+from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.rollout_check import RolloutCheck, groups_with_unlikely_prefix
 from tests.unit.trainer.forward_rig import qwen
@@ -134,7 +135,7 @@ def judge(
     check = RolloutCheck(policy, served or (lambda ids: logprobs(policy, ids)), TOLERANCE)
     for step, groups in enumerate(batches):
         batch = collated(*groups, micro_batch_size=5)
-        table = accumulate_gradients(policy, batch, clip_eps=0.2, step=step).tokens
+        table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
         try:
             check.require_match(batch, table, HELD, step)
         except RolloutMismatch as mismatch:

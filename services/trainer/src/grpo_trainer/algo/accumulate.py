@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.algo.logprob_comparison import TokenTable
-from grpo_trainer.algo.loss import NO_SUMS, LossSums, grpo_loss, loss_sums
+from grpo_trainer.algo.loss import (
+    NO_SUMS,
+    LossSums,
+    entropy_bonus,
+    kl_penalty,
+    loss_sums,
+    policy_loss,
+)
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
 from grpo_trainer.model.forward import ForwardPass, plain_forward
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.master_gradients import LossScale
 
 
@@ -35,7 +44,7 @@ class GradientStats:
 def accumulate_gradients(
     policy: CausalLM,
     batch: Batch,
-    clip_eps: float,
+    objective: Objective,
     step: int,
     forward: ForwardPass = plain_forward,
     loss_scale: LossScale | None = None,
@@ -50,13 +59,18 @@ def accumulate_gradients(
     """
 
     def scaled_by(scale: float) -> GradientStats:
-        return _accumulated(policy, batch, clip_eps, step, forward, scale)
+        return _accumulated(policy, batch, objective, step, forward, scale)
 
     return scaled_by(1.0) if loss_scale is None else loss_scale.without_overflow(scaled_by)
 
 
 def _accumulated(
-    policy: CausalLM, batch: Batch, clip_eps: float, step: int, forward: ForwardPass, scale: float
+    policy: CausalLM,
+    batch: Batch,
+    objective: Objective,
+    step: int,
+    forward: ForwardPass,
+    scale: float,
 ) -> GradientStats:
     total, sums = 0.0, NO_SUMS
     logps: list[Tensor] = []
@@ -64,17 +78,24 @@ def _accumulated(
     for i, micro in enumerate(batch.micro_batches):
         on_device = micro.to(device)
         with dropout_on(dropouts):
-            trained_logp = forward(policy, on_device)
-        without_dropout = trained_logp
+            trained = forward(policy, on_device)
+        without_dropout = trained
         if dropouts:
             with torch.no_grad():
                 without_dropout = forward(policy, on_device)
-        loss = grpo_loss(trained_logp, *_columns(on_device), clip_eps)
+        loss = policy_loss(trained.logp, *_columns(on_device), objective)
+        if objective.entropy_coef:
+            bonus = entropy_bonus(trained.entropy, on_device.token_weight)
+            loss = loss - objective.entropy_coef * bonus
+        if objective.kl_coef and objective.kl_in == "loss":
+            assert on_device.reference_logp is not None
+            terms = (on_device.reference_logp, on_device.token_weight, objective.kl_estimator)
+            loss = loss + objective.kl_coef * kl_penalty(trained.logp, *terms)
         # One transfer to the host for all values that are read here: each transfer waits for the
         # device.
-        value, logp = _to_host(loss, without_dropout)
+        value, values = _to_host(loss, without_dropout)
         if not math.isfinite(value):
-            found = loss_sums(logp, *_columns(micro), clip_eps)
+            found = loss_sums(*values, micro.reference_logp, *_columns(micro), objective)
             raise NonFiniteLoss(
                 f"step {step}, micro-batch {i}: the loss is {value} (largest importance ratio "
                 f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
@@ -85,15 +106,16 @@ def _accumulated(
             (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.
         total += value
-        sums += loss_sums(logp, *_columns(micro), clip_eps)
-        logps.append(logp)
+        sums += loss_sums(*values, micro.reference_logp, *_columns(micro), objective)
+        logps.append(values.logp)
     return GradientStats(total, sums, TokenTable.of(batch.micro_batches, logps))
 
 
-def _to_host(loss: Tensor, logp: Tensor) -> tuple[float, Tensor]:
-    """Copy both to host memory in one transfer: scalar, [B, T]."""
-    values = torch.cat([loss.detach().view(1), logp.detach().flatten()]).cpu()
-    return float(values[0]), values[1:].view(logp.shape)
+def _to_host(loss: Tensor, values: TokenValues) -> tuple[float, TokenValues]:
+    """Copy all to host memory in one transfer: scalar, [B, T] each."""
+    flat = torch.cat([loss.detach().view(1), *(value.detach().flatten() for value in values)]).cpu()
+    shape = (len(values), *values.logp.shape)
+    return float(flat[0]), TokenValues(*flat[1:].view(shape))
 
 
 def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

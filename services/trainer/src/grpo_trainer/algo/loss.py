@@ -1,4 +1,5 @@
-"""The GRPO loss: a clipped policy gradient. Pure maths, without forward pass, logging or I/O.
+"""The policy's loss, put together from an objective's parts. Pure maths, without forward pass,
+logging or I/O.
 
 Legend: B sequences of the micro-batch, T positions after the causal shift.
 """
@@ -12,7 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from grpo_trainer.objective.kl import MAX_LOG_RATIO, kl_terms
+from grpo_trainer.objective.recipes import KlEstimatorName, Level, Objective
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class LossSums:
     ratio_square: float
     ratio_max: float
     clipped: float
+    """Number of tokens whose ratio, at the objective's level, is outside the clipping range."""
+    corrected: float
+    """Number of tokens with a correction below 1."""
     logp: float
     logp_square: float
     behaviour_logp: float
@@ -37,6 +42,10 @@ class LossSums:
     """Maximum of the absolute difference."""
     kl_k3: float
     """Sum of ratio - 1 - log ratio, an estimate of the KL divergence."""
+    entropy: float
+    """Sum of the entropies of the policy's distributions, in nats."""
+    reference_kl: float
+    """Sum of the k3 estimates of the KL divergence from the reference model; 0 without one."""
     positive_tokens: float
     positive_logp: float
     """Sum over the tokens of sequences with an advantage above 0."""
@@ -78,54 +87,127 @@ class LossSums:
 NO_SUMS = LossSums(**{field.name: 0.0 for field in fields(LossSums)})
 
 
-def grpo_loss(
+def policy_loss(
     logp: Tensor,
     behaviour_logp: Tensor,
     advantages: Tensor,
     token_weight: Tensor,
-    clip_eps: float,
+    objective: Objective,
 ) -> Tensor:
-    """Sum over tokens of `-weight * min(r A, clip(r, 1-eps, 1+eps) A)`, r = exp(logp - behaviour).
+    """Sum over tokens of `-weight * correction * surrogate(r, A)`, r = exp(logp - behaviour).
 
-    PPO's clipped surrogate (arXiv 1707.06347, equation 7) with group-relative advantages. The
-    minimum is right for both signs of A: if A < 0 and the ratio is too high, it keeps the gradient
-    that a maximum would remove.
+    Surrogates, with the bounds 1 - `clip_eps` and 1 + `clip_eps_high`:
+
+    - clip: min(r A, clip(r) A), PPO's (arXiv 1707.06347, equation 7). The minimum is right for both
+      signs of A: if A < 0 and the ratio is too high, it keeps the gradient that a maximum would
+      remove.
+    - cispo: min(r, upper bound) A log p, where the first factor has no gradient (arXiv 2506.13585,
+      equation 4). No token loses its gradient.
+    - reinforce: r A log p, where r has no gradient: the policy gradient with importance sampling.
 
     Args:
         logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
             it
         behaviour_logp: [B, T] the server's logprob when it sampled the token
-        advantages: [B]
+        advantages: [B, 1] or [B, T]
         token_weight: [B, T] weight of each token; 0 if it is not trained on
-        clip_eps: half-width of the interval in which the ratio may move
 
     Returns:
         The loss: a scalar, to be minimised.
     """
-    ratio = _log_ratio(logp, behaviour_logp).exp()
-    clipped = _clipped(ratio, clip_eps)
-    advantage = advantages.unsqueeze(-1)  # [B, 1]
-    surrogate = torch.minimum(ratio * advantage, clipped * advantage)  # [B, T]
-    return -(token_weight * surrogate).sum()
+    is_trained = token_weight > 0
+    log_ratio = _log_ratio(logp, behaviour_logp)
+    ratio = importance_ratio(log_ratio, is_trained, objective.importance_level)
+    low, high = bounds(objective)
+    if objective.surrogate == "clip":
+        clipped = ratio.clamp(low, high)
+        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    else:
+        surrogate = ratio.detach().clamp(max=high) * advantages * logp
+    weight = token_weight * correction(log_ratio.detach(), is_trained, objective)
+    return -(weight * surrogate).sum()
+
+
+def kl_penalty(
+    logp: Tensor, reference_logp: Tensor, token_weight: Tensor, estimator: KlEstimatorName
+) -> Tensor:
+    """The weighted sum of the tokens' KL estimates, which the loss gains times `kl_coef`:
+    DeepSeekMath (arXiv 2402.03300), equations 3 and 4 (k3). Args: [B, T] each."""
+    return (token_weight * kl_terms(logp, reference_logp, estimator)).sum()
+
+
+def entropy_bonus(entropy: Tensor, token_weight: Tensor) -> Tensor:
+    """The weighted sum of the entropies, which the loss loses times `entropy_coef` (A3C, arXiv
+    1602.01783, section 4). Args: [B, T] each."""
+    return (token_weight * entropy).sum()
+
+
+def bounds(objective: Objective) -> tuple[float, float]:
+    """Between these a ratio is not clipped."""
+    low = 1.0 - objective.clip_eps if objective.surrogate == "clip" else 0.0
+    high = math.inf if objective.surrogate == "reinforce" else 1.0 + objective.clip_eps_high
+    return low, high
+
+
+def importance_ratio(log_ratio: Tensor, is_trained: Tensor, level: Level) -> Tensor:
+    """[B, T] the ratio that the surrogate uses: of each token, or for all tokens of a sequence the
+    geometric mean of theirs (GSPO, arXiv 2507.18071, equation 7).
+
+    Args:
+        log_ratio, is_trained: [B, T]
+    """
+    if level == "token":
+        return log_ratio.exp()
+    tokens = is_trained.sum(-1, keepdim=True).clamp_min(1)
+    mean = torch.where(is_trained, log_ratio, 0.0).sum(-1, keepdim=True) / tokens
+    return mean.exp().expand_as(log_ratio)
+
+
+def correction(log_ratio: Tensor, is_trained: Tensor, objective: Objective) -> Tensor:
+    """[B, T] or [B, 1] factor of tokens, or of whole sequences, whose importance ratio R is above
+    the cap C; 1 for all others. It removes what a few improbable tokens would add to the variance.
+
+    - truncate: C / R, so R times the factor is C. Ionides (2008), Truncated importance sampling.
+    - mask: 0. TRL masks whole sequences.
+
+    Args:
+        log_ratio: [B, T] without gradient. A sequence's ratio is the product over its tokens
+    """
+    if objective.importance_correction_level == "sequence":
+        log_ratio = torch.where(is_trained, log_ratio, 0.0).sum(-1, keepdim=True)
+    beyond = log_ratio - math.log(objective.importance_correction_cap)
+    if objective.importance_correction == "truncate":
+        return (-beyond).clamp(max=0.0).exp()
+    if objective.importance_correction == "mask":
+        return (beyond <= 0).to(log_ratio.dtype)
+    return torch.ones_like(log_ratio)
 
 
 @torch.no_grad()
 def loss_sums(
     logp: Tensor,
+    entropy: Tensor,
+    reference_logp: Tensor | None,
     behaviour_logp: Tensor,
     advantages: Tensor,
     token_weight: Tensor,
-    clip_eps: float,
+    objective: Objective,
 ) -> LossSums:
-    """Sums for the metrics. Args: those of `grpo_loss`, in host memory, because each sum is
-    read."""
+    """Sums for the metrics.
+
+    Args: `entropy` and `reference_logp` [B, T], and those of `policy_loss`, in host memory, because
+        each sum is read
+    """
     trained = token_weight > 0
     if not bool(trained.any()):
         return NO_SUMS
     log_ratio = _log_ratio(logp, behaviour_logp)
-    ratio = log_ratio.exp()
-    is_clipped = ratio != _clipped(ratio, clip_eps)
-    advantage = advantages.unsqueeze(-1).expand_as(logp)[trained]  # [N], like all tensors below
+    used = importance_ratio(log_ratio, trained, objective.importance_level)
+    low, high = bounds(objective)
+    is_clipped = (used < low) | (used > high)
+    is_corrected = (correction(log_ratio, trained, objective) < 1).expand_as(logp)
+    of_reference = None if reference_logp is None else reference_logp[trained].double()
+    advantage = advantages.expand_as(logp)[trained]  # [N], like all tensors below
     logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
     log_ratio = log_ratio[trained].double()
     diff, ratio = logp - behaviour_logp, log_ratio.exp()
@@ -136,6 +218,7 @@ def loss_sums(
         ratio_square=float(ratio.square().sum()),
         ratio_max=float(ratio.max()),
         clipped=float(is_clipped[trained].sum()),
+        corrected=float(is_corrected[trained].sum()),
         logp=float(logp.sum()),
         logp_square=float(logp.square().sum()),
         behaviour_logp=float(behaviour_logp.sum()),
@@ -144,6 +227,10 @@ def loss_sums(
         diff_abs=float(diff.abs().sum()),
         diff_max=float(diff.abs().max()),
         kl_k3=float((ratio - 1 - log_ratio).sum()),
+        entropy=float(entropy[trained].double().sum()),
+        reference_kl=0.0
+        if of_reference is None
+        else float(kl_terms(logp, of_reference, "k3").sum()),
         positive_tokens=float(positive.sum()),
         positive_logp=float(logp[positive].sum()),
         negative_tokens=float(negative.sum()),
@@ -155,7 +242,3 @@ def _log_ratio(logp: Tensor, behaviour_logp: Tensor) -> Tensor:
     """The bounded log ratio. Placeholders and near-impossible tokens would overflow exp, and inf *
     0 is NaN. The bound is far outside every clipping interval."""
     return (logp - behaviour_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _clipped(ratio: Tensor, clip_eps: float) -> Tensor:
-    return ratio.clamp(1.0 - clip_eps, 1.0 + clip_eps)

@@ -22,6 +22,7 @@ from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 
@@ -61,6 +62,7 @@ class Saver:
     api: TrainerClient
     store: StateStore
     bound: Bound
+    kl_coefficient: KlCoefficient
     seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
@@ -129,6 +131,7 @@ class Saver:
             run_uuid,
             self._checkpoints,
             self.bound.noise,
+            self.kl_coefficient.value,
         )
         directory = self.store.save(state)
         self._saved = position

@@ -61,7 +61,7 @@ class StateRecord(BaseModel):
     trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
     `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
-    if it was not measured.
+    if it was not measured. `kl_coef` is the weight of the KL penalty after this step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -82,6 +82,7 @@ class StateRecord(BaseModel):
     loss_scale: ScaleRecord | None = None
     checkpoints: tuple[str, ...] = ()
     noise: float | None = None
+    kl_coef: float | None = None
     wandb_group: str = ""
     files: dict[str, FileFacts] = {}
 
@@ -104,6 +105,7 @@ def capture(
     run_uuid: str,
     checkpoints: Sequence[str] = (),
     noise: float | None = None,
+    kl_coef: float | None = None,
 ) -> TrainerState:
     """The checkpoint between two steps. Its tensors are not copied: write it before the
     next step."""
@@ -124,6 +126,7 @@ def capture(
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
         checkpoints=tuple(checkpoints),
         noise=noise,
+        kl_coef=kl_coef,
         wandb_group=settings.wandb_group,
     )
     return TrainerState(record, optimizer.tensors(list(shapes)))

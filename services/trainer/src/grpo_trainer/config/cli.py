@@ -19,6 +19,7 @@ from grpo_core.settings import (
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
+from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.config.one_process import OneProcessOptions
 from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.sync import (
@@ -86,15 +87,20 @@ COMMAND = Command(
         "Optimizer": (
             "steps",
             "lr",
+            "lr_schedule",
             "warmup_steps",
-            "clip_eps",
+            "warmup_ratio",
             "optimizer",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_eps",
             "weight_decay",
             "max_grad_norm",
             "master_dtype",
             "rounding",
             "fused_step",
         ),
+        "Objective": tuple(ObjectiveOptions.model_fields),
         "Forward pass": (
             "packing",
             "fused_head",
@@ -212,6 +218,7 @@ class CommandLine(
             yield Mistake(
                 "master_dtype", f"mode {self.mode} trains an adapter, which must be in float32"
             )
+        yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
         yield from self.forward_conflicts()
         # Right before a publication the newest data is this old.

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 
+ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 
@@ -18,8 +19,16 @@ class OptimizerOptions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
+    lr_schedule: ScheduleName = Field(
+        "constant",
+        description="Learning rate after the warm-up. linear and cosine: falls from --lr to 0 at "
+        "the last step",
+    )
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate rises linearly to its peak"
+    )
+    warmup_ratio: float = Field(
+        0.0, ge=0, lt=1, description="The same as a fraction of --steps, rounded up"
     )
     optimizer: Annotated[
         OptimizerName | None, Shown(default="adamw_8bit on a GPU, adamw on a CPU")
@@ -28,6 +37,15 @@ class OptimizerOptions(BaseModel):
         description="Optimizer. adamw stores its moments in float32 and needs 8 bytes per weight. "
         "adamw_8bit needs 2 bytes per weight and the package bitsandbytes. adafactor needs almost "
         "no memory, because it stores no momentum and one second moment per row and column",
+    )
+    adam_beta1: float = Field(
+        0.9, ge=0, lt=1, description="Share of the first moment that an Adam optimizer keeps"
+    )
+    adam_beta2: float = Field(
+        0.999, ge=0, lt=1, description="Share of the second moment that an Adam optimizer keeps"
+    )
+    adam_eps: float = Field(
+        1e-8, gt=0, description="Number that an Adam optimizer adds to the denominator"
     )
     weight_decay: float = Field(0.01, ge=0, description="Weight decay of the optimizer")
     max_grad_norm: float = Field(
@@ -64,6 +82,12 @@ class OptimizerOptions(BaseModel):
                 "rounding",
                 "stochastic needs --master-dtype bfloat16",
             )
+        if self.warmup_steps and self.warmup_ratio:
+            yield Mistake("warmup_ratio", "excludes --warmup-steps")
+        for name in ("adam_beta1", "adam_beta2", "adam_eps"):
+            is_default = getattr(self, name) == OptimizerOptions.model_fields[name].default
+            if self.optimizer == "adafactor" and not is_default:
+                yield Mistake(name, "has no effect on --optimizer adafactor")
         needed = {"optimizer": "adamw", "master_dtype": "float32"}
         for name, value in needed.items():
             if self.fused_step and getattr(self, name) not in (None, value):

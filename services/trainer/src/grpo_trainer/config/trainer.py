@@ -14,6 +14,7 @@ from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
 from grpo_core.wire.run_api import Registration
 from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.config.optimizer import OptimizerOptions
 from grpo_trainer.config.sync import (
     FullModelSettings,
@@ -27,7 +28,7 @@ AUTO, NEVER = "auto", "never"
 AUTO_DEVICE = "auto"
 
 
-class RunOptions(ForwardOptions, OptimizerOptions):
+class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
     """Options that every mode reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -82,13 +83,6 @@ class RunOptions(ForwardOptions, OptimizerOptions):
     )
     seq_len: int = Field(
         2048, ge=2, description="Longest sequence, in tokens. Longer sequences are truncated"
-    )
-    clip_eps: float = Field(
-        0.2,
-        gt=0,
-        lt=1,
-        description="Clipping range: importance ratios below 1 minus this number or above 1 plus "
-        "this number are clipped",
     )
     seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers")
 

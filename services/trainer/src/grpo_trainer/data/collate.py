@@ -6,8 +6,9 @@ Legend: B sequences of a micro-batch, T positions after the causal shift (longes
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import numpy
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.advantage import group_advantages
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
+from grpo_trainer.objective.advantage import ADVANTAGES, overlong_penalty
+from grpo_trainer.objective.aggregation import token_weights
+from grpo_trainer.objective.recipes import Objective
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,12 @@ class MicroBatch:
     inputs: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64
     behaviour_logp: Tensor  # [B, T] float32, 1.0 where not sampled
-    token_weight: Tensor  # [B, T] float32, sums to (sequences with trained tokens) / batch size
-    advantages: Tensor  # [B] float32
+    token_weight: Tensor  # [B, T] float32, above 0 for trained tokens alone
+    advantages: Tensor  # float32, [B, 1], or [B, T] if the environment sends one for each token
     temperature: Tensor  # [B] float32
     lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
     shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
+    reference_logp: Tensor | None = None  # [B, T] float32, of the reference model, if there is one
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to `device`. Tensors that are already there are not copied."""
@@ -45,6 +49,7 @@ class MicroBatch:
             token_weight=self.token_weight.to(device),
             advantages=self.advantages.to(device),
             temperature=self.temperature.to(device),
+            reference_logp=None if self.reference_logp is None else self.reference_logp.to(device),
         )
 
 
@@ -65,10 +70,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's micro-batches, in host memory. `origins` has one entry for each row, in order."""
+    """One step's micro-batches, in host memory. `origins` and `order` have one entry for each row:
+    where it comes from, and its number among the sequences of all groups."""
 
     micro_batches: list[MicroBatch]
     origins: list[Origin]
+    order: list[int]
     stats: BatchStats
 
     def tokens(self, sequence: int, length: int) -> Tensor:
@@ -89,35 +96,66 @@ class _Row:
     targets: list[int]
     trained: list[bool]
     behaviour_logp: list[float]
-    advantage: float
+    advantages: list[float]  # of each target, or one for all
     temperature: float
 
 
 def collate(
-    groups: Sequence[UsableGroup], seq_len: int, tokens_per_micro_batch: int, cut: Cut
+    groups: Sequence[UsableGroup],
+    seq_len: int,
+    tokens_per_micro_batch: int,
+    cut: Cut,
+    objective: Objective,
+    penalties: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """Build one step's micro-batches.
-
-    Sequences longer than `seq_len` tokens are cut at the end. All sequences have the same weight,
-    and so do all trained tokens of one: token_weight = 1 / (its trained tokens * all sequences).
+    """Build one step's micro-batches. Sequences longer than `seq_len` tokens are cut at the end.
 
     Args:
         seq_len: in tokens
         cut: divides the sequences into micro-batches
+        objective: decides advantages and token weights
+        penalties: what each sequence of each group loses of its score
     """
-    rows = [row for group in groups for row in _rows(group, seq_len)]
+    scores = [_shaped_scores(usable, objective.overlong_buffer) for usable in groups]
+    if penalties is not None:
+        pairs_lost = zip(scores, penalties, strict=True)
+        scores = [kept - torch.tensor(lost, dtype=kept.dtype) for kept, lost in pairs_lost]
+    advantages = ADVANTAGES[objective.advantage](scores)
+    pairs = zip(groups, advantages, strict=True)
+    rows = [row for usable, found in pairs for row in _rows(usable, found.tolist(), seq_len)]
+    weigh = partial(
+        token_weights,
+        aggregation=objective.aggregation,
+        sequences=len(rows),
+        tokens=sum(sum(row.trained) for row in rows),
+        constant=objective.aggregation_tokens or seq_len,
+    )
     origins = [origin for i, group in enumerate(groups) for origin in _origins(i, group)]
     micro_batches = cut([row.inputs for row in rows], tokens_per_micro_batch)
     return Batch(
-        micro_batches=[_micro_batch([rows[i] for i in part], len(rows)) for part in micro_batches],
+        micro_batches=[_micro_batch([rows[i] for i in part], weigh) for part in micro_batches],
         origins=[origins[i] for part in micro_batches for i in part],
+        order=[i for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
     )
 
 
-def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
+def _shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
+    """[n] the scores, less what overlong completions lose; nothing if no limit is known."""
     group = usable.group
-    advantages = group_advantages(torch.tensor(group.scores)).tolist()
+    allowed = (group.generation_params or {}).get("max_tokens")
+    scores = torch.tensor(group.scores, dtype=torch.float64)
+    if not overlong_buffer or not isinstance(allowed, int):
+        return scores
+    lengths = [sum(mask != MASKED for mask in masks) for masks in group.masks]
+    lost = [overlong_penalty(length, allowed, overlong_buffer) for length in lengths]
+    return scores - torch.tensor(lost, dtype=torch.float64)
+
+
+def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterable[_Row]:
+    """Args: advantages: from the scores, for sequences whose advantage the environment leaves
+    open."""
+    group = usable.group
     for i in range(group.size):
         tokens, masks = group.tokens[i][:seq_len], group.masks[i][:seq_len]
         yield _Row(
@@ -125,9 +163,19 @@ def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
             targets=tokens[1:],
             trained=[mask != MASKED for mask in masks[1:]],
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
-            advantage=0.0 if usable.zero_advantage[i] else advantages[i],
+            advantages=_of_targets(usable, i, advantages[i], seq_len),
             temperature=usable.temperatures[i],
         )
+
+
+def _of_targets(usable: UsableGroup, sequence: int, computed: float, seq_len: int) -> list[float]:
+    """A sequence's advantages: one for each target, or one for all."""
+    if usable.zero_advantage[sequence]:
+        return [0.0]
+    if not usable.group.advantages:
+        return [computed]
+    sent = usable.group.advantages[sequence]
+    return sent if len(sent) == 1 else sent[1:seq_len]
 
 
 def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
@@ -143,24 +191,32 @@ def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
         yield Origin(index, group.env_id, version, group.size, shared)
 
 
-def _micro_batch(rows: list[_Row], batch_sequences: int) -> MicroBatch:
+def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """Args: weigh: [B, T] bool, which targets are trained on → [B, T] their weights"""
     inputs = [row.inputs for row in rows]
     lengths = tuple(max(1, len(row)) for row in inputs)
     column = torch.arange(max(lengths))  # [T]
     is_real = column < torch.tensor([len(row) for row in inputs]).unsqueeze(-1)  # [B, T]
-    trained = _padded([row.trained for row in rows], is_real, 0.0, numpy.float32)  # [B, T]
-    per_sequence = trained.sum(-1, keepdim=True).clamp_min(1)  # [B, 1]
+    trained = _padded([row.trained for row in rows], is_real, False, numpy.bool_)  # [B, T]
     behaviour_logp = [row.behaviour_logp for row in rows]
     return MicroBatch(
         inputs=_padded(inputs, is_real, 0, numpy.int64),
         targets=_padded([row.targets for row in rows], is_real, 0, numpy.int64),
         behaviour_logp=_padded(behaviour_logp, is_real, PROMPT_LOGPROB, numpy.float32),
-        token_weight=trained / per_sequence / batch_sequences,
-        advantages=torch.tensor([row.advantage for row in rows]),
+        token_weight=weigh(trained),
+        advantages=_advantages(rows, is_real),
         temperature=torch.tensor([row.temperature for row in rows]),
         lengths=lengths,
         shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
+
+
+def _advantages(rows: list[_Row], is_real: Tensor) -> Tensor:
+    """[B, 1] or [B, T]"""
+    if all(len(row.advantages) == 1 for row in rows):
+        return torch.tensor([row.advantages for row in rows])
+    spread = [row.advantages * (len(row.inputs) if len(row.advantages) == 1 else 1) for row in rows]
+    return _padded(spread, is_real, 0.0, numpy.float32)
 
 
 def _padded(

@@ -61,8 +61,8 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
 
     Raises:
         UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
-            distribution, masks do not fit the tokens or leave the prompt unmasked, no token is
-            trained on, or a token is outside the policy's vocabulary.
+            distribution, masks or advantages do not fit the tokens, the prompt is unmasked, no
+            token is trained on, or a token is outside the policy's vocabulary.
     """
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
@@ -70,6 +70,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_sampling(index, group)
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
+    _check_advantages(index, group)
     for i, (masks, logprobs) in enumerate(zip(group.masks, group.inference_logprobs, strict=True)):
         _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
     _check_prompts(index, group)
@@ -125,6 +126,18 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
             f"group {index}: every mask is {MASKED}, so there is nothing to train on; in the "
             "environment, set the mask of each completion token to the token itself",
         )
+
+
+def _check_advantages(index: int, group: ScoredGroup) -> None:
+    pairs = zip(group.advantages or [], group.tokens, strict=False)
+    for i, (advantages, tokens) in enumerate(pairs):
+        if len(advantages) not in (1, len(tokens)):
+            raise UnusableGroup(
+                UnusableReason.ADVANTAGES,
+                f"group {index}, sequence {i}: {len(advantages)} advantages for {len(tokens)} "
+                "tokens; in the environment, set one for each token, prompt included, or one for "
+                "the whole sequence, or none",
+            )
 
 
 def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:

@@ -153,10 +153,11 @@ class GroupFilter:
                         problem=str(result),
                     )
             if group.advantages and self._is_first("advantages", group.env_id):
-                log.warning(
-                    "advantages.ignored",
+                log.info(
+                    "advantages.received",
                     env_id=group.env_id,
-                    reason="the trainer computes advantages from the scores",
+                    reason="the environment sends advantages, so the trainer computes none from "
+                    "its scores",
                 )
         return usable, problems
 

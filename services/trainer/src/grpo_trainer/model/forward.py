@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
@@ -24,7 +23,13 @@ from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
 from grpo_trainer.model.layers import recompute_layers
-from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
+from grpo_trainer.model.logprobs import (
+    TokenValues,
+    probe_tokens,
+    token_values,
+    tolerance_of,
+    values_of,
+)
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
@@ -35,14 +40,14 @@ _PROBE_SHARED = (0, 0, 0, 5)
 _PROBE_TEMPERATURES = (1.0, 0.7, 1.4, 1.0)
 
 
-ForwardPass = Callable[[CausalLM, MicroBatch], Tensor]
-"""Computes [B, T] float32: the logprob of each trained target at the temperature that sampled it,
-and some finite number for other targets. The batch is on the policy's device."""
+ForwardPass = Callable[[CausalLM, MicroBatch], TokenValues]
+"""Computes [B, T] each: the logprob and the entropy of each trained target, and some finite number
+for other targets. The batch is on the policy's device."""
 
 
-def plain_forward(policy: CausalLM, micro: MicroBatch) -> Tensor:
-    """Compute padded rows with all logits at once; every target gets its logprob."""
-    return token_logprobs(policy, micro.inputs, micro.targets, micro.temperature)
+def plain_forward(policy: CausalLM, micro: MicroBatch) -> TokenValues:
+    """Compute padded rows with all logits at once, for every target."""
+    return token_values(policy, micro.inputs, micro.targets, micro.temperature)
 
 
 @dataclass(frozen=True)
@@ -57,23 +62,23 @@ class FastForward:
     layout: Layout = PADDED
     head: Arithmetic | None = None
 
-    def __call__(self, policy: CausalLM, micro: MicroBatch) -> Tensor:
+    def __call__(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
         targets, temperature = micro.targets[row, column], micro.temperature[row]
         inputs = self.layout.inputs(micro)
         positions = inputs.places[row, column]  # [K]
         if self.head is None:
             logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
-            scaled = logits.float() / temperature.unsqueeze(-1)
-            logp = -functional.cross_entropy(scaled, targets, reduction="none")
+            values = values_of(logits.float() / temperature.unsqueeze(-1), targets)
         else:
             model = base_model(policy)
             hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
             chosen = hidden.flatten(0, 1)[positions]  # [K, H]
             output = model.get_output_embeddings()
             assert isinstance(output, nn.Linear)  # `fused_head.obstacles` excludes others
-            logp = linear_logprobs(chosen, output, targets, temperature, self.head)
-        return logp.new_zeros(micro.targets.shape).index_put((row, column), logp)
+            values = TokenValues(*linear_logprobs(chosen, output, targets, temperature, self.head))
+        zeros = values.logp.new_zeros(micro.targets.shape)
+        return TokenValues(*(zeros.index_put((row, column), found) for found in values))
 
 
 def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> FastForward:
@@ -204,11 +209,11 @@ class _Probe:
     def differentiate(self, forward: ForwardPass) -> None:
         """Run a backward pass through all layers. It stores no gradient and calls no hook."""
         first = next(p for p in self._policy.parameters() if p.requires_grad)
-        torch.autograd.grad(forward(self._policy, self._micro).sum(), first)
+        torch.autograd.grad(forward(self._policy, self._micro).logp.sum(), first)
 
     @torch.no_grad()
     def _logprobs(self, forward: ForwardPass) -> Tensor:
-        return forward(self._policy, self._micro)[self._micro.token_weight > 0]
+        return forward(self._policy, self._micro).logp[self._micro.token_weight > 0]
 
 
 def _probe_batch(vocabulary: int) -> MicroBatch:
@@ -222,7 +227,7 @@ def _probe_batch(vocabulary: int) -> MicroBatch:
         targets=tokens[:, 1:],
         behaviour_logp=torch.full((rows, width), PROMPT_LOGPROB),
         token_weight=is_trained.float(),
-        advantages=torch.zeros(rows),
+        advantages=torch.zeros(rows, 1),
         temperature=torch.tensor(_PROBE_TEMPERATURES),
         lengths=_PROBE_LENGTHS,
         shared=_PROBE_SHARED,

@@ -1,4 +1,5 @@
-"""Computes logprobs of given tokens from hidden states, without storing all logits at once.
+"""Computes logprobs of given tokens, and entropies, from hidden states, without storing all logits
+at once.
 
 With a vocabulary of 150,000 tokens the logits take 600 kB per position in float32, and the plain
 way holds several copies of them for the backward pass. Here they exist for some rows at a time:
@@ -66,8 +67,8 @@ class Arithmetic:
     """The computations on the logits of some rows: [K, V] in the model's type. Both may overwrite
     the logits."""
 
-    logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
     @classmethod
     def compiled(cls) -> Arithmetic:
@@ -77,22 +78,44 @@ class Arithmetic:
         )
 
 
-def _logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] logprobs of the targets, and [K] logsumexp of the scaled logits; float32."""
+def _logprobs(
+    logits: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[K] logprobs of the targets, [K] entropies of the distributions, and [K] logsumexp of the
+    scaled logits; float32."""
     scaled = logits.float().div_(temperature.unsqueeze(-1))  # [K, V]
-    logp = -functional.cross_entropy(scaled, targets, reduction="none")
-    return logp, scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logp
+    highest = scaled.amax(-1, keepdim=True)
+    odds = scaled.sub_(highest).exp()
+    total = odds.sum(-1)
+    log_total = total.log()
+    logp = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_total
+    entropy = log_total - torch.linalg.vecdot(odds, scaled) / total
+    return logp, entropy, log_total + highest.squeeze(-1)
 
 
 def _logits_gradient(
-    logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    logsumexp: Tensor,
+    gradient: Tensor,
+    of_entropy: Tensor | None,
 ) -> Tensor:
-    """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
-    scaled = logits.float().div_(temperature.unsqueeze(-1))
-    distribution = scaled.sub_(logsumexp.unsqueeze(-1)).exp_()
+    """[K] gradients of logprobs and entropies → [K, V] gradient of the logits, in their type."""
+    logps = logits.float().div_(temperature.unsqueeze(-1)).sub_(logsumexp.unsqueeze(-1))
+    distribution = logps.exp() if of_entropy is not None else logps.exp_()
+    factor = gradient.unsqueeze(-1)
+    if of_entropy is not None:
+        # dH/dx = -p (log p + H) and dlogp/dx = onehot - p
+        entropy = -torch.linalg.vecdot(distribution, logps).unsqueeze(-1)
+        distribution *= factor + of_entropy.unsqueeze(-1) * (logps + entropy)
+        factor = torch.ones_like(factor)
+        one = -gradient
+    else:
+        one = torch.full_like(logsumexp, -1)
     # In float32, because bfloat16 would round the gradient of a nearly certain target to 0.
-    distribution.scatter_add_(-1, targets.unsqueeze(-1), torch.full_like(logsumexp, -1)[:, None])
-    return distribution.mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
+    distribution.scatter_add_(-1, targets.unsqueeze(-1), one[:, None])
+    return distribution.mul_(-factor / temperature.unsqueeze(-1)).to(logits.dtype)
 
 
 EAGER = Arithmetic(_logprobs, _logits_gradient)
@@ -105,8 +128,9 @@ def linear_logprobs(
     temperature: Tensor,
     arithmetic: Arithmetic = EAGER,
     chunk_logits: int | None = None,
-) -> Tensor:
-    """Logprob of each target at its temperature: [K] float32.
+) -> tuple[Tensor, Tensor]:
+    """Logprob of each target, and entropy of each distribution, at its temperature: [K] float32
+    each.
 
     Args:
         hidden: [K, H] in the head's type
@@ -117,7 +141,7 @@ def linear_logprobs(
     if chunk_logits is None:
         chunk_logits = CHUNK_LOGITS_ON_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.out_features)
-    found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, temperature, arithmetic, rows
     )
     return found
@@ -136,22 +160,26 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: Tensor,
         arithmetic: Arithmetic,
         rows: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         logp = torch.empty(len(hidden), device=hidden.device)
-        logsumexp = torch.empty_like(logp)
+        entropy, logsumexp = torch.empty_like(logp), torch.empty_like(logp)
         for part in _parts(len(hidden), rows):
             logits = functional.linear(hidden[part], weight, bias)
-            logp[part], logsumexp[part] = arithmetic.logprobs(
+            logp[part], entropy[part], logsumexp[part] = arithmetic.logprobs(
                 logits, targets[part], temperature[part]
             )
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, logsumexp)
         ctx.arithmetic, ctx.rows = arithmetic, rows
-        return logp
+        ctx.set_materialize_grads(False)  # None: the loss does not depend on it
+        return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, logsumexp = ctx.saved_tensors
+        gradient = torch.zeros_like(logsumexp) if of_logp is None else of_logp
         of_hidden = torch.empty_like(hidden)
         # Summed in float32, because each of the many parts would be rounded.
         of_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -163,6 +191,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 temperature[part],
                 logsumexp[part],
                 gradient[part],
+                None if of_entropy is None else of_entropy[part],
             )
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
@@ -196,17 +225,25 @@ def liger_arithmetic() -> Arithmetic:
     return Arithmetic(_liger_logprobs, _liger_logits_gradient)
 
 
-def _liger_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] logprobs of the targets, twice: Liger's gradient needs no logsumexp."""
+def _liger_logprobs(
+    logits: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[K] logprobs of the targets, NaN instead of entropies, which Liger does not compute, and [K]
+    unused values, because its gradient needs no logsumexp."""
     loss, _ = _cross_entropy(_scaled(logits, temperature), targets)
-    return -loss, -loss
+    return -loss, torch.full_like(loss, torch.nan), -loss
 
 
 def _liger_logits_gradient(
-    logits: Tensor, targets: Tensor, temperature: Tensor, logsumexp: Tensor, gradient: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    logsumexp: Tensor,
+    gradient: Tensor,
+    of_entropy: Tensor | None,
 ) -> Tensor:
     """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
-    del logsumexp
+    del logsumexp, of_entropy  # an option refuses an entropy bonus
     _, of_loss = _cross_entropy(_scaled(logits, temperature).requires_grad_(), targets)
     return of_loss.detach().mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
 

@@ -5,9 +5,10 @@ Legend: B sequences, T positions after the causal shift, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 
@@ -21,10 +22,17 @@ GPU_FLOAT32_TOLERANCE = 0.01
 """On a GPU, vLLM's attention multiplies float32 as TF32, with 10 bits of mantissa. Not measured."""
 
 
-def token_logprobs(
+class TokenValues(NamedTuple):
+    """What the policy says of each target, at the temperature that sampled it."""
+
+    logp: Tensor  # float32
+    entropy: Tensor  # float32, in nats: of the distribution from which the target was sampled
+
+
+def token_values(
     policy: CausalLM, inputs: Tensor, targets: Tensor, temperature: Tensor
-) -> Tensor:
-    """Logprob of each target under the policy, at the temperature that sampled it.
+) -> TokenValues:
+    """[B, T] logprob and entropy of each target.
 
     This is the plain way, with which faster ones are compared. Padding is on the right and
     attention is causal, so no attention mask is needed.
@@ -33,13 +41,28 @@ def token_logprobs(
         inputs: [B, T] token ids
         targets: [B, T] the tokens one position later
         temperature: [B]
-    Returns:
-        [B, T] float32
     """
     logits = policy(input_ids=inputs, use_cache=False).logits  # [B, T, V]
-    scaled = (logits.float() / temperature.view(-1, 1, 1)).flatten(0, 1)  # [B*T, V]
-    losses = functional.cross_entropy(scaled, targets.flatten(), reduction="none")  # [B*T]
-    return -losses.view(targets.shape)
+    return values_of(logits.float() / temperature.view(-1, 1, 1), targets)
+
+
+def values_of(scaled: Tensor, targets: Tensor) -> TokenValues:
+    """[...] logprob and entropy of each target.
+
+    Args:
+        scaled: [..., V] float32, logits divided by the temperature
+        targets: [...] int64
+    """
+    logps = scaled.log_softmax(-1)
+    logp = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return TokenValues(logp, -(logps.exp() * logps).sum(-1))
+
+
+def token_logprobs(
+    policy: CausalLM, inputs: Tensor, targets: Tensor, temperature: Tensor
+) -> Tensor:
+    """[B, T] logprob of each target. Args: those of `token_values`."""
+    return token_values(policy, inputs, targets, temperature).logp
 
 
 @torch.no_grad()

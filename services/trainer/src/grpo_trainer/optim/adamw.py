@@ -24,8 +24,6 @@ State = dict[str, Tensor]
 STEP = "step"
 """The kind that counts a parameter's steps: a float32 scalar."""
 
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-"""Adam's constants (arXiv 1412.6980, section 2), as in torch and bitsandbytes."""
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 PART_ELEMENTS = 2**22
 """Number of weights updated at a time: their copies take 16 MiB each."""
@@ -42,6 +40,18 @@ _ADAM, _UNUSED = "adam", 0.0
 
 
 @dataclass(frozen=True)
+class Adam:
+    """Constants of Adam's rule, named as in arXiv 1412.6980, section 2, whose values they have."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+ADAM = Adam()
+
+
+@dataclass(frozen=True)
 class StepOptions:
     """Options of a step, equal for all parameters. `gradient_scale` clips the gradient norm and
     divides by the loss scale."""
@@ -49,6 +59,7 @@ class StepOptions:
     lr: float
     weight_decay: float
     gradient_scale: float = 1.0
+    adam: Adam = ADAM
 
 
 class UpdateRule(Protocol):
@@ -130,11 +141,11 @@ class AdamW32(UpdateRule):
             foreach=False,
             fused=self._fused,
             amsgrad=False,
-            beta1=BETA1,
-            beta2=BETA2,
+            beta1=options.adam.beta1,
+            beta2=options.adam.beta2,
             lr=options.lr,
             weight_decay=_NO_DECAY,
-            eps=EPS,
+            eps=options.adam.eps,
             maximize=False,
         )
 
@@ -188,11 +199,11 @@ class AdamW8bit(UpdateRule):
             weights,
             state["state1"],
             state["state2"],
-            BETA1,
-            BETA2,
+            options.adam.beta1,
+            options.adam.beta2,
             _UNUSED,
             _UNUSED,
-            EPS,
+            options.adam.eps,
             int(state[STEP]),
             options.lr,
             state["qmap1"],
@@ -211,12 +222,12 @@ class AdamW8bit(UpdateRule):
             gradient,
             weights,
             state["state1"],
-            BETA1,
-            EPS,
+            options.adam.beta1,
+            options.adam.eps,
             int(state[STEP]),
             options.lr,
             state["state2"],
-            BETA2,
+            options.adam.beta2,
             weight_decay=_NO_DECAY,
             gnorm_scale=options.gradient_scale,
         )

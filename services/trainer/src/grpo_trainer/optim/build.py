@@ -17,9 +17,10 @@ from grpo_trainer.errors import MissingPackage, UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.adafactor import Adafactor
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, UpdateRule
+from grpo_trainer.optim.adamw import Adam, AdamW8bit, AdamW32, UpdateRule
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
+from grpo_trainer.optim.schedule import Schedule
 
 log = structlog.get_logger()
 
@@ -29,13 +30,13 @@ def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimi
     parameters = list(trained_parameters(policy).values())
     return MasterOptimizer(
         parameters,
-        lr=settings.lr,
-        warmup_steps=settings.warmup_steps,
+        learning_rate=Schedule.of(settings, settings.steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         update=build_update(settings, parameters),
         # Even an adapter in float32 needs it, because its gradients pass through a float16 model.
         scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
+        adam=Adam(settings.adam_beta1, settings.adam_beta2, settings.adam_eps),
     )
 
 

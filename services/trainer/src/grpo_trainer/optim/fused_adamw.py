@@ -13,9 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_trainer.optim.adamw import (
-    BETA1,
-    BETA2,
-    EPS,
     EXP_AVG,
     EXP_AVG_SQ,
     STEP,
@@ -56,11 +53,11 @@ class FusedAdamW(Masters):
                 count,
                 options.gradient_scale,
                 options.lr * options.weight_decay,
-                options.lr / (1 - BETA1**steps),
-                (1 - BETA2**steps) ** 0.5,
-                BETA1=BETA1,
-                BETA2=BETA2,
-                EPS=EPS,
+                options.lr / (1 - options.adam.beta1**steps),
+                (1 - options.adam.beta2**steps) ** 0.5,
+                BETA1=options.adam.beta1,
+                BETA2=options.adam.beta2,
+                EPS=options.adam.eps,
                 WRITES_LOW=low is not None,
                 BLOCK=BLOCK,
             )

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
-from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
+from grpo_trainer.optim.adamw import ADAM, Adam, AdamW32, State, StepOptions
 from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale
 from grpo_trainer.optim.masters import Masters
+from grpo_trainer.optim.schedule import LearningRate
 
 MASTER = "master"
 
@@ -30,21 +31,22 @@ class MasterOptimizer:
 
     Args:
         parameters: the policy's parameters; their gradients are collected as they appear
-        lr: peak learning rate, reached after `warmup_steps` steps of linear growth
+        learning_rate: of each step
         max_grad_norm: bound on the global L2 norm of the gradient
         update: updates one master weight tensor (default: AdamW in fp32)
+        adam: constants of the Adam rules
         scales_loss: gradients are computed in float16 and multiplied by `loss_scale`
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        lr: float,
-        warmup_steps: int,
+        learning_rate: LearningRate,
         weight_decay: float,
         max_grad_norm: float,
         update: Masters | None = None,
         scales_loss: bool = False,
+        adam: Adam = ADAM,
     ) -> None:
         self._parameters = list(parameters)
         self._update = update or Masters(AdamW32())
@@ -53,16 +55,10 @@ class MasterOptimizer:
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
         self._states: list[State] = [{} for _ in self.masters]
         self._staged: list[Tensor | None] = [None for _ in self.masters]
-        self._lr = lr
-        self._warmup_steps = warmup_steps
+        self.learning_rate = learning_rate
+        self._adam = adam
         self._weight_decay = weight_decay
         self._max_grad_norm = max_grad_norm
-
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of the step with this index, counted from 0."""
-        if step >= self._warmup_steps:
-            return self._lr
-        return self._lr * (step + 1) / self._warmup_steps
 
     @torch.no_grad()
     def step(self, step: int) -> float:
@@ -80,7 +76,7 @@ class MasterOptimizer:
                 "previous steps"
             )
         lr, scale = self.learning_rate(step), clip_factor / self._scale
-        options = StepOptions(lr, self._weight_decay, scale)
+        options = StepOptions(lr, self._weight_decay, scale, self._adam)
         self._update.begin_step(step)
         for index in range(len(self.masters)):
             self._step_one(index, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class StepOutcome:
     """The results of the step with index `step`, counted from 0.
 
     Args:
+        kl_coef: weight of the KL penalty in this step; None without a reference model
         fresh: the logprob difference over fresh tokens
         alignment: None if this step had no check of the server
         quarantined_batches: number of batches quarantined since the previous step
@@ -62,6 +64,7 @@ class StepOutcome:
     step: int
     steps: int
     lr: float
+    kl_coef: float | None
     filtered: FilteredBatch
     quarantined_batches: int
     facts: BatchStats
@@ -83,7 +86,7 @@ def step_record(outcome: StepOutcome) -> Record:
         **_data(outcome.facts, outcome.filtered),
         "data/quarantined_batches": outcome.quarantined_batches,
         **_training(outcome),
-        **_policy(outcome.gradients.sums),
+        **_policy(outcome.gradients.sums, outcome.kl_coef),
         **_alignment(outcome),
         **_staleness(outcome),
     }
@@ -118,12 +121,16 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
     }
 
 
-def _policy(sums: LossSums) -> dict[str, float | None]:
+def _policy(sums: LossSums, kl_coef: float | None) -> dict[str, float | None]:
     return {
         "grpo/mean_ratio": sums.mean("ratio"),
         "grpo/ratio_max": sums.ratio_max if sums.tokens else None,
         "grpo/clipped_fraction": sums.mean("clipped"),
+        "grpo/corrected_fraction": sums.mean("corrected"),
         "grpo/effective_sample_fraction": sums.effective_sample_fraction,
+        "policy/reference_kl": None if kl_coef is None else sums.mean("reference_kl"),
+        "policy/kl_coef": kl_coef,
+        "policy/entropy": _unless_nan(sums.mean("entropy")),
         "logprobs/training_mean": sums.mean("logp"),
         "logprobs/training_std": sums.std("logp"),
         "logprobs/inference_mean": sums.mean("behaviour_logp"),
@@ -167,6 +174,11 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
         found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
         found["staleness/bound_fraction"] = facts.bound_fraction
     return found
+
+
+def _unless_nan(value: float | None) -> float | None:
+    """None for an entropy that was not computed."""
+    return None if value is None or math.isnan(value) else value
 
 
 def _mean(total: float, count: float) -> float | None:

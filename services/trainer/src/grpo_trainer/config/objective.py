@@ -1,0 +1,171 @@
+"""Options of the objective. One names a recipe, and each of the others overrides a part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.settings import Mistake, Shown
+from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.recipes import (
+    AdvantageName,
+    AggregationName,
+    CorrectionName,
+    KlControlName,
+    KlEstimatorName,
+    KlPlace,
+    Level,
+    Objective,
+    ObjectiveName,
+    SurrogateName,
+    resolved,
+)
+
+BY_RECIPE = Shown(default="that of --objective")
+
+
+class ObjectiveOptions(BaseModel):
+    """What a step minimises."""
+
+    model_config = ConfigDict(frozen=True)
+
+    objective: ObjectiveName = Field(
+        "grpo",
+        description="Named recipe that sets the options below it; each of them can be overridden",
+    )
+    advantage: Annotated[AdvantageName | None, BY_RECIPE] = Field(
+        None,
+        description="How advantages follow from scores. group_std: the distance to the group's "
+        "mean, divided by the group's standard deviation. group_mean: not divided. leave_one_out: "
+        "the distance to the mean of the group's other scores. batch_std: the distance to the "
+        "batch's mean, divided by the batch's standard deviation. Advantages that an environment "
+        "sends have priority",
+    )
+    overlong_buffer: Annotated[float | None, BY_RECIPE] = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Last part of the longest allowed completion, as a fraction of it, in which a "
+        "completion's score loses up to 1, in proportion to its length",
+    )
+    surrogate: Annotated[SurrogateName | None, BY_RECIPE] = Field(
+        None,
+        description="How importance ratio and advantage form the loss. clip: PPO's clipped "
+        "surrogate. cispo: the clipped ratio is a constant factor of the token's logprob. "
+        "reinforce: so is the ratio, which is not clipped",
+    )
+    clip_eps: Annotated[float | None, Shown(default="that of --objective; 0.2 for grpo")] = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Clipping range: importance ratios below 1 minus this number are clipped, and "
+        "so are those above 1 plus --clip-eps-high",
+    )
+    clip_eps_high: Annotated[
+        float | None, Shown(default="that of --objective; --clip-eps if it has none")
+    ] = Field(None, gt=0, description="Upper part of the clipping range; see --clip-eps")
+    importance_level: Annotated[Level | None, BY_RECIPE] = Field(
+        None,
+        description="Importance ratio that is clipped: of each token, or the geometric mean of "
+        "those of a sequence",
+    )
+    importance_correction: Annotated[CorrectionName | None, BY_RECIPE] = Field(
+        None,
+        description="What happens to tokens whose importance ratio is above "
+        "--importance-correction-cap. truncate: the ratio counts as the cap. mask: the tokens are "
+        "not trained on. none: nothing",
+    )
+    importance_correction_level: Annotated[Level | None, BY_RECIPE] = Field(
+        None,
+        description="Importance ratio that is compared with the cap: of each token, or the product "
+        "over a sequence, whose tokens are then truncated or masked together",
+    )
+    importance_correction_cap: Annotated[float | None, BY_RECIPE] = Field(
+        None, ge=1, description="Largest importance ratio that --importance-correction leaves alone"
+    )
+    aggregation: Annotated[AggregationName | None, BY_RECIPE] = Field(
+        None,
+        description="How the losses of tokens add up. sequence: mean over each sequence's tokens, "
+        "then over sequences. token: mean over all tokens. constant: sum over all tokens, divided "
+        "by the number of sequences and by --aggregation-tokens",
+    )
+    aggregation_tokens: Annotated[int | None, Shown(default="--seq-len")] = Field(
+        None, ge=1, description="Divisor of --aggregation constant, in tokens"
+    )
+
+    entropy_coef: Annotated[float | None, BY_RECIPE] = Field(
+        None,
+        ge=0,
+        description="Weight of the entropy bonus: the mean entropy of the policy's next-token "
+        "distributions in nats, times this number, is subtracted from the loss",
+    )
+
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the penalty for the KL divergence from the reference model, which "
+        "is --model before training. 0: no penalty and no reference model. In the LoRA modes the "
+        "reference model needs no memory, in the others a second copy of the weights",
+    )
+    kl_estimator: Annotated[KlEstimatorName | None, BY_RECIPE] = Field(
+        None, description="Estimator of the KL divergence from a sampled token"
+    )
+    kl_in: Annotated[KlPlace | None, BY_RECIPE] = Field(
+        None,
+        description="Where the penalty is: in the loss of each token, or in the score of each "
+        "completion",
+    )
+    kl_control: KlControlName = Field(
+        "fixed",
+        description="How the weight of the penalty follows the KL divergence. adaptive: in "
+        "proportion to the distance from --kl-target. band: doubled or halved if the divergence is "
+        "1.5 times too high or too low. dual: as the multiplier of the constraint that the "
+        "divergence is at most --kl-target",
+    )
+    kl_target: Annotated[float | None, Shown(default="none")] = Field(
+        None, gt=0, description="Mean KL divergence per token for --kl-control, in nats"
+    )
+    kl_horizon: int = Field(
+        10_000,
+        ge=1,
+        description="Number of sequences over which an adaptive or dual weight follows the KL "
+        "divergence",
+    )
+
+    @property
+    def kl_coefficient(self) -> KlCoefficient:
+        """The penalty's weight at the start of a run."""
+        return KlCoefficient(
+            self.kl_control, self.kl_coef, self.kl_target or math.inf, self.kl_horizon
+        )
+
+    @property
+    def resolved_objective(self) -> Objective:
+        """The recipe with the parts that were given."""
+        names = (part.name for part in fields(Objective))
+        return resolved(self.objective, {name: getattr(self, name) for name in names})
+
+    def objective_conflicts(self) -> Iterator[Mistake]:
+        """Options that exclude each other."""
+        whole = self.resolved_objective
+        if (self.kl_target is None) != (self.kl_control == "fixed"):
+            problem = "is required by" if self.kl_target is None else "has no effect on"
+            yield Mistake("kl_target", f"{problem} --kl-control {self.kl_control}")
+        if not self.kl_coef:
+            for name in ("kl_estimator", "kl_in", "kl_control", "kl_horizon"):
+                if getattr(self, name) != ObjectiveOptions.model_fields[name].default:
+                    yield Mistake(name, "has no effect without --kl-coef")
+        if self.aggregation_tokens is not None and whole.aggregation != "constant":
+            yield Mistake("aggregation_tokens", "needs --aggregation constant")
+        if self.clip_eps is not None and whole.surrogate != "clip":
+            yield Mistake("clip_eps", f"has no effect on --surrogate {whole.surrogate}")
+        if self.clip_eps_high is not None and whole.surrogate == "reinforce":
+            yield Mistake("clip_eps_high", "has no effect on --surrogate reinforce")
+        if whole.importance_correction == "none":
+            for name in ("importance_correction_level", "importance_correction_cap"):
+                if getattr(self, name) is not None:
+                    yield Mistake(name, "has no effect, because --importance-correction is none")

@@ -1,0 +1,100 @@
+"""The reference model, from which the policy must not move far: --model as it was before training.
+
+In the LoRA modes it is the policy without its adapter, and needs no memory. Otherwise it is a
+second copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.preparation import Collate
+from grpo_trainer.model.forward import ForwardPass, build_forward_pass
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.objective.kl import kl_terms
+from grpo_trainer.objective.recipes import KlEstimatorName, Objective
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Args: is_policy: the model is the policy, whose adapter is switched off meanwhile"""
+
+    model: CausalLM
+    forward: ForwardPass
+    is_policy: bool
+
+    @torch.no_grad()
+    def added(self, batch: Batch) -> Batch:
+        """The batch with the reference's logprobs of all trained tokens."""
+        device, model = device_of(self.model), self.model
+        with _without_adapter(model) if self.is_policy else contextlib.nullcontext():
+            found = [self.forward(model, micro.to(device)).logp for micro in batch.micro_batches]
+        pairs = zip(batch.micro_batches, found, strict=True)
+        return replace(
+            batch,
+            micro_batches=[replace(micro, reference_logp=logp.cpu()) for micro, logp in pairs],
+        )
+
+
+def build_reference(
+    policy: CausalLM, forward: ForwardPass, settings: TrainerSettings
+) -> Reference | None:
+    """None if the objective has no KL penalty."""
+    if not settings.resolved_objective.kl_coef:
+        return None
+    if settings.lora is not None:
+        return Reference(policy, forward, is_policy=True)
+    dtype = next(policy.parameters()).dtype
+    copy = TrainedWeights(settings.model).load(dtype, device_of(policy)).eval()
+    for parameter in copy.parameters():
+        parameter.requires_grad_(False)
+    options = settings.model_copy(update={"compile": False, "gradient_checkpointing": False})
+    return Reference(copy, build_forward_pass(copy, options), is_policy=False)
+
+
+def with_penalties(
+    batch: Batch, groups: Sequence[UsableGroup], collate: Collate, objective: Objective
+) -> Batch:
+    """The batch with advantages from scores that are less by the KL penalty of each completion.
+
+    The divergence is that of the policy that sampled, whose logprobs were logged: DeepSeekMath
+    (arXiv 2402.03300), equation 2, and REINFORCE++ (arXiv 2501.03262).
+
+    Args:
+        batch: with the reference's logprobs, collated from `groups`
+    """
+    of_sequence = _divergences(batch, objective.kl_estimator)
+    penalties = iter((objective.kl_coef * of_sequence).tolist())
+    by_group = [[next(penalties) for _ in group.group.tokens] for group in groups]
+    again = collate(groups, penalties=by_group)
+    pairs = zip(again.micro_batches, batch.micro_batches, strict=True)
+    return replace(
+        again,
+        micro_batches=[replace(m, reference_logp=had.reference_logp) for m, had in pairs],
+    )
+
+
+def _divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
+    """[sequences] sum over each sequence's trained tokens, in the order of the groups."""
+    found = torch.zeros(len(batch.order))
+    sums = []
+    for micro in batch.micro_batches:
+        assert micro.reference_logp is not None
+        terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
+        sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
+    found[torch.tensor(batch.order)] = torch.cat(sums)
+    return found
+
+
+def _without_adapter(policy: CausalLM) -> Any:
+    return policy.disable_adapter()  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+"""Advantages: how much better a completion scored than others. Pure functions of a batch's scores.
+
+Legend: n completions of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.objective.recipes import AdvantageName
+
+MIN_STD = 1e-8
+"""Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages
+into zeros instead of noise of size one."""
+
+
+def group_std(groups: Sequence[Tensor]) -> list[Tensor]:
+    """Centre the scores of each group and divide by their standard deviation.
+
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. The deviation is the
+    population's (divided by n), as in the archived trainer. A group of one sequence, or of equal
+    scores, gets zeros, because it has nothing to teach.
+    """
+    return [_divided(_centred(scores), _centred(scores)) for scores in groups]
+
+
+def group_mean(groups: Sequence[Tensor]) -> list[Tensor]:
+    """Centre the scores of each group: Dr. GRPO (arXiv 2503.20783), section 3.2. Without the
+    division, groups of nearly equal scores do not weigh more than others."""
+    return [_centred(scores) for scores in groups]
+
+
+def leave_one_out(groups: Sequence[Tensor]) -> list[Tensor]:
+    """The score minus the mean of the group's other scores: RLOO (arXiv 2402.14740).
+    This is n / (n - 1) times the centred score. A group of one sequence gets zero."""
+    return [_centred(scores) * (len(scores) / max(1, len(scores) - 1)) for scores in groups]
+
+
+def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
+    """Centre all scores of the batch and divide by their standard deviation: REINFORCE++ (arXiv
+    2501.03262), global advantage normalisation. Every completion counts once."""
+    whole = _centred(torch.cat(list(groups)))
+    return list(torch.split(_divided(whole, whole), [len(scores) for scores in groups]))
+
+
+ADVANTAGES: Mapping[AdvantageName, Callable[[Sequence[Tensor]], list[Tensor]]] = {
+    "group_std": group_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "batch_std": batch_std,
+}
+"""Each takes the scores of a batch's groups, [n] each, and returns their advantages, [n] float64
+each."""
+
+
+def overlong_penalty(length: int, allowed: int, buffer: float) -> float:
+    """What a long completion's score loses: 0 up to the buffer, then linearly up to 1.
+
+    DAPO (arXiv 2503.14476), equation 13, soft overlong punishment.
+
+    Args:
+        length: tokens of the completion
+        allowed: the longest completion that the sampling allowed, in tokens
+        buffer: share of `allowed` in which the penalty grows; 0 for no penalty
+    """
+    grows_over = buffer * allowed
+    if not grows_over:
+        return 0.0
+    return min(1.0, max(0.0, (length - (allowed - grows_over)) / grows_over))
+
+
+def _centred(scores: Tensor) -> Tensor:
+    return scores.double() - scores.double().mean()
+
+
+def _divided(values: Tensor, centred: Tensor) -> Tensor:
+    """Divide by the population's standard deviation of `centred`."""
+    return values / centred.square().mean().sqrt().clamp_min(MIN_STD)

@@ -1,0 +1,107 @@
+"""The parts of an objective, and the named recipes that combine them.
+
+Every part is one pure function: advantages in `advantage`, token weights in `aggregation`, KL
+estimates in `kl`; importance ratios, surrogates and corrections in `grpo_trainer.algo.loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"]
+AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_std"]
+AggregationName = Literal["sequence", "token", "constant"]
+SurrogateName = Literal["clip", "cispo", "reinforce"]
+Level = Literal["token", "sequence"]
+CorrectionName = Literal["truncate", "mask", "none"]
+KlEstimatorName = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
+KlControlName = Literal["fixed", "adaptive", "band", "dual"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step minimises.
+
+    Args:
+        advantage: see `advantage.ADVANTAGES`
+        overlong_buffer: share of the allowed completion length; see `advantage.overlong_penalty`
+        surrogate: see `loss.policy_loss`
+        clip_eps, clip_eps_high: how far an importance ratio may be below and above 1
+        importance_level: of the surrogate's importance ratios
+        importance_correction: of tokens or sequences (`importance_correction_level`) whose ratio is
+            above `importance_correction_cap`; see `loss.correction`
+        aggregation: see `aggregation.token_weights`
+        aggregation_tokens: divisor of the aggregation `constant`; None: --seq-len
+        entropy_coef: weight of the bonus for the policy's entropy
+        kl_coef: weight of the penalty for the KL divergence from the reference model; see `kl`
+        kl_in: whether the penalty is part of the loss or of each completion's score
+    """
+
+    advantage: AdvantageName = "group_std"
+    overlong_buffer: float = 0.0
+    surrogate: SurrogateName = "clip"
+    clip_eps: float = 0.2
+    clip_eps_high: float = 0.2
+    importance_level: Level = "token"
+    importance_correction: CorrectionName = "truncate"
+    importance_correction_level: Level = "token"
+    importance_correction_cap: float = 3.0
+    aggregation: AggregationName = "sequence"
+    aggregation_tokens: int | None = None
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimatorName = "k3"
+    kl_in: KlPlace = "loss"
+
+
+GRPO = Objective()
+
+RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
+    # DeepSeekMath, arXiv 2402.03300, equation 3 without its KL term; the average over a sequence's
+    # tokens and then over sequences, the deviation of the group's scores.
+    "grpo": {},
+    # arXiv 2503.20783, section 3.2: neither the deviation nor the sequence's length divides.
+    "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
+    # arXiv 2503.14476, equations 8 (bounds), 12 (mean over tokens) and 13 (long completions). Its
+    # dynamic sampling is the environment's: groups of equal scores are replaced.
+    "dapo": {"clip_eps_high": 0.28, "aggregation": "token", "overlong_buffer": 0.2},
+    # arXiv 2507.18071, equations 5 and 7; the bounds of its section 5.1.
+    "gspo": {"importance_level": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    # MiniMax-M1, arXiv 2506.13585, equation 4: no lower bound; the ratio is at most 5, as
+    # ScaleRL, arXiv 2510.13786, and TRL recommend. The surrogate itself truncates.
+    "cispo": {
+        "surrogate": "cispo",
+        "clip_eps_high": 4.0,
+        "importance_correction": "none",
+        "aggregation": "token",
+    },
+    # arXiv 2402.14740: REINFORCE on whole completions, each compared with the others.
+    "rloo": {
+        "advantage": "leave_one_out",
+        "surrogate": "reinforce",
+        "aggregation": "constant",
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+    },
+    # arXiv 2501.03262: the advantages of all prompts are normalised together.
+    "reinforce_plus_plus": {
+        "advantage": "batch_std",
+        "aggregation": "token",
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+    },
+}
+"""The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty of its
+own; with --kl-coef it has the form of the paper."""
+
+
+def resolved(name: ObjectiveName, chosen: Mapping[str, Any]) -> Objective:
+    """The recipe with the parts that were chosen instead. Args: chosen: None where none was."""
+    recipe = dict(RECIPES[name])
+    given = {part: value for part, value in chosen.items() if value is not None}
+    if "clip_eps" in given and "clip_eps_high" not in given | recipe:
+        recipe["clip_eps_high"] = given["clip_eps"]
+    return Objective(**recipe | given)

@@ -1,0 +1,88 @@
+"""The reference model is --model before training, and its penalty reaches the advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
+from grpo_trainer.model.reference import Reference, build_reference, with_penalties
+from grpo_trainer.objective.recipes import Objective, resolved
+from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
+from tests.unit.trainer.groups import P, group, in_order, usable
+
+
+def logprobs(batch: Batch) -> list[Tensor]:
+    found = [micro.reference_logp for micro in batch.micro_batches]
+    assert all(logp is not None for logp in found)
+    return [logp for logp in found if logp is not None]
+
+
+def test_an_adapter_is_off_for_the_reference_alone() -> None:
+    policy, batch = adapted(), ragged_batch(tokens=12)
+    before = plain_forward(policy, batch.micro_batches[0]).logp
+    found = Reference(policy, FastForward(), is_policy=True).added(batch)
+    assert len(found.micro_batches) > 1
+    for micro, logp in zip(batch.micro_batches, logprobs(found), strict=True):
+        trained = micro.token_weight > 0
+        expected = plain_forward(qwen(), micro).logp
+        torch.testing.assert_close(logp[trained], expected[trained], rtol=1e-5, atol=1e-5)
+    assert torch.equal(plain_forward(policy, batch.micro_batches[0]).logp, before)
+
+
+def test_without_an_adapter_the_reference_is_a_copy_that_does_not_move(tmp_path: Path) -> None:
+    qwen().save_pretrained(tmp_path)
+    settings = CommandLine(model=str(tmp_path), mode="none", kl_coef=0.1).settings()
+    policy = qwen()
+    reference = build_reference(policy, build_forward_pass(policy, settings), settings)
+    assert reference is not None
+    batch = ragged_batch()
+    (before,) = logprobs(reference.added(batch))
+    nn.init.normal_(policy.lm_head.weight)
+    (after,) = logprobs(reference.added(batch))
+    assert torch.equal(before, after)
+    assert not any(parameter.requires_grad for parameter in reference.model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_only"])
+def test_without_a_penalty_there_is_no_reference(mode: str) -> None:
+    settings = CommandLine.model_validate({"model": "m", "mode": mode}).settings()
+    assert build_reference(adapted(), FastForward(), settings) is None
+
+
+def test_a_penalty_in_the_reward_by_hand() -> None:
+    """Divergences 0.9 (one token) and 0.3 + 0.2 + 0.1, times 2: scores 1 - 1.8 and 0 - 1.2."""
+    objective = replace(resolved("rloo", {"kl_coef": 2.0}), advantage="group_mean")
+    one = group(inference_logprobs=[[P, P, -0.1], [P, P, -0.2, -0.3, -0.4]])
+    again = partial(collate_longest_first, objective=objective)
+    batch = again(usable(one))
+    (micro,) = batch.micro_batches
+    assert batch.order == [1, 0]
+    reference = torch.full_like(micro.inputs, 9.0, dtype=torch.float32)
+    reference[0, 1:] = torch.tensor([-0.5, -0.5, -0.5])
+    reference[1, 1] = -1.0
+    known = replace(batch, micro_batches=[replace(micro, reference_logp=reference)])
+    (found,) = with_penalties(known, usable(one), again, objective).micro_batches
+    assert found.reference_logp is reference
+    assert found.advantages.flatten().tolist() == pytest.approx([-0.2, 0.2])
+
+
+def collate_longest_first(
+    groups: Sequence[UsableGroup],
+    *,
+    penalties: Sequence[Sequence[float]] | None = None,
+    objective: Objective,
+) -> Batch:
+    def backwards(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
+        return [part[::-1] for part in in_order(sequences, size)]
+
+    return collate(groups, 100, 2, backwards, objective, penalties)
