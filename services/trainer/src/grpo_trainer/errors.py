@@ -45,7 +45,8 @@ GRPO requires inference_logprobs for importance sampling!
 Group {index} of the batch (env_id {env_id}) has none. To fix:
   1. run the environment with --openai.server_type vllm (not "openai")
   2. check that the inference server returns logprobs on /generate
-  3. check that the environment copies them into inference_logprobs"""
+  3. check that the environment copies them into inference_logprobs
+Or pass --recompute-logprobs to the trainer, which then cannot correct or check the sampling."""
 
 
 class UnusableReason(StrEnum):

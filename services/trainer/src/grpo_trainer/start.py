@@ -106,7 +106,7 @@ def start_run(
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
-    limits = GroupLimits(policy.config.vocab_size, settings.seq_len)
+    limits = GroupLimits(policy.config.vocab_size, settings.seq_len, settings.recompute_logprobs)
     history = VersionHistory(version, sync.begun_as)
     collated = partial(
         collate,

@@ -73,6 +73,7 @@ def _accumulated(
     scale: float,
 ) -> GradientStats:
     total, sums = 0.0, NO_SUMS
+    micros: list[MicroBatch] = []
     logps: list[Tensor] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
     for i, micro in enumerate(batch.micro_batches):
@@ -83,6 +84,7 @@ def _accumulated(
         if dropouts:
             with torch.no_grad():
                 without_dropout = forward(policy, on_device)
+        on_device = on_device.with_recomputed(without_dropout.logp)
         loss = policy_loss(trained.logp, *_columns(on_device), objective)
         if objective.entropy_coef:
             bonus = entropy_bonus(trained.entropy, on_device.token_weight)
@@ -94,8 +96,9 @@ def _accumulated(
         # One transfer to the host for all values that are read here: each transfer waits for the
         # device.
         value, values = _to_host(loss, without_dropout)
+        known = micro.with_recomputed(values.logp)
         if not math.isfinite(value):
-            found = loss_sums(*values, micro.reference_logp, *_columns(micro), objective)
+            found = loss_sums(*values, micro.reference_logp, *_columns(known), objective)
             raise NonFiniteLoss(
                 f"step {step}, micro-batch {i}: the loss is {value} (largest importance ratio "
                 f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
@@ -106,9 +109,10 @@ def _accumulated(
             (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.
         total += value
-        sums += loss_sums(*values, micro.reference_logp, *_columns(micro), objective)
+        sums += loss_sums(*values, micro.reference_logp, *_columns(known), objective)
+        micros.append(known)
         logps.append(values.logp)
-    return GradientStats(total, sums, TokenTable.of(batch.micro_batches, logps))
+    return GradientStats(total, sums, TokenTable.of(micros, logps))
 
 
 def _to_host(loss: Tensor, values: TokenValues) -> tuple[float, TokenValues]:

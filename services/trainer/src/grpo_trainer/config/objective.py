@@ -87,6 +87,13 @@ class ObjectiveOptions(BaseModel):
     importance_correction_cap: Annotated[float | None, BY_RECIPE] = Field(
         None, ge=1, description="Largest importance ratio that --importance-correction leaves alone"
     )
+    recompute_logprobs: bool = Field(
+        False,
+        description="Train also on groups without usable logprobs: those without "
+        "inference_logprobs, and those sampled with top_p, top_k, min_p or penalties. The "
+        "trainer's own logprobs from before the update take their place, so their importance ratios are 1, "
+        "and nothing corrects or checks how the tokens were sampled",
+    )
     aggregation: Annotated[AggregationName | None, BY_RECIPE] = Field(
         None,
         description="How the losses of tokens add up. sequence: mean over each sequence's tokens, "
@@ -159,6 +166,8 @@ class ObjectiveOptions(BaseModel):
             for name in ("kl_estimator", "kl_in", "kl_control", "kl_horizon"):
                 if getattr(self, name) != ObjectiveOptions.model_fields[name].default:
                     yield Mistake(name, "has no effect without --kl-coef")
+        if self.recompute_logprobs and self.kl_coef and whole.kl_in == "reward":
+            yield Mistake("recompute_logprobs", "excludes --kl-in reward, which needs logged ones")
         if self.aggregation_tokens is not None and whole.aggregation != "constant":
             yield Mistake("aggregation_tokens", "needs --aggregation constant")
         if self.clip_eps is not None and whole.surrogate != "clip":

@@ -37,6 +37,7 @@ class MicroBatch:
     temperature: Tensor  # [B] float32
     lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
     shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
+    is_logged: tuple[bool, ...]  # [B] whether behaviour_logp was logged, or must be recomputed
     reference_logp: Tensor | None = None  # [B, T] float32, of the reference model, if there is one
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -52,6 +53,14 @@ class MicroBatch:
             reference_logp=None if self.reference_logp is None else self.reference_logp.to(device),
         )
 
+    def with_recomputed(self, logp: Tensor) -> MicroBatch:
+        """With the trainer's logprobs from before the update in place of those that were not
+        logged, so that their importance ratio is 1. Args: logp: [B, T]"""
+        if all(self.is_logged):
+            return self
+        is_logged = torch.tensor(self.is_logged, device=logp.device).unsqueeze(-1)
+        return replace(self, behaviour_logp=self.behaviour_logp.where(is_logged, logp.detach()))
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -61,7 +70,8 @@ class Origin:
     """Index of its group in the batch."""
     env_id: int | None
     version: PolicyVersion | None
-    """The policy version that sampled all of it; None if it is unknown or there are several."""
+    """The policy version that sampled all of it; None if it is unknown, if there are several, or if
+    its logprobs were not logged, so that a comparison would prove nothing."""
     siblings: int
     """Number of sequences in its group, itself included."""
     shared_tokens: int
@@ -98,6 +108,7 @@ class _Row:
     behaviour_logp: list[float]
     advantages: list[float]  # of each target, or one for all
     temperature: float
+    is_logged: bool
 
 
 def collate(
@@ -165,6 +176,7 @@ def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterabl
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
             advantages=_of_targets(usable, i, advantages[i], seq_len),
             temperature=usable.temperatures[i],
+            is_logged=usable.is_logged,
         )
 
 
@@ -187,7 +199,7 @@ def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
     shared = common_prefix(min(group.tokens), max(group.tokens))
     for i in range(group.size):
         first, last = versions[i] if versions else (None, None)
-        version = first if first == last else None
+        version = first if first == last and usable.is_logged else None
         yield Origin(index, group.env_id, version, group.size, shared)
 
 
@@ -207,6 +219,7 @@ def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBa
         advantages=_advantages(rows, is_real),
         temperature=torch.tensor([row.temperature for row in rows]),
         lengths=lengths,
+        is_logged=tuple(row.is_logged for row in rows),
         shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
 

@@ -32,11 +32,12 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this
-    length."""
+    """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this length;
+    `recomputes`: groups without usable behaviour logprobs are accepted."""
 
     vocab_size: int
     seq_len: int
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class UsableGroup:
     """A group that passed every check, with the values that the checks read.
 
     `temperatures` has one value for each sequence. `zero_advantage` marks sequences whose advantage
-    is set to zero. `version_bound` is the newest policy version that may have sampled the group, if
-    its `facts` name none.
+    is set to zero. `is_logged`: the behaviour logprobs are those of the distribution that was
+    sampled from; otherwise `inference_logprobs` are placeholders. `version_bound` is the newest
+    policy version that may have sampled the group, if its `facts` name none.
     """
 
     group: ScoredGroup
@@ -53,6 +55,7 @@ class UsableGroup:
     temperatures: list[float]
     zero_advantage: list[bool]
     facts: RolloutFacts
+    is_logged: bool = True
     version_bound: PolicyVersion | None = None
 
 
@@ -64,28 +67,36 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
             distribution, masks or advantages do not fit the tokens, the prompt is unmasked, no
             token is trained on, or a token is outside the policy's vocabulary.
     """
-    if not group.inference_logprobs:
-        message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
-        raise UnusableGroup(UnusableReason.NO_LOGPROBS, message)
-    _check_sampling(index, group)
+    problem = _why_not_logged(index, group)
+    if problem is not None and not limits.recomputes:
+        raise problem
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
     _check_advantages(index, group)
-    for i, (masks, logprobs) in enumerate(zip(group.masks, group.inference_logprobs, strict=True)):
-        _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
+    logged = group.inference_logprobs or []
+    if problem is not None:
+        logged = [[PROMPT_LOGPROB] * len(tokens) for tokens in group.tokens]
+    else:
+        for i, (masks, logprobs) in enumerate(zip(group.masks, logged, strict=True)):
+            _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
     _check_prompts(index, group)
     _check_cut(index, group, limits.seq_len)
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
     return UsableGroup(
         group=group,
-        inference_logprobs=group.inference_logprobs,
+        inference_logprobs=logged,
         temperatures=[_temperature(index, group, override) for override in overrides],
         zero_advantage=[bool(override.get("set_advantage_to_zero")) for override in overrides],
         facts=RolloutFacts.of(group),
+        is_logged=problem is None,
     )
 
 
-def _check_sampling(index: int, group: ScoredGroup) -> None:
+def _why_not_logged(index: int, group: ScoredGroup) -> UnusableGroup | None:
+    """Why the group has no logprobs of the distribution that was sampled from; None if it has."""
+    if not group.inference_logprobs:
+        message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
+        return UnusableGroup(UnusableReason.NO_LOGPROBS, message)
     sources = [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
     truncating = {
         f"{name}={source[name]}"
@@ -93,13 +104,14 @@ def _check_sampling(index: int, group: ScoredGroup) -> None:
         for name, neutral in NEUTRAL_SAMPLING.items()
         if source.get(name) is not None and source[name] not in neutral
     }
-    if truncating:
-        raise UnusableGroup(
-            UnusableReason.SAMPLING,
-            f"group {index} was sampled with {', '.join(sorted(truncating))}, so its "
-            "logprobs describe another distribution; set no sampling parameter except the "
-            "temperature",
-        )
+    if not truncating:
+        return None
+    return UnusableGroup(
+        UnusableReason.SAMPLING,
+        f"group {index} was sampled with {', '.join(sorted(truncating))}, so its logprobs describe "
+        "another distribution; set no sampling parameter except the temperature, or pass "
+        "--recompute-logprobs to the trainer",
+    )
 
 
 def _check_tokens(index: int, group: ScoredGroup, vocab_size: int) -> None:

@@ -231,4 +231,5 @@ def _probe_batch(vocabulary: int) -> MicroBatch:
         temperature=torch.tensor(_PROBE_TEMPERATURES),
         lengths=_PROBE_LENGTHS,
         shared=_PROBE_SHARED,
+        is_logged=(True,) * rows,
     )
