@@ -91,8 +91,8 @@ class ObjectiveOptions(BaseModel):
         False,
         description="Train also on groups without usable logprobs: those without "
         "inference_logprobs, and those sampled with top_p, top_k, min_p or penalties. The "
-        "trainer's own logprobs from before the update take their place, so their importance ratios are 1, "
-        "and nothing corrects or checks how the tokens were sampled",
+        "trainer's own logprobs from before the update take their place, so their importance "
+        "ratios are 1, and nothing corrects or checks how the tokens were sampled",
     )
     aggregation: Annotated[AggregationName | None, BY_RECIPE] = Field(
         None,
