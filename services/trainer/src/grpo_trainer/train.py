@@ -70,7 +70,7 @@ def train(settings: TrainerSettings) -> None:
         settings = continued_settings(settings, saved)
         write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
-            open_sinks(settings) as write_record,
+            open_sinks(settings, 0 if saved is None else saved.record.step) as write_record,
             inference_server(settings),
             contextlib.closing(build_weight_sync(settings)) as sync,
         ):

@@ -201,3 +201,19 @@ def test_the_key_in_the_file_reaches_wandb(tmp_path: Path) -> None:
         assert psutil.Process(sink.pid).environ()["WANDB_API_KEY"] == "s3cret"
     with pytest.raises(WandbUnavailable, match=r"--wandb-key-file .*nowhere"):
         wandb_sink(settings(wandb_key_file=tmp_path / "nowhere"))
+
+
+def test_tensorboard_has_every_metric_and_a_resumed_run_hides_the_steps_that_it_repeats(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps_taken, rewards in ((0, (0.1, 0.2, 0.3)), (1, (0.4, 0.5))):
+        with open_sinks(settings(use_wandb=False, tensorboard_dir=tmp_path), steps_taken) as write:
+            for step, reward in enumerate(rewards, steps_taken + 1):
+                write({"step": step, "reward/mean": reward, "train/lr": 1e-5})
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [
+        (step, pytest.approx(reward)) for step, reward in ((1, 0.1), (2, 0.4), (3, 0.5))
+    ]
+    assert len(found.Scalars("train/lr")) == 3

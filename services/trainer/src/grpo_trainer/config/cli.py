@@ -130,6 +130,7 @@ COMMAND = Command(
         "Logging": (
             "log_level",
             "metrics_file",
+            "tensorboard_dir",
             "benchmark",
             "use_wandb",
             "wandb_project",

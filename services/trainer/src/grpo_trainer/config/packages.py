@@ -30,5 +30,7 @@ def _needs(options: RunOptions) -> Iterator[tuple[str, str, str, str]]:
         yield "fused_step", "", "triton", "CUDA builds of torch for Linux include triton"
     if options.head_kernel == LIGER:
         yield "head_kernel", "liger ", "liger_kernel", f"pip install {LIGER_PIN}"
+    if options.tensorboard_dir is not None:
+        yield "tensorboard_dir", "", "tensorboard", "pip install tensorboard"
     if options.use_wandb:
         yield "use_wandb", "", "wandb", "pip install wandb"

@@ -164,6 +164,9 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
     metrics_file: Path | None = Field(
         None, description="File to which the trainer writes its metrics, one JSON object per step"
     )
+    tensorboard_dir: Path | None = Field(
+        None, description="Directory to which the trainer writes its metrics for TensorBoard"
+    )
     benchmark: bool = Field(
         False,
         description="At the end of the run, print its time, memory and disk space, and write "

@@ -1,4 +1,4 @@
-"""Writes the record of each step to the metrics file and to Weights & Biases."""
+"""Writes the record of each step to the metrics file, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ Write = Callable[[Record], None]
 
 
 @contextlib.contextmanager
-def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
+def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Write]:
     """Yield a function that writes a record to every configured sink.
+
+    Args: steps_taken: TensorBoard hides the records of later steps, which a killed trainer wrote
 
     Raises:
         WandbUnavailable: --use-wandb is set, and W&B cannot start.
@@ -35,6 +37,8 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
         writers: list[Write] = []
         if settings.metrics_file is not None:
             writers.append(partial(append_record, settings.metrics_file))
+        if settings.tensorboard_dir is not None:
+            writers.append(stack.enter_context(tensorboard(settings.tensorboard_dir, steps_taken)))
         if settings.use_wandb:
             writers.append(stack.enter_context(wandb_sink(settings)).write)
 
@@ -42,6 +46,22 @@ def open_sinks(settings: TrainerSettings) -> Iterator[Write]:
             for writer in writers:
                 writer(record)
 
+        yield write
+
+
+@contextlib.contextmanager
+def tensorboard(directory: Path, steps_taken: int) -> Iterator[Write]:
+    """Every metric of a record as a scalar of its step, readable at once."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(directory, purge_step=steps_taken + 1)
+
+    def write(record: Record) -> None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, int(record["step"]))
+        writer.flush()
+
+    with contextlib.closing(writer):
         yield write
 
 
