@@ -19,8 +19,10 @@ from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.memory.kept import KeptBytes
 from grpo_trainer.memory.plan import MemoryPlan, memory_plan
+from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.reference import build_reference
 from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
@@ -60,6 +62,11 @@ def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str
     require_as_planned(tiny, mode, micro_batches=1 if mode in ("none", "lora_only") else 2)
 
 
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode: str) -> None:
+    require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mode", BY_MODE)
 def test_a_step_of_a_model_of_100_million_weights_keeps_what_the_plan_says(
@@ -79,13 +86,14 @@ def test_a_step_of_a_model_of_100_million_weights_keeps_what_the_plan_says(
     require_as_planned(tmp_path, mode, micro_batches=2)
 
 
-def require_as_planned(model: Path, mode: str, micro_batches: int) -> None:
+def require_as_planned(model: Path, mode: str, micro_batches: int, kl_coef: float = 0.0) -> None:
     """Compare every combination of the mode."""
     options: Changes = {
         "model": str(model),
         "mode": mode,
         "redis_url": "redis://127.0.0.1:6379/0",
         "gradient_accumulation_steps": micro_batches,
+        "kl_coef": kl_coef,
     }
     plan = memory_plan(CommandLine(**options, train_layer_indices=SOME))
     for changes in BY_MODE[mode]:
@@ -122,6 +130,7 @@ def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
     ).eval()
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
+    reference = build_reference(policy, FastForward(), settings)
     optimizer = build_optimizer(policy, settings)
     batch = collated(*(group() for _ in range(line.gradient_accumulation_steps)))
     accumulate_gradients(policy, batch, GRPO, 0)
@@ -132,8 +141,9 @@ def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
     state = optimizer.tensors([str(index) for index in range(len(optimizer.masters))])
     masters = sum(t.nbytes for name, t in state.items() if name.startswith("master/"))
     gradients = [g for g in optimizer.gradients.tensors if g is not None]
+    copies = (not is_shared) + (reference is not None and not reference.is_policy)
     return live, KeptBytes(
-        weights=0 if is_shared else weights_bytes(policy),
+        weights=copies * weights_bytes(policy),
         masters=masters,
         gradients=sum(g.nbytes for g in gradients),
         moments=sum(t.nbytes for t in state.values()) - masters,

@@ -32,7 +32,8 @@ SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """`weights`: the trainer's own copy; 0 if it trains in the server's memory."""
+    """`weights`: the trainer's copies of the model, unless it trains in the server's memory, and of
+    the reference model."""
 
     weights: int
     masters: int
@@ -71,16 +72,18 @@ def kept_bytes(
     master_dtype: str,
     micro_batches: int,
     is_shared: bool,
+    has_reference: bool,
 ) -> KeptBytes:
     """Args:
     policy: on the meta device
     micro_batches: of a step
     is_shared: the weights are in the server's memory
+    has_reference: there is a reference model besides the policy
     """
     trained = list(trained_parameters(policy).values())
     states = (INITIAL_STATE[optimizer](p.detach()) for p in trained)
     return KeptBytes(
-        weights=0 if is_shared else sum(p.nbytes for p in policy.parameters()),
+        weights=(has_reference + (not is_shared)) * sum(p.nbytes for p in policy.parameters()),
         masters=sum(p.numel() for p in trained) * MASTER_BYTES[master_dtype],
         gradients=sum(
             p.numel() * (p.element_size() if micro_batches == 1 else SUM_BYTES) for p in trained
