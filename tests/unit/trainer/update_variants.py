@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.optim.adafactor import Adafactor
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32, StepOptions
+from grpo_trainer.optim.adamw import ADAM, Adam, AdamW8bit, AdamW32, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.schedule import constant
@@ -47,13 +47,14 @@ class Model:
         lr: float = 0.01,
         seed: int = 0,
         weight_decay: float = 0.1,
+        adam: Adam = ADAM,
     ) -> None:
         drawn = torch.Generator().manual_seed(seed)
         self.parameters = [
             nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
-            self.parameters, constant(lr), weight_decay, max_grad_norm=1.0, update=update
+            self.parameters, constant(lr), weight_decay, max_grad_norm=1.0, update=update, adam=adam
         )
 
     def gather(self, step: int, micro_batches: int = 1) -> None:

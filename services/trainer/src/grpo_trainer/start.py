@@ -72,7 +72,7 @@ def start_run(
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
-    forward = build_forward_pass(policy, settings)
+    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
     reference = build_reference(policy, forward, settings)
     kl_coefficient = settings.kl_coefficient
     if saved is not None:
@@ -127,6 +127,18 @@ def start_run(
     )
     rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
     recorder = Recorder(settings, write_record)
-    learner = (policy, forward, reference, kl_coefficient, optimizer)
-    run = Run(settings, batches, *learner, sync, rollouts, check, recorder, saver)
+    run = Run(
+        settings=settings,
+        batches=batches,
+        policy=policy,
+        forward=forward,
+        reference=reference,
+        kl_coefficient=kl_coefficient,
+        optimizer=optimizer,
+        sync=sync,
+        rollouts=rollouts,
+        shared_memory=check,
+        recorder=recorder,
+        saver=saver,
+    )
     return run, position

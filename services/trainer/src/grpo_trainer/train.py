@@ -20,9 +20,9 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_source import TakenBatch
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, with_penalties
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
-from grpo_trainer.model.reference import with_penalties
+from grpo_trainer.model.reference import divergences
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
@@ -135,7 +135,8 @@ def compare_with_reference(run: Run, taken: TakenBatch, objective: Objective) ->
     batch = run.reference.added(taken.collated)
     if objective.kl_in == "loss":
         return batch
-    return with_penalties(batch, taken.filtered.groups, run.batches.preparation.collate, objective)
+    penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
+    return with_penalties(batch, taken.filtered.groups, objective, penalties)
 
 
 def update_policy(

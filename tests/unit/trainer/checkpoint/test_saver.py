@@ -86,7 +86,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
-        penalty = KlCoefficient("fixed", initial=0.25, target=1.0, horizon=1)
+        penalty = KlCoefficient("band", initial=0.25, target=1.0, horizon=1)
         rig = Bench(Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty), save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)

@@ -83,6 +83,32 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     assert weights == pytest.approx([bool(row) / len(sent) for row in found])
 
 
+@pytest.mark.parametrize(
+    ("objective", "weight"),
+    [
+        (Objective(aggregation="token"), 1 / 8),
+        (Objective(aggregation="constant"), 1 / (4 * 100)),
+        (Objective(aggregation="constant", aggregation_tokens=5), 1 / (4 * 5)),
+    ],
+)
+def test_a_weight_counts_the_tokens_and_sequences_of_the_whole_batch(
+    objective: Objective, weight: float
+) -> None:
+    """Two groups of 1 and 3 trained tokens, in micro-batches of one sequence."""
+    batch = collate(usable(group(), group()), 100, 1, in_order, objective)
+    assert len(batch.micro_batches) == 4
+    weights = torch.cat([micro.token_weight.flatten() for micro in batch.micro_batches])
+    assert weights[weights > 0].tolist() == pytest.approx([weight] * 8)
+
+
+def test_advantages_of_the_environment_do_not_count_in_the_deviation_of_others() -> None:
+    sent = group(advantages=[[7.0], [8.0]], scores=[90.0, 10.0])
+    objective = Objective(advantage="batch_std")
+    first, second = collate(usable(group(), sent), 100, 2, in_order, objective).micro_batches
+    assert first.advantages.flatten().tolist() == pytest.approx([1.0, -1.0])
+    assert second.advantages.flatten().tolist() == [7.0, 8.0]
+
+
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
     """A sequence with a zeroed advantage still counts in its group's mean."""
     mixed = group(

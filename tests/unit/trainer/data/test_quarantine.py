@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
+from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
@@ -48,11 +50,15 @@ POISON = 2.0
 class Bench:
     """The training loop on a tiny model; run-api, server and saver only record calls."""
 
-    def __init__(self, save_path: Path, harm: str = "loss", times: int = 100) -> None:
+    def __init__(
+        self, save_path: Path, harm: str = "loss", times: int = 100, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
         self.optimizer = MasterOptimizer(self.policy.parameters(), constant(0.1), 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
+        self.options = options
+        self.reference: Reference | None = None
         self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
         self.mismatch = False
@@ -96,6 +102,7 @@ class Bench:
             steps=len(batches),
             seq_len=LIMITS.seq_len,
             tokens_per_micro_batch=2,
+            **self.options,
         ).settings()
         api: Any = SimpleNamespace(
             next_batch=lambda *_: next(leased), request_ahead=lambda *_: None
@@ -114,7 +121,7 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        forward: Any = (self, None, settings.kl_coefficient)
+        forward: Any = (self, self.reference, settings.kl_coefficient)
         learner: Any = (self.policy, *forward, self.optimizer, sync, rollouts, None)
         run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
@@ -170,3 +177,23 @@ def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Pa
     with pytest.raises(RolloutMismatch):
         bench.train([False])
     assert again.train([False, False]) == Position(step=1, batch_id=2, epoch=1)
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_penalty_acts_and_its_weight_follows_the_divergence(place: str, tmp_path: Path) -> None:
+    """Four steps, from the reference's own weights; the band's target is never reached."""
+    runs = []
+    for coefficient in (1e-6, 100.0):
+        options = {"kl_coef": coefficient, "kl_in": place, "kl_control": "band", "kl_target": 1e9}
+        bench = Bench(tmp_path / str(coefficient), advantage="group_mean", **options)
+        bench.reference = Reference(deepcopy(bench.policy), plain_forward, is_policy=False)
+        bench.train([False] * 4)
+        weights = [record["policy/kl_coef"] / coefficient for record in bench.records]
+        assert weights == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8])
+        runs.append(bench.records)
+    free, held = runs
+    assert free[0]["policy/reference_kl"] == pytest.approx(0, abs=1e-9)
+    if place == "loss":
+        assert held[-1]["policy/reference_kl"] < free[-1]["policy/reference_kl"] / 2
+    else:
+        assert abs(held[0]["train/loss"]) > 10 * abs(free[0]["train/loss"])

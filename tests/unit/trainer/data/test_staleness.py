@@ -115,13 +115,13 @@ def source_of(
     )
 
 
-def test_the_next_batch_is_requested_unless_this_is_the_last_step() -> None:
+def test_the_next_batch_is_requested_unless_it_is_the_last_one() -> None:
     source = source_of([], under=[])
     requested: list[int] = []
     source.api.request_ahead = lambda left, _: requested.append(left)
     for step in range(AT.step, source.settings.steps):
         source.request_next(replace(AT, step=step))
-    assert requested == [2, 1]
+    assert requested == [2]
 
 
 def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale() -> None:

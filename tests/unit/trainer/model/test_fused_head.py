@@ -37,7 +37,7 @@ class Case:
 
     def plain(self) -> TokenValues:
         scaled = self.head(self.hidden).float() / self.temperature.unsqueeze(-1)
-        return values_of(scaled, self.targets)
+        return values_of(scaled, self.targets, differentiates_entropy=True)
 
     def fused(self, rows: int, arithmetic: Arithmetic = EAGER) -> TokenValues:
         terms = (self.targets, self.temperature, arithmetic, rows * VOCABULARY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.collate import Batch, collate, with_penalties
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
-from grpo_trainer.model.reference import Reference, build_reference, with_penalties
-from grpo_trainer.objective.recipes import Objective, resolved
+from grpo_trainer.model.reference import Reference, build_reference, divergences
+from grpo_trainer.objective.recipes import Objective
 from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
 from tests.unit.trainer.groups import P, group, in_order, usable
 
@@ -61,28 +59,22 @@ def test_without_a_penalty_there_is_no_reference(mode: str) -> None:
 
 def test_a_penalty_in_the_reward_by_hand() -> None:
     """Divergences 0.9 (one token) and 0.3 + 0.2 + 0.1, times 2: scores 1 - 1.8 and 0 - 1.2."""
-    objective = replace(resolved("rloo", {"kl_coef": 2.0}), advantage="group_mean")
+    objective = Objective(advantage="group_mean", kl_coef=2.0, kl_estimator="k1", kl_in="reward")
     one = group(inference_logprobs=[[P, P, -0.1], [P, P, -0.2, -0.3, -0.4]])
-    again = partial(collate_longest_first, objective=objective)
-    batch = again(usable(one))
-    (micro,) = batch.micro_batches
-    assert batch.order == [1, 0]
-    reference = torch.full_like(micro.inputs, 9.0, dtype=torch.float32)
+    sent = group(advantages=[[5.0], [6.0]])
+    batch = collate(usable(one, sent), 100, 2, last_first, objective)
+    assert batch.order == [1, 0, 3, 2]
+    first, second = batch.micro_batches
+    reference = torch.full((2, 4), 9.0)
     reference[0, 1:] = torch.tensor([-0.5, -0.5, -0.5])
     reference[1, 1] = -1.0
-    known = replace(batch, micro_batches=[replace(micro, reference_logp=reference)])
-    (found,) = with_penalties(known, usable(one), again, objective).micro_batches
-    assert found.reference_logp is reference
-    assert found.advantages.flatten().tolist() == pytest.approx([-0.2, 0.2])
+    known = [replace(micro, reference_logp=reference) for micro in (first, second)]
+    found = divergences(replace(batch, micro_batches=known), "k1")
+    assert found[:2].tolist() == pytest.approx([0.9, 0.6])
+    penalised = with_penalties(batch, usable(one, sent), objective, 2 * found)
+    advantages = [micro.advantages.flatten().tolist() for micro in penalised.micro_batches]
+    assert advantages == [pytest.approx([-0.2, 0.2]), [6.0, 5.0]]
 
 
-def collate_longest_first(
-    groups: Sequence[UsableGroup],
-    *,
-    penalties: Sequence[Sequence[float]] | None = None,
-    objective: Objective,
-) -> Batch:
-    def backwards(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
-        return [part[::-1] for part in in_order(sequences, size)]
-
-    return collate(groups, 100, 2, backwards, objective, penalties)
+def last_first(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
+    return [part[::-1] for part in in_order(sequences, size)]

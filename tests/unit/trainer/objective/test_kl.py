@@ -84,9 +84,31 @@ def test_a_resumed_run_goes_on_with_its_coefficient_unless_it_is_fixed(
     assert coefficient.value == value
 
 
+def test_no_coefficient_changes_its_sign_or_is_lost() -> None:
+    """Batches longer than the horizon, and a divergence that begins at 0."""
+    adaptive = KlCoefficient("adaptive", initial=0.5, target=0.1, horizon=10)
+    adaptive.observe(0.0, sequences=64)
+    assert adaptive.value == pytest.approx(0.4)
+    band = KlCoefficient("band", initial=0.5, target=0.1, horizon=10)
+    for _ in range(100):
+        band.observe(0.0, sequences=64)
+    assert band.value == 0.5 / 64
+
+
+@pytest.mark.parametrize(
+    ("control", "initial", "saved"), [("fixed", 0.5, None), ("band", 0.0, None), ("band", 0.5, 1.0)]
+)
+def test_only_a_coefficient_that_moves_is_saved(
+    control: KlControlName, initial: float, saved: float | None
+) -> None:
+    coefficient = KlCoefficient(control, initial, target=0.1, horizon=10)
+    coefficient.observe(9.0, sequences=1)
+    assert coefficient.to_save == saved
+
+
 def test_a_dual_coefficient_is_never_negative_and_returns() -> None:
     coefficient = KlCoefficient("dual", initial=0.5, target=0.1, horizon=1)
     coefficient.observe(0.0, sequences=10)
     assert coefficient.value == 0.0
     coefficient.observe(0.2, sequences=10)
-    assert coefficient.value == pytest.approx(5.0)
+    assert coefficient.value == pytest.approx(0.5)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.objective.advantage import ADVANTAGES, overlong_penalty
 from grpo_trainer.objective.aggregation import token_weights
 from grpo_trainer.objective.recipes import (
-    RECIPES,
     AdvantageName,
     AggregationName,
     Objective,
@@ -107,10 +107,50 @@ def test_a_sequence_is_corrected_as_a_whole_for_the_product_of_its_ratios() -> N
     assert sums.corrected == 2
 
 
-def test_every_recipe_is_the_default_but_for_its_parts() -> None:
-    assert set(RECIPES) == set(get_args(ObjectiveName))
-    for name, parts in RECIPES.items():
-        assert resolved(name, {}) == Objective(**parts)
+def test_every_recipe_by_hand() -> None:
+    plain = Objective(
+        advantage="group_std",
+        overlong_buffer=0.0,
+        surrogate="clip",
+        clip_eps=0.2,
+        clip_eps_high=0.2,
+        importance_level="token",
+        importance_correction="truncate",
+        importance_correction_level="token",
+        importance_correction_cap=3.0,
+        aggregation="sequence",
+    )
+    of_reward: dict[str, Any] = {"kl_estimator": "k1", "kl_in": "reward"}
+    expected = {
+        "grpo": plain,
+        "dr_grpo": replace(plain, advantage="group_mean", aggregation="constant"),
+        "dapo": replace(plain, clip_eps_high=0.28, aggregation="token", overlong_buffer=0.2),
+        "gspo": replace(
+            plain,
+            clip_eps=3e-4,
+            clip_eps_high=4e-4,
+            importance_level="sequence",
+            importance_correction="none",
+        ),
+        "cispo": replace(
+            plain,
+            surrogate="cispo",
+            clip_eps_high=4.0,
+            importance_correction="none",
+            aggregation="token",
+        ),
+        "rloo": replace(
+            plain,
+            advantage="leave_one_out",
+            surrogate="reinforce",
+            aggregation="constant",
+            **of_reward,
+        ),
+        "reinforce_plus_plus": replace(
+            plain, advantage="batch_std", aggregation="token", **of_reward
+        ),
+    }
+    assert {name: resolved(name, {}) for name in get_args(ObjectiveName)} == expected
 
 
 def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides() -> None:
@@ -130,6 +170,12 @@ def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides(
         ({"objective": "rloo", "clip_eps": 0.1}, "clip_eps"),
         ({"objective": "rloo", "clip_eps_high": 0.1}, "clip_eps_high"),
         ({"objective": "cispo", "importance_correction_cap": 2}, "importance_correction_cap"),
+        ({"surrogate": "cispo"}, "importance_correction"),
+        ({"importance_level": "sequence"}, "importance_correction"),
+        ({"kl_estimator": "k2"}, "kl_estimator"),
+        ({"kl_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
+        ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target"),
+        ({"kl_coef": 0.1, "kl_control": "dual"}, "kl_target"),
     ],
 )
 def test_an_option_without_effect_is_a_mistake(options: dict[str, object], field: str) -> None:

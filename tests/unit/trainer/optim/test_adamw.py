@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_trainer.optim.adafactor import Adafactor
-from grpo_trainer.optim.adamw import AdamW8bit, AdamW32
+from grpo_trainer.optim.adamw import Adam, AdamW8bit, AdamW32
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters, StochasticRounding
 from grpo_trainer.optim.schedule import constant
@@ -24,6 +24,9 @@ from tests.unit.trainer.update_variants import (
     differing,
     stochastic,
 )
+
+OTHER = Adam(0.8, 0.95, 1e-3)
+OTHERS_NAMES: dict[str, Any] = {"betas": (OTHER.beta1, OTHER.beta2), "eps": OTHER.eps}
 
 
 class Reference:
@@ -55,8 +58,8 @@ def test_adamw_is_torchs_to_the_last_bit(
     dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_trainer.optim.adamw.PART_ELEMENTS", part)
-    model = Model(dtype=dtype, weight_decay=0.0)
-    reference = Reference(model, torch.optim.AdamW, 0.0, foreach=False)
+    model = Model(dtype=dtype, weight_decay=0.0, adam=OTHER)
+    reference = Reference(model, torch.optim.AdamW, 0.0, foreach=False, **OTHERS_NAMES)
     for step in range(5):
         model.gather(step, micro_batches=1 + step % 2)
         norm = reference.step(model.optimizer.gradients.tensors)
@@ -68,8 +71,8 @@ def test_adamw_is_torchs_to_the_last_bit(
 def test_adamw_8bit_is_that_of_bitsandbytes_to_the_last_bit() -> None:
     from bitsandbytes.optim import AdamW8bit as Theirs
 
-    model = Model(Masters(AdamW8bit(CPU)), weight_decay=0.0)
-    reference = Reference(model, Theirs, 0.0)
+    model = Model(Masters(AdamW8bit(CPU)), weight_decay=0.0, adam=OTHER)
+    reference = Reference(model, Theirs, 0.0, **OTHERS_NAMES)
     for step in range(5):
         model.gather(step)
         reference.step(model.optimizer.gradients.tensors)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_trainer.optim.adamw import StepOptions
+from grpo_trainer.optim.adamw import Adam, StepOptions
 from tests.unit.trainer.update_variants import RATE, Model, decay_per_step
 
 if TYPE_CHECKING:
@@ -51,16 +51,16 @@ def test_it_is_torchs_adamw_within_a_few_ulp_and_stages_the_rounded_master(
 ) -> None:
     torch.manual_seed(0)
     weights = nn.Parameter(torch.randn(size))
-    adamw = torch.optim.AdamW([weights], lr=0.01, weight_decay=weight_decay)
+    options = StepOptions(0.01, weight_decay, scale, Adam(0.8, 0.95, 1e-3))
+    betas, eps = (options.adam.beta1, options.adam.beta2), options.adam.eps
+    adamw = torch.optim.AdamW([weights], lr=0.01, weight_decay=weight_decay, betas=betas, eps=eps)
     fused, master = build(), weights.detach().clone()
     state = fused.initial_state(master)
     for _ in range(5):
         gradient = torch.randn(size)
         weights.grad = gradient * scale
         adamw.step()
-        low = fused.step(
-            master, gradient, state, StepOptions(0.01, weight_decay, scale), served=torch.bfloat16
-        )
+        low = fused.step(master, gradient, state, options, served=torch.bfloat16)
         assert low is not None
         assert torch.equal(low, master.to(torch.bfloat16))
         theirs = adamw.state[weights]

@@ -131,7 +131,7 @@ class Saver:
             run_uuid,
             self._checkpoints,
             self.bound.noise,
-            self.kl_coefficient.value,
+            self.kl_coefficient.to_save,
         )
         directory = self.store.save(state)
         self._saved = position

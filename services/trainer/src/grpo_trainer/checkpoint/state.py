@@ -61,7 +61,8 @@ class StateRecord(BaseModel):
     trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
     `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
-    if it was not measured. `kl_coef` is the weight of the KL penalty after this step.
+    if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
+    fixed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

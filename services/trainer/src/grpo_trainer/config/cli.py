@@ -19,6 +19,7 @@ from grpo_core.settings import (
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
+from grpo_trainer.config.forward import LIGER
 from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.config.one_process import OneProcessOptions
 from grpo_trainer.config.packages import missing_packages
@@ -222,6 +223,8 @@ class CommandLine(
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
         yield from self.forward_conflicts()
+        if self.entropy_coef and self.head_kernel == LIGER:
+            yield Mistake("entropy_coef", "needs --head-kernel torch")
         # Right before a publication the newest data is this old.
         oldest = self.settings().sync.publish_every_steps - 1
         if self.max_staleness is not None and self.max_staleness < oldest:

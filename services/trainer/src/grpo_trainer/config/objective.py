@@ -45,7 +45,7 @@ class ObjectiveOptions(BaseModel):
         "batch's mean, divided by the batch's standard deviation. Advantages that an environment "
         "sends have priority",
     )
-    overlong_buffer: Annotated[float | None, BY_RECIPE] = Field(
+    overlong_buffer: Annotated[float | None, Shown(default="0; 0.2 for dapo")] = Field(
         None,
         ge=0,
         lt=1,
@@ -79,12 +79,12 @@ class ObjectiveOptions(BaseModel):
         "--importance-correction-cap. truncate: the ratio counts as the cap. mask: the tokens are "
         "not trained on. none: nothing",
     )
-    importance_correction_level: Annotated[Level | None, BY_RECIPE] = Field(
+    importance_correction_level: Annotated[Level | None, Shown(default="token")] = Field(
         None,
         description="Importance ratio that is compared with the cap: of each token, or the product "
         "over a sequence, whose tokens are then truncated or masked together",
     )
-    importance_correction_cap: Annotated[float | None, BY_RECIPE] = Field(
+    importance_correction_cap: Annotated[float | None, Shown(default="3")] = Field(
         None, ge=1, description="Largest importance ratio that --importance-correction leaves alone"
     )
     recompute_logprobs: bool = Field(
@@ -104,8 +104,8 @@ class ObjectiveOptions(BaseModel):
         None, ge=1, description="Divisor of --aggregation constant, in tokens"
     )
 
-    entropy_coef: Annotated[float | None, BY_RECIPE] = Field(
-        None,
+    entropy_coef: float = Field(
+        0.0,
         ge=0,
         description="Weight of the entropy bonus: the mean entropy of the policy's next-token "
         "distributions in nats, times this number, is subtracted from the loss",
@@ -163,11 +163,19 @@ class ObjectiveOptions(BaseModel):
             problem = "is required by" if self.kl_target is None else "has no effect on"
             yield Mistake("kl_target", f"{problem} --kl-control {self.kl_control}")
         if not self.kl_coef:
-            for name in ("kl_estimator", "kl_in", "kl_control", "kl_horizon"):
-                if getattr(self, name) != ObjectiveOptions.model_fields[name].default:
+            for name in ("kl_estimator", "kl_in", "kl_control"):
+                if getattr(self, name) != _default(name):
                     yield Mistake(name, "has no effect without --kl-coef")
         if self.recompute_logprobs and self.kl_coef and whole.kl_in == "reward":
             yield Mistake("recompute_logprobs", "excludes --kl-in reward, which needs logged ones")
+        if self.kl_horizon != _default("kl_horizon") and self.kl_control in ("fixed", "band"):
+            yield Mistake("kl_horizon", f"has no effect on --kl-control {self.kl_control}")
+        if whole.importance_correction == "truncate" and whole.surrogate == "cispo":
+            problem = "truncate is what --surrogate cispo does itself; pass none or mask"
+            yield Mistake("importance_correction", problem)
+        if whole.importance_correction == "truncate" and whole.importance_level == "sequence":
+            problem = "truncate does not fit --importance-level sequence; pass none or mask"
+            yield Mistake("importance_correction", problem)
         if self.aggregation_tokens is not None and whole.aggregation != "constant":
             yield Mistake("aggregation_tokens", "needs --aggregation constant")
         if self.clip_eps is not None and whole.surrogate != "clip":
@@ -178,3 +186,7 @@ class ObjectiveOptions(BaseModel):
             for name in ("importance_correction_level", "importance_correction_cap"):
                 if getattr(self, name) is not None:
                     yield Mistake(name, "has no effect, because --importance-correction is none")
+
+
+def _default(name: str) -> object:
+    return ObjectiveOptions.model_fields[name].default

@@ -21,8 +21,8 @@ class OptimizerOptions(BaseModel):
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
     lr_schedule: ScheduleName = Field(
         "constant",
-        description="Learning rate after the warm-up. linear and cosine: falls from --lr to 0 at "
-        "the last step",
+        description="Learning rate after the warm-up. linear and cosine: falls from --lr, and "
+        "reaches 0 after the last step",
     )
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate rises linearly to its peak"

@@ -94,9 +94,10 @@ class BatchSource:
 
     def request_next(self, position: Position) -> None:
         """Request the batch after the one of `position`, so that it arrives and is prepared while
-        that one is trained on."""
+        that one is trained on. The last batch is not: environments exit once it is leased, and a
+        rejected batch before it could not be replaced."""
         left = self.settings.steps - position.step
-        if left > 1:
+        if left > 2:
             self.api.request_ahead(left - 1, self.preparation.prepare_ahead)
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:

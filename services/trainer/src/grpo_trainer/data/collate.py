@@ -117,7 +117,6 @@ def collate(
     tokens_per_micro_batch: int,
     cut: Cut,
     objective: Objective,
-    penalties: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
     """Build one step's micro-batches. Sequences longer than `seq_len` tokens are cut at the end.
 
@@ -125,14 +124,8 @@ def collate(
         seq_len: in tokens
         cut: divides the sequences into micro-batches
         objective: decides advantages and token weights
-        penalties: what each sequence of each group loses of its score
     """
-    scores = [_shaped_scores(usable, objective.overlong_buffer) for usable in groups]
-    if penalties is not None:
-        pairs_lost = zip(scores, penalties, strict=True)
-        scores = [kept - torch.tensor(lost, dtype=kept.dtype) for kept, lost in pairs_lost]
-    advantages = ADVANTAGES[objective.advantage](scores)
-    pairs = zip(groups, advantages, strict=True)
+    pairs = zip(groups, _advantages(groups, objective), strict=True)
     rows = [row for usable, found in pairs for row in _rows(usable, found.tolist(), seq_len)]
     weigh = partial(
         token_weights,
@@ -149,6 +142,53 @@ def collate(
         order=[i for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
     )
+
+
+def with_penalties(
+    batch: Batch, groups: Sequence[UsableGroup], objective: Objective, penalties: Tensor
+) -> Batch:
+    """The batch with the advantages of scores that are lower by the penalties. Advantages that an
+    environment sent, or set to zero, stay.
+
+    Args:
+        batch: collated from `groups`
+        penalties: [sequences] in the order of the groups
+    """
+    lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
+    computed = torch.cat(_advantages(groups, objective, lost)).float()  # [sequences]
+    is_computed = torch.tensor(
+        [
+            not (zero or usable.group.advantages)
+            for usable in groups
+            for zero in usable.zero_advantage
+        ]
+    )
+    micro_batches, order = [], torch.tensor(batch.order)
+    numbers = torch.split(order, [len(micro.lengths) for micro in batch.micro_batches])
+    for micro, rows in zip(batch.micro_batches, numbers, strict=True):
+        found = (
+            computed[rows].unsqueeze(-1).where(is_computed[rows].unsqueeze(-1), micro.advantages)
+        )
+        micro_batches.append(replace(micro, advantages=found))
+    return replace(batch, micro_batches=micro_batches)
+
+
+def _advantages(
+    groups: Sequence[UsableGroup], objective: Objective, lost: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """[n] of each group, from its scores; zeros if the environment sent others.
+
+    Args: lost: what the sequences of each group lose of their scores
+    """
+    found = [torch.zeros(usable.group.size, dtype=torch.float64) for usable in groups]
+    open_ones = [i for i, usable in enumerate(groups) if not usable.group.advantages]
+    scores = [_shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
+    if lost is not None:
+        scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
+    if scores:
+        for i, advantages in zip(open_ones, ADVANTAGES[objective.advantage](scores), strict=True):
+            found[i] = advantages
+    return found
 
 
 def _shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
@@ -216,7 +256,7 @@ def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBa
         targets=_padded([row.targets for row in rows], is_real, 0, numpy.int64),
         behaviour_logp=_padded(behaviour_logp, is_real, PROMPT_LOGPROB, numpy.float32),
         token_weight=weigh(trained),
-        advantages=_advantages(rows, is_real),
+        advantages=_advantage_column(rows, is_real),
         temperature=torch.tensor([row.temperature for row in rows]),
         lengths=lengths,
         is_logged=tuple(row.is_logged for row in rows),
@@ -224,7 +264,7 @@ def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBa
     )
 
 
-def _advantages(rows: list[_Row], is_real: Tensor) -> Tensor:
+def _advantage_column(rows: list[_Row], is_real: Tensor) -> Tensor:
     """[B, 1] or [B, T]"""
     if all(len(row.advantages) == 1 for row in rows):
         return torch.tensor([row.advantages for row in rows])

@@ -5,25 +5,15 @@ What depends on earlier batches, on the step or on the policy is left to the tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.data.group_filter import CheckedGroup, GroupFilter
 
-
-class Collate(Protocol):
-    """`collate` with a run's options."""
-
-    def __call__(
-        self,
-        groups: Sequence[UsableGroup],
-        *,
-        penalties: Sequence[Sequence[float]] | None = None,
-    ) -> Batch: ...
+Collate = Callable[[Sequence[UsableGroup]], Batch]
 
 
 @dataclass(frozen=True)

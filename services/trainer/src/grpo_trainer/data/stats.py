@@ -21,7 +21,7 @@ class BatchStats:
     reward_std_in_group: float
     """Mean over groups of the population standard deviation of their scores."""
     zero_variance_fraction: float
-    """Share of groups whose scores are all equal, so that all advantages are 0."""
+    """Share of groups whose scores are all equal, so that they teach nothing."""
     truncated_fraction: float
     """Share of sequences that were cut to --seq-len."""
     completion_tokens_mean: float

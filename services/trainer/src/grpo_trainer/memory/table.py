@@ -22,8 +22,8 @@ _TEXT_COLUMNS = 5
 """These are aligned on the left, the others on the right."""
 _LEGEND = """\
 MASTER, GRAD, STATE: bytes per trained weight of master weight, gradient and optimizer state.
-COPY: bytes per weight of the trainer's own copy of the model. It is 0 in shared_vllm, because the
-trainer uses the server's copy.
+COPY: bytes per weight of the trainer's copies: of the model, except in shared_vllm, where the
+trainer uses the server's, and of the reference model of --kl-coef.
 KEPT: GiB of these four in the trainer, exact.
 WORK: GiB of activations, logits and buffers in the trainer, estimated.
 FITS: yes, or the largest --gpu-memory-utilization with which server and trainer fit on the GPU.

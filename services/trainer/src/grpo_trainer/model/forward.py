@@ -57,10 +57,12 @@ class FastForward:
     Args:
         layout: of the sequences in the model call
         head: computes the logits of some positions at a time; None: all logits of the call at once
+        differentiates_entropy: the loss depends on the entropies
     """
 
     layout: Layout = PADDED
     head: Arithmetic | None = None
+    differentiates_entropy: bool = False
 
     def __call__(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
@@ -69,7 +71,8 @@ class FastForward:
         positions = inputs.places[row, column]  # [K]
         if self.head is None:
             logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
-            values = values_of(logits.float() / temperature.unsqueeze(-1), targets)
+            scaled = logits.float() / temperature.unsqueeze(-1)
+            values = values_of(scaled, targets, self.differentiates_entropy)
         else:
             model = base_model(policy)
             hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
@@ -81,10 +84,14 @@ class FastForward:
         return TokenValues(*(zeros.index_put((row, column), found) for found in values))
 
 
-def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> FastForward:
+def build_forward_pass(
+    policy: CausalLM, options: ForwardOptions, differentiates_entropy: bool = False
+) -> FastForward:
     """Choose the fastest way that the options and the model allow; the log names it.
 
     The policy's attention and layers change only if an option needs it.
+
+    Args: differentiates_entropy: the loss depends on the entropies
 
     Raises:
         FastPathRefused: the model does not support a way that was explicitly requested.
@@ -100,7 +107,11 @@ def build_forward_pass(policy: CausalLM, options: ForwardOptions) -> FastForward
     is_fused = is_enabled(
         "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe, probed)
     )
-    forward = FastForward(PACKED if is_packed else PADDED, arithmetic if is_fused else None)
+    forward = FastForward(
+        PACKED if is_packed else PADDED,
+        arithmetic if is_fused else None,
+        differentiates_entropy,
+    )
     if options.gradient_checkpointing:
         recompute_layers(base_model(policy))
         _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)

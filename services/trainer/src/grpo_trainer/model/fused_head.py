@@ -108,7 +108,7 @@ def _logits_gradient(
     if of_entropy is not None:
         # dH/dx = -p (log p + H) and dlogp/dx = onehot - p
         entropy = -torch.linalg.vecdot(distribution, logps).unsqueeze(-1)
-        distribution *= factor + of_entropy.unsqueeze(-1) * (logps + entropy)
+        distribution *= logps.add_(entropy).mul_(of_entropy.unsqueeze(-1)).add_(factor)
         factor = torch.ones_like(factor)
         one = -gradient
     else:

@@ -46,16 +46,19 @@ def token_values(
     return values_of(logits.float() / temperature.view(-1, 1, 1), targets)
 
 
-def values_of(scaled: Tensor, targets: Tensor) -> TokenValues:
+def values_of(scaled: Tensor, targets: Tensor, differentiates_entropy: bool = False) -> TokenValues:
     """[...] logprob and entropy of each target.
 
     Args:
         scaled: [..., V] float32, logits divided by the temperature
         targets: [...] int64
+        differentiates_entropy: store what the entropy's gradient needs
     """
     logps = scaled.log_softmax(-1)
     logp = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return TokenValues(logp, -(logps.exp() * logps).sum(-1))
+    with torch.set_grad_enabled(differentiates_entropy and torch.is_grad_enabled()):
+        entropy = -torch.linalg.vecdot(logps.exp(), logps)
+    return TokenValues(logp, entropy)
 
 
 def token_logprobs(

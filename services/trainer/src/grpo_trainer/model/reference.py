@@ -7,7 +7,6 @@ second copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.group_checks import UsableGroup
-from grpo_trainer.data.preparation import Collate
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.objective.kl import kl_terms
-from grpo_trainer.objective.recipes import KlEstimatorName, Objective
+from grpo_trainer.objective.recipes import KlEstimatorName
 
 
 @dataclass(frozen=True)
@@ -62,36 +59,21 @@ def build_reference(
     return Reference(copy, build_forward_pass(copy, options), is_policy=False)
 
 
-def with_penalties(
-    batch: Batch, groups: Sequence[UsableGroup], collate: Collate, objective: Objective
-) -> Batch:
-    """The batch with advantages from scores that are less by the KL penalty of each completion.
+def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
+    """[sequences] KL divergence of each completion from the reference model: the sum over its
+    trained tokens, in the order of the groups.
 
-    The divergence is that of the policy that sampled, whose logprobs were logged: DeepSeekMath
-    (arXiv 2402.03300), equation 2, and REINFORCE++ (arXiv 2501.03262).
+    It is that of the policy that sampled, whose logprobs were logged, as in the reward of RLOO
+    (arXiv 2402.14740, section 2).
 
-    Args:
-        batch: with the reference's logprobs, collated from `groups`
+    Args: batch: with the reference's logprobs
     """
-    of_sequence = _divergences(batch, objective.kl_estimator)
-    penalties = iter((objective.kl_coef * of_sequence).tolist())
-    by_group = [[next(penalties) for _ in group.group.tokens] for group in groups]
-    again = collate(groups, penalties=by_group)
-    pairs = zip(again.micro_batches, batch.micro_batches, strict=True)
-    return replace(
-        again,
-        micro_batches=[replace(m, reference_logp=had.reference_logp) for m, had in pairs],
-    )
-
-
-def _divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
-    """[sequences] sum over each sequence's trained tokens, in the order of the groups."""
-    found = torch.zeros(len(batch.order))
     sums = []
     for micro in batch.micro_batches:
         assert micro.reference_logp is not None
         terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
         sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
+    found = torch.zeros(len(batch.order))
     found[torch.tensor(batch.order)] = torch.cat(sums)
     return found
 

@@ -69,7 +69,12 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
     # dynamic sampling is the environment's: groups of equal scores are replaced.
     "dapo": {"clip_eps_high": 0.28, "aggregation": "token", "overlong_buffer": 0.2},
     # arXiv 2507.18071, equations 5 and 7; the bounds of its section 5.1.
-    "gspo": {"importance_level": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "gspo": {
+        "importance_level": "sequence",
+        "clip_eps": 3e-4,
+        "clip_eps_high": 4e-4,
+        "importance_correction": "none",
+    },
     # MiniMax-M1, arXiv 2506.13585, equation 4: no lower bound; the ratio is at most 5, as
     # ScaleRL, arXiv 2510.13786, and TRL recommend. The surrogate itself truncates.
     "cispo": {
@@ -94,8 +99,8 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
         "kl_in": "reward",
     },
 }
-"""The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty of its
-own; with --kl-coef it has the form of the paper."""
+"""The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty
+unless --kl-coef asks for one."""
 
 
 def resolved(name: ObjectiveName, chosen: Mapping[str, Any]) -> Objective:

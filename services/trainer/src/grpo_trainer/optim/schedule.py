@@ -26,7 +26,7 @@ class Schedule:
     @classmethod
     def of(cls, options: OptimizerOptions, steps: int) -> Schedule:
         """Args: steps: of the run"""
-        warmup_steps = options.warmup_steps or math.ceil(options.warmup_ratio * steps)
+        warmup_steps = options.warmup_steps or math.ceil(round(options.warmup_ratio * steps, 6))
         return cls(options.lr_schedule, options.lr, warmup_steps, steps)
 
     def __call__(self, step: int) -> float:

@@ -44,8 +44,9 @@ RANGES = (
         "grpo/clipped_fraction",
         0.0,
         0.3,
-        "many tokens are clipped and do not change the policy: lower --lr, or lower "
-        "--max-batches-offpolicy of the environments",
+        "the importance ratio of many tokens is outside the clipping range: lower --lr, lower "
+        "--max-batches-offpolicy of the environments, or widen the range (--clip-eps), which is "
+        "very narrow in --objective gspo",
     ),
     HealthyRange(
         "alignment/diff_abs_mean",
