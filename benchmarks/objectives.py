@@ -27,6 +27,10 @@ SECTION = "objectives"
 COUNTED = 10
 VARIANTS: dict[str, tuple[str, ...]] = {
     **{name: ("--trainer.objective", name) for name in get_args(ObjectiveName)},
+    "gspo, wider range": (
+        *("--trainer.objective", "gspo"),
+        *("--trainer.clip-eps", "0.02", "--trainer.clip-eps-high", "0.02"),
+    ),
     "grpo, KL penalty": ("--trainer.kl-coef", "0.01"),
     "reinforce_plus_plus, KL penalty": (
         *("--trainer.objective", "reinforce_plus_plus"),
