@@ -13,6 +13,7 @@
   "GRPO_GRADIENT_ACCUMULATION_STEPS" $v.run.gradientAccumulationSteps
   "GRPO_SEQ_LEN" $v.run.seqLen
   "GRPO_WARMUP_STEPS" $v.run.warmupSteps
+  "GRPO_OBJECTIVE" $v.run.objective
   "GRPO_DTYPE" (include "grpo.dtype" .)
   "GRPO_SEED" $v.run.seed
   "GRPO_CHECKPOINT_INTERVAL" $v.run.checkpointInterval
