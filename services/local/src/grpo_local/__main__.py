@@ -78,7 +78,7 @@ def with_config_of_resumed_run(
 def _value_of(option: str, words: Sequence[str]) -> str | None:
     """The last value of an option."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == option and not following.startswith("--"):
             found = following
         elif word.startswith(f"{option}="):

@@ -160,6 +160,10 @@ def test_a_run_with_secrets_is_resumed_with_secrets(
     resumed("--resume", str(stopped_run.path), *secrets)
 
 
+def test_a_command_without_options_is_a_new_run() -> None:
+    assert with_config_of_resumed_run([], {}) == []
+
+
 def test_help_needs_no_run_to_resume() -> None:
     assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
         *("--resume", "/none", "--help")
