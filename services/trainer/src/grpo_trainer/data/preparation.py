@@ -43,8 +43,9 @@ class Preparation:
 
     def prepared(self, leased: LeasedBatch) -> PreparedBatch:
         ahead, self._ahead = self._ahead, None
-        is_ahead = ahead is not None and ahead.leased is leased
-        return ahead if ahead is not None and is_ahead else self._prepared(leased)
+        if ahead is None or ahead.leased is not leased:
+            return self._prepared(leased)
+        return ahead
 
     def collated(self, prepared: PreparedBatch, groups: Sequence[UsableGroup]) -> Batch:
         """Args: groups: all of `prepared.usable`, or fewer"""
