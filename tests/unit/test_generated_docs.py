@@ -82,7 +82,7 @@ def test_metrics_come_from_their_declarations() -> None:
     assert "| `run_api_requests_total` | counter | `method`, `route`, `status` |" in (
         metrics.of_run_api()
     )
-    assert "| `grpo/mean_ratio` | 0.8 to 1.2 |" in metrics.healthy_ranges()
+    assert "| `grpo/effective_sample_fraction` | 0.2 to 1 |" in metrics.healthy_ranges()
 
 
 def test_a_value_of_the_chart_has_its_default_and_the_whole_comment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ def small(config: Callable[..., Any], **changes: Any) -> Any:
     return model
 
 
-def adapted() -> Any:
-    policy = with_adapter(qwen(), LORA).eval()
+def adapted(dropout: float = 0.0) -> Any:
+    policy = with_adapter(qwen(), replace(LORA, dropout=dropout)).eval()
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:  # with B = 0 the adapter would have no effect
             nn.init.normal_(parameter, std=0.1)

@@ -4,6 +4,7 @@ GrpoError (grpo_core)
 ├── UnusableGroup           a scored group lacks data that GRPO needs, or its data is wrong
 ├── DuplicatedBatch         run-api delivered a batch that was already trained on
 ├── RolloutMismatch         completions do not match the weights or temperature of their group
+├── SelfTestFailed          a training step without an update gave wrong results before the run
 ├── UnusableSavePath        --save-path cannot be written, or another trainer uses it
 ├── CheckpointNotSaved      a model or a checkpoint could not be written, e.g. the disk is full
 ├── StateError              the run cannot resume from a checkpoint
@@ -60,6 +61,7 @@ class UnusableReason(StrEnum):
     MASKS = "masks_against_tokens"
     ADVANTAGES = "advantages_against_tokens"
     PROMPT_TRAINED = "prompt_trained_on"
+    TRAINED_AFTER_END = "trained_after_end_token"
     NOTHING_TRAINED = "nothing_trained_on"
     CUT_OFF = "cut_off_by_seq_len"
 
@@ -78,6 +80,10 @@ class DuplicatedBatch(GrpoError):
 
 class RolloutMismatch(GrpoError):
     """The behaviour logprobs of a group contradict its tokens, policy version or temperature."""
+
+
+class SelfTestFailed(GrpoError):
+    """Before the first step, a training step without an update gave wrong results."""
 
 
 class UnusableSavePath(GrpoError):

@@ -23,7 +23,7 @@ from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.build import build_optimizer
@@ -31,7 +31,13 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
+from grpo_trainer.verify.data_checks import DataChecks
+from grpo_trainer.verify.group_check import GroupCheck
+from grpo_trainer.verify.ratio_check import RatioCheck
+from grpo_trainer.verify.reference_check import ReferenceCheck
 from grpo_trainer.verify.rollout_check import RolloutCheck
+from grpo_trainer.verify.sampling_check import SamplingCheck
+from grpo_trainer.verify.self_test import SelfTest
 from grpo_trainer.weight_sync.base import WeightSync
 
 log = structlog.get_logger()
@@ -52,7 +58,7 @@ class Run:
     kl_coefficient: KlCoefficient
     optimizer: MasterOptimizer
     sync: WeightSync
-    rollouts: RolloutCheck
+    checks: DataChecks
     shared_memory: SharedMemoryCheck | None
     recorder: Recorder
     saver: Saver
@@ -106,7 +112,10 @@ def start_run(
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
-    limits = GroupLimits(policy.config.vocab_size, settings.seq_len, settings.recompute_logprobs)
+    ends = end_tokens_of(policy)
+    limits = GroupLimits(
+        policy.config.vocab_size, settings.seq_len, settings.recompute_logprobs, ends
+    )
     history = VersionHistory(version, sync.begun_as)
     collated = partial(
         collate,
@@ -125,7 +134,14 @@ def start_run(
         quarantine=Quarantine(settings.save_path, api.run_uuid),
         saver=saver,
     )
-    rollouts = RolloutCheck(policy, sync.served_logprobs, bound.value)
+    SelfTest(policy, forward, reference, optimizer, settings, is_fresh=saved is None).require()
+    checks = DataChecks(
+        GroupCheck(ends),
+        RatioCheck(),
+        SamplingCheck(policy, splits_head=forward.head is not None),
+        None if reference is None else ReferenceCheck(reference),
+        RolloutCheck(policy, sync.served_logprobs, bound.value),
+    )
     recorder = Recorder(settings, write_record)
     run = Run(
         settings=settings,
@@ -136,7 +152,7 @@ def start_run(
         kl_coefficient=kl_coefficient,
         optimizer=optimizer,
         sync=sync,
-        rollouts=rollouts,
+        checks=checks,
         shared_memory=check,
         recorder=recorder,
         saver=saver,

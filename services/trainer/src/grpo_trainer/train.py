@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -21,6 +22,7 @@ from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_source import TakenBatch
 from grpo_trainer.data.collate import Batch, with_penalties
+from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
 from grpo_trainer.model.reference import divergences
 from grpo_trainer.objective.recipes import Objective
@@ -98,13 +100,14 @@ def run_step(run: Run, position: Position) -> Position:
     objective = replace(settings.resolved_objective, kl_coef=run.kl_coefficient.value)
     batch = compare_with_reference(run, taken, objective)
     try:
-        update = update_policy(run, batch, objective, position, watch)
+        update = update_policy(run, batch, taken.filtered.groups, objective, position, watch)
     except NonFiniteStep as error:
         return run_step(run, run.batches.reject(taken, position, error))
     except RolloutMismatch as error:
         run.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
         raise
     check, published = run.shared_memory, update.published
+    run.checks.after_update(run.optimizer, step)
     outcome = StepOutcome(
         step=step,
         steps=settings.steps,
@@ -112,7 +115,9 @@ def run_step(run: Run, position: Position) -> Position:
         kl_coef=None if run.reference is None else objective.kl_coef,
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
+        failed_checks=run.checks.failed,
         facts=batch.stats,
+        origins=batch.origins,
         gradients=update.gradients,
         fresh=update.fresh,
         published=published,
@@ -140,7 +145,12 @@ def compare_with_reference(run: Run, taken: TakenBatch, objective: Objective) ->
 
 
 def update_policy(
-    run: Run, batch: Batch, objective: Objective, position: Position, watch: StepWatch
+    run: Run,
+    batch: Batch,
+    groups: Sequence[UsableGroup],
+    objective: Objective,
+    position: Position,
+    watch: StepWatch,
 ) -> Update:
     """Compute gradients, check the rollouts and update the weights. A failed attempt is repeated
     once, because the machine may have caused it.
@@ -162,7 +172,7 @@ def update_policy(
                 optimizer.loss_scale,
             )
             if fresh is None:  # the check keeps counts: run it once for each batch
-                fresh = run.rollouts.require_match(batch, gradients.tokens, held, step)
+                fresh = run.checks.before_update(batch, groups, gradients.tokens, held)
             watch.computed()
             return Update(gradients, fresh, run.sync.apply(optimizer, step))
         except NonFiniteStep as error:

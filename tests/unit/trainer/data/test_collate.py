@@ -13,6 +13,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin, collate
 from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objective.recipes import GRPO, Objective
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable
 
@@ -71,7 +72,8 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     trained = [[token for token in row if token[2] != MASKED] for row in sent]
 
     micro_batches = batch.micro_batches
-    table = TokenTable.of(micro_batches, [micro.targets.float() for micro in micro_batches])
+    targets = [micro.targets.float() for micro in micro_batches]
+    table = TokenTable.of(micro_batches, [TokenValues(t, t, t) for t in targets])
     weights = torch.cat([micro.token_weight.sum(-1) for micro in micro_batches]).tolist()
     columns = (table.sequence, table.position, table.logp, table.behaviour_logp)
     found: list[list[tuple[float, ...]]] = [[] for _ in sent]

@@ -67,18 +67,19 @@ class Bench:
 
     def __call__(self, policy: Any, micro: MicroBatch) -> TokenValues:
         """The forward pass."""
-        logp, entropy = plain_forward(policy, micro)
+        values = plain_forward(policy, micro)
+        logp = values.logp
         if self.left and POISON in micro.temperature.tolist():
             self.left -= 1
             logp = self.harm(logp, next(policy.parameters()).flatten()[0])
-        return TokenValues(logp, entropy)
+        return values._replace(logp=logp)
 
     def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
         norm = optimizer.step(step)
         optimizer.write_into_parameters()
         return Published(PolicyVersion(1, step + 1), norm, 0.0, 0.0)
 
-    def require_match(self, *_: object) -> Distance:
+    def before_update(self, *_: object) -> Distance:
         if self.mismatch:
             raise RolloutMismatch("sampled otherwise")
         return Distance(0, 0.0, 0.0, 0.0)
@@ -108,7 +109,9 @@ class Bench:
             next_batch=lambda *_: next(leased), request_ahead=lambda *_: None
         )
         sync: Any = SimpleNamespace(apply=self.apply)
-        rollouts: Any = SimpleNamespace(require_match=self.require_match)
+        checks: Any = SimpleNamespace(
+            before_update=self.before_update, after_update=lambda *_: None, failed=0
+        )
         saver: Any = SimpleNamespace(
             seconds=None, batch_skipped=lambda at: self.skipped.append(at.batch_id)
         )
@@ -122,7 +125,7 @@ class Bench:
             saver=saver,
         )
         forward: Any = (self, self.reference, settings.kl_coefficient)
-        learner: Any = (self.policy, *forward, self.optimizer, sync, rollouts, None)
+        learner: Any = (self.policy, *forward, self.optimizer, sync, checks, None)
         run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):

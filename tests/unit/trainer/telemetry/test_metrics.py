@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.algo.loss import NO_SUMS
+from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
@@ -43,9 +45,13 @@ FACTS = BatchStats(
 
 def table(diff: list[float]) -> TokenTable:
     zeros = torch.zeros(len(diff))
-    return TokenTable(torch.tensor(diff), zeros, zeros + 1, zeros.long(), zeros.long())
+    columns = zeros + 2, zeros, zeros, zeros + 1, zeros.long(), zeros.long()
+    return TokenTable(torch.tensor(diff), *columns)
 
 
+DIFFERENCES = [0.1, -1.1, 0.4, 0.8]
+RATIOS = [math.exp(difference) for difference in DIFFERENCES]
+K3 = sum(math.exp(d) - 1 - d for d in DIFFERENCES) / 4
 OUTCOME = StepOutcome(
     step=7,
     steps=10,
@@ -53,8 +59,10 @@ OUTCOME = StepOutcome(
     kl_coef=0.05,
     filtered=FilteredBatch([], unusable_groups=3, repeated_groups=1, stale_groups=2),
     quarantined_batches=0,
+    failed_checks=1,
     facts=FACTS,
-    gradients=GradientStats(0.5, SUMS, table([0.1, -1.1, 0.4, 0.8])),
+    origins=[Origin(0, None, PolicyVersion(3, 6), 1, 0)],
+    gradients=GradientStats(0.5, SUMS, table(DIFFERENCES)),
     fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
     alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
@@ -78,6 +86,7 @@ def test_every_value_by_hand() -> None:
             **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
             **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},
             **{"data/repeated_groups": 1, "data/stale_groups": 2, "data/quarantined_batches": 0},
+            **{"checks/failed": 1},
             **{"train/loss": 0.5, "train/grad_norm": 1.5, "train/lr": 1e-4},
             **{"train/pos_logp": -0.5, "train/neg_logp": -1.5},
             **{"train/step_time": 2.0, "train/data_fetch_time": 0.5},
@@ -89,12 +98,19 @@ def test_every_value_by_hand() -> None:
             **{"logprobs/training_mean": -1.0, "logprobs/training_std": 1.0},
             **{"logprobs/inference_mean": -1.5, "logprobs/inference_std": 1.0},
             **{"alignment/diff_mean": 0.5, "alignment/diff_abs_mean": 0.6},
+            **{"alignment/kl_k1": -0.5},
             **{"alignment/diff_abs_p99": 1.1, "alignment/diff_max": 1.1, "alignment/kl_k3": 0.1},
             **{"alignment/fresh_fraction": 0.5, "alignment/fresh_diff_abs_mean": 0.01},
             **{"alignment/probe_abs_mean": 1e-6, "alignment/probe_max": 2e-6},
             **{"alignment/probe_moved": 0.01, "alignment/sampled_abs_mean": 3e-6},
             **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
             **{"staleness/bound_fraction": 0},
+            **{"lag_1/tokens": 4, "lag_1/kl_k1": -0.05, "lag_1/kl_k3": K3, "lag_1/entropy": 2.0},
+            **{"lag_1/diff_abs_mean": 0.6, "lag_1/diff_abs_p99": 1.1, "lag_1/diff_abs_max": 1.1},
+            **{"lag_1/mean_ratio": sum(RATIOS) / 4},
+            **{
+                "lag_1/effective_sample_fraction": sum(RATIOS) ** 2 / sum(r * r for r in RATIOS) / 4
+            },
         }
     )
 

@@ -16,10 +16,8 @@ from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.algo.loss import (
     NO_SUMS,
     LossSums,
-    entropy_bonus,
-    kl_penalty,
     loss_sums,
-    policy_loss,
+    step_loss,
 )
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
@@ -74,7 +72,7 @@ def _accumulated(
 ) -> GradientStats:
     total, sums = 0.0, NO_SUMS
     micros: list[MicroBatch] = []
-    logps: list[Tensor] = []
+    seen: list[TokenValues] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
     for i, micro in enumerate(batch.micro_batches):
         on_device = micro.to(device)
@@ -85,20 +83,15 @@ def _accumulated(
             with torch.no_grad():
                 without_dropout = forward(policy, on_device)
         on_device = on_device.with_recomputed(without_dropout.logp)
-        loss = policy_loss(trained.logp, *_columns(on_device), objective)
-        if objective.entropy_coef:
-            bonus = entropy_bonus(trained.entropy, on_device.token_weight)
-            loss = loss - objective.entropy_coef * bonus
-        if objective.kl_coef and objective.kl_in == "loss":
-            assert on_device.reference_logp is not None
-            terms = (on_device.reference_logp, on_device.token_weight, objective.kl_estimator)
-            loss = loss + objective.kl_coef * kl_penalty(trained.logp, *terms)
+        loss = step_loss(trained, on_device, objective)
         # One transfer to the host for all values that are read here: each transfer waits for the
         # device.
         value, values = _to_host(loss, without_dropout)
         known = micro.with_recomputed(values.logp)
         if not math.isfinite(value):
-            found = loss_sums(*values, micro.reference_logp, *_columns(known), objective)
+            found = loss_sums(
+                values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
+            )
             raise NonFiniteLoss(
                 f"step {step}, micro-batch {i}: the loss is {value} (largest importance ratio "
                 f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
@@ -109,10 +102,12 @@ def _accumulated(
             (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.
         total += value
-        sums += loss_sums(*values, micro.reference_logp, *_columns(known), objective)
+        sums += loss_sums(
+            values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
+        )
         micros.append(known)
-        logps.append(values.logp)
-    return GradientStats(total, sums, TokenTable.of(micros, logps))
+        seen.append(values)
+    return GradientStats(total, sums, TokenTable.of(micros, seen))
 
 
 def _to_host(loss: Tensor, values: TokenValues) -> tuple[float, TokenValues]:

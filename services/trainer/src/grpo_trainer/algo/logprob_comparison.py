@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.model.logprobs import TokenValues
 
 MIN_TOKENS = 8
 """A mean over fewer tokens proves nothing."""
@@ -27,21 +28,25 @@ class TokenTable:
     token's group names."""
 
     logp: Tensor  # [N] float32, the trainer's
+    entropy: Tensor  # [N] float32, of the trainer's distribution, NaN if it was not computed
+    above: Tensor  # [N] float32, probability of all tokens above this one, NaN if not computed
     behaviour_logp: Tensor  # [N] float32, the server's, as logged
     temperature: Tensor  # [N] float32
     sequence: Tensor  # [N] int64, index of the sequence in the batch
     position: Tensor  # [N] int64, index of the token in its sequence
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], logp: Sequence[Tensor]) -> TokenTable:
-        """Args: logp: [B, T] for each micro-batch, in host memory."""
+    def of(cls, micro_batches: Sequence[MicroBatch], values: Sequence[TokenValues]) -> TokenTable:
+        """Args: values: [B, T] for each micro-batch, in host memory."""
         first = 0
         parts = []
-        for micro, seen in zip(micro_batches, logp, strict=True):
+        for micro, seen in zip(micro_batches, values, strict=True):
             row, column = (micro.token_weight > 0).nonzero(as_tuple=True)
             parts.append(
                 cls(
-                    logp=seen[row, column],
+                    logp=seen.logp[row, column],
+                    entropy=seen.entropy[row, column],
+                    above=seen.above[row, column],
                     behaviour_logp=micro.behaviour_logp[row, column],
                     temperature=micro.temperature[row],
                     sequence=row + first,

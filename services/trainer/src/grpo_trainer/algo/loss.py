@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objective.kl import MAX_LOG_RATIO, kl_terms
 from grpo_trainer.objective.recipes import KlEstimatorName, Level, Objective
 
@@ -126,6 +128,25 @@ def policy_loss(
         surrogate = ratio.detach().clamp(max=high) * advantages * logp
     weight = token_weight * correction(log_ratio.detach(), is_trained, objective)
     return -(weight * surrogate).sum()
+
+
+def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> Tensor:
+    """What a micro-batch adds to the loss: the policy's loss, less the entropy bonus, plus the KL
+    penalty if it is in the loss.
+
+    Args:
+        values: [B, T] each, of the policy
+    """
+    weight = micro.token_weight
+    columns = micro.behaviour_logp, micro.advantages, weight
+    loss = policy_loss(values.logp, *columns, objective)
+    if objective.entropy_coef:
+        loss = loss - objective.entropy_coef * entropy_bonus(values.entropy, weight)
+    if objective.kl_coef and objective.kl_in == "loss":
+        assert micro.reference_logp is not None
+        terms = (micro.reference_logp, weight, objective.kl_estimator)
+        loss = loss + objective.kl_coef * kl_penalty(values.logp, *terms)
+    return loss
 
 
 def kl_penalty(

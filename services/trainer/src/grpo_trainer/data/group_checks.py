@@ -9,6 +9,7 @@ from typing import Any
 from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_trainer.data.micro_batches import common_prefix
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6
@@ -33,11 +34,13 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
 @dataclass(frozen=True)
 class GroupLimits:
     """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this length;
-    `recomputes`: groups without usable behaviour logprobs are accepted."""
+    `recomputes`: groups without usable behaviour logprobs are accepted; `end_tokens`: token ids
+    that end a completion."""
 
     vocab_size: int
     seq_len: int
     recomputes: bool = False
+    end_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class UsableGroup:
     `temperatures` has one value for each sequence. `zero_advantage` marks sequences whose advantage
     is set to zero. `is_logged`: the behaviour logprobs are those of the distribution that was
     sampled from; otherwise `inference_logprobs` are placeholders. `version_bound` is the newest
-    policy version that may have sampled the group, if its `facts` name none.
+    policy version that may have sampled the group, if its `facts` name none. `received_under` was
+    served when run-api received the group.
     """
 
     group: ScoredGroup
@@ -57,6 +61,7 @@ class UsableGroup:
     facts: RolloutFacts
     is_logged: bool = True
     version_bound: PolicyVersion | None = None
+    received_under: PolicyVersion | None = None
 
 
 def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableGroup:
@@ -65,13 +70,15 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     Raises:
         UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
             distribution, masks or advantages do not fit the tokens, the prompt is unmasked, no
-            token is trained on, or a token is outside the policy's vocabulary.
+            token is trained on, tokens after an end token are, or a token is outside the policy's
+            vocabulary.
     """
     problem = _why_not_logged(index, group)
     if problem is not None and not limits.recomputes:
         raise problem
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
+    _check_ends(index, group, limits.end_tokens)
     _check_advantages(index, group)
     logged = group.inference_logprobs or []
     if problem is not None:
@@ -138,6 +145,53 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
             f"group {index}: every mask is {MASKED}, so there is nothing to train on; in the "
             "environment, set the mask of each completion token to the token itself",
         )
+
+
+def _check_ends(index: int, group: ScoredGroup, end_tokens: frozenset[int]) -> None:
+    """Nothing is sampled after an end token, so what follows it directly is padding, or both belong
+    to the prompt."""
+    sources = [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
+    if any(source.get("ignore_eos") for source in sources):
+        return
+    pairs = zip(group.tokens, group.masks, strict=True)
+    ends = [_trained_end(*pair, end_tokens) for pair in pairs]
+    found = [end for end in ends if end is not None]
+    if not found:
+        return
+    if max(found) + 1 < common_prefix(min(group.tokens), max(group.tokens)) < len(group.tokens[0]):
+        raise UnusableGroup(
+            UnusableReason.PROMPT_TRAINED,
+            f"group {index}: all its sequences begin with the same end token, which is trained on, "
+            f"so it belongs to the prompt; in the environment, set masks to {MASKED} at every "
+            "prompt position",
+        )
+    raise UnusableGroup(
+        UnusableReason.TRAINED_AFTER_END,
+        f"group {index}: in {len(found)} of {group.size} sequences, tokens directly after an end "
+        "token are trained on, as if padding was sampled; in the environment, set masks to "
+        f"{MASKED} after the end token, or state generation_params.ignore_eos",
+    )
+
+
+def _trained_end(tokens: list[int], masks: list[int], end_tokens: frozenset[int]) -> int | None:
+    """Position of the first end token that is trained on together with the next token."""
+    return min(
+        (
+            at
+            for end in end_tokens
+            for at in _places(tokens, end)
+            if at + 1 < len(tokens) and MASKED not in masks[at : at + 2]
+        ),
+        default=None,
+    )
+
+
+def _places(tokens: list[int], token: int) -> Iterator[int]:
+    """Where a token occurs. Much faster than to look at each position."""
+    at = -1
+    for _ in range(tokens.count(token)):
+        at = tokens.index(token, at + 1)
+        yield at
 
 
 def _check_advantages(index: int, group: ScoredGroup) -> None:

@@ -131,7 +131,12 @@ class GroupFilter:
         result: UsableGroup | UnusableGroup
         try:
             found = usable_group(index, group, self.limits)
-            result = replace(found, facts=provenance.facts, version_bound=provenance.bound)
+            result = replace(
+                found,
+                facts=provenance.facts,
+                version_bound=provenance.bound,
+                received_under=provenance.received_under,
+            )
         except UnusableGroup as problem:
             result = problem
         return CheckedGroup(group, digest(group), provenance, result)

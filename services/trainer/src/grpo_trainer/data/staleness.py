@@ -16,10 +16,12 @@ class GroupProvenance:
         facts: as the environment reports them
         bound: the newest version that may have sampled the group; None if unknown, or if `facts`
             name the exact versions
+        received_under: the served version at the time when run-api received the group
     """
 
     facts: RolloutFacts
     bound: PolicyVersion | None
+    received_under: PolicyVersion | None
 
     @property
     def versions(self) -> list[PolicyVersion]:
@@ -45,9 +47,10 @@ class VersionHistory:
     ) -> GroupProvenance:
         """Args: received_under: the served version at the time when run-api received the group"""
         facts = RolloutFacts.of(group)
+        under = None if received_under is None else self._own(received_under)
         if facts.policy_version:
-            return GroupProvenance(self._renamed(facts), None)
-        return GroupProvenance(facts, None if received_under is None else self._own(received_under))
+            return GroupProvenance(self._renamed(facts), None, under)
+        return GroupProvenance(facts, under, under)
 
     def age(self, version: PolicyVersion, step: int) -> int:
         """Number of updates between the weights of `version` and those after `step` steps.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,6 +63,35 @@ def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in dropouts:
             module.eval()
+
+
+@contextlib.contextmanager
+def without_dropout(policy: CausalLM) -> Iterator[None]:
+    """Switch all dropout off inside the block, whatever it was before."""
+    active = [m for m in policy.modules() if isinstance(m, nn.Dropout) and m.training]
+    for module in active:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in active:
+            module.train()
+
+
+@contextlib.contextmanager
+def adapter_scaled(policy: CausalLM, factor: float) -> Iterator[None]:
+    """Multiply the adapter's part of every layer by `factor` inside the block. Changes nothing
+    without an adapter."""
+    found: list[Any] = [getattr(module, "scaling", None) for module in policy.modules()]
+    scalings: list[dict[str, float]] = [scaling for scaling in found if isinstance(scaling, dict)]
+    before = [dict(scaling) for scaling in scalings]
+    for scaling in scalings:
+        scaling.update({name: factor * value for name, value in scaling.items()})
+    try:
+        yield
+    finally:
+        for scaling, values in zip(scalings, before, strict=True):
+            scaling.update(values)
 
 
 def adapter_dropouts(policy: CausalLM) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, l
 from grpo_trainer.model.layers import recompute_layers
 from grpo_trainer.model.logprobs import (
     TokenValues,
+    probability_above,
     probe_tokens,
     token_values,
     tolerance_of,
@@ -34,6 +35,9 @@ from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
 log = structlog.get_logger()
+
+ABOVE_TARGETS = 256
+"""Targets of a micro-batch for which the probability above them is computed."""
 
 _PROBE_LENGTHS = (7, 1, 12, 9)
 _PROBE_SHARED = (0, 0, 0, 5)
@@ -73,15 +77,37 @@ class FastForward:
             logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
             scaled = logits.float() / temperature.unsqueeze(-1)
             values = values_of(scaled, targets, self.differentiates_entropy)
+            values = values._replace(above=_above(lambda some: scaled[some], targets))
         else:
             model = base_model(policy)
             hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
             chosen = hidden.flatten(0, 1)[positions]  # [K, H]
             output = model.get_output_embeddings()
             assert isinstance(output, nn.Linear)  # `fused_head.obstacles` excludes others
-            values = TokenValues(*linear_logprobs(chosen, output, targets, temperature, self.head))
+            logp, entropy = linear_logprobs(chosen, output, targets, temperature, self.head)
+
+            def scaled_of(some: Tensor) -> Tensor:
+                scaled: Tensor = output(chosen[some]).float() / temperature[some].unsqueeze(-1)
+                return scaled
+
+            values = TokenValues(logp, entropy, _above(scaled_of, targets))
         zeros = values.logp.new_zeros(micro.targets.shape)
         return TokenValues(*(zeros.index_put((row, column), found) for found in values))
+
+
+@torch.no_grad()
+def _above(scaled_of: Callable[[Tensor], Tensor], targets: Tensor) -> Tensor:
+    """[K] see `TokenValues`; computed for some targets, which is enough to check how they were
+    sampled.
+
+    Args: scaled_of: [n] indices of targets → [n, V] their logits
+    """
+    found = torch.full(targets.shape, torch.nan, device=targets.device)
+    stride = max(1, -(-len(targets) // ABOVE_TARGETS))
+    some = torch.arange(0, len(targets), stride, device=targets.device)
+    if len(some):
+        found[some] = probability_above(scaled_of(some), targets[some])
+    return found
 
 
 def build_forward_pass(

@@ -27,6 +27,7 @@ class TokenValues(NamedTuple):
 
     logp: Tensor  # float32
     entropy: Tensor  # float32, in nats: of the distribution from which the target was sampled
+    above: Tensor  # float32, probability of all tokens above the target; NaN if not computed
 
 
 def token_values(
@@ -58,7 +59,19 @@ def values_of(scaled: Tensor, targets: Tensor, differentiates_entropy: bool = Fa
     logp = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     with torch.set_grad_enabled(differentiates_entropy and torch.is_grad_enabled()):
         entropy = -torch.linalg.vecdot(logps.exp(), logps)
-    return TokenValues(logp, entropy)
+    return TokenValues(logp, entropy, torch.full_like(logp.detach(), torch.nan))
+
+
+@torch.no_grad()
+def probability_above(scaled: Tensor, targets: Tensor) -> Tensor:
+    """[K] probability of all tokens that are more probable than the target.
+
+    Args:
+        scaled: [K, V] logits divided by the temperature
+        targets: [K]
+    """
+    own = scaled.gather(-1, targets.unsqueeze(-1))
+    return torch.where(scaled > own, scaled.softmax(-1), 0.0).sum(-1)
 
 
 def token_logprobs(

@@ -58,3 +58,10 @@ def base_model(policy: CausalLM) -> CausalLM:
     # Only PEFT's wrapper has this method. Checking for its class would import PEFT without need.
     unwrapped = getattr(policy, "get_base_model", None)
     return policy if unwrapped is None else cast(CausalLM, unwrapped())
+
+
+def end_tokens_of(policy: CausalLM) -> frozenset[int]:
+    """Token ids that end a completion; empty if the model names none."""
+    configs = (base_model(policy).generation_config, policy.config)
+    ends = next((c.eos_token_id for c in configs if c and c.eos_token_id is not None), ())
+    return frozenset([ends] if isinstance(ends, int) else ends)

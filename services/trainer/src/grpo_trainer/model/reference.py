@@ -34,13 +34,19 @@ class Reference:
     def added(self, batch: Batch) -> Batch:
         """The batch with the reference's logprobs of all trained tokens."""
         device, model = device_of(self.model), self.model
-        with _without_adapter(model) if self.is_policy else contextlib.nullcontext():
+        with self.active():
             found = [self.forward(model, micro.to(device)).logp for micro in batch.micro_batches]
         pairs = zip(batch.micro_batches, found, strict=True)
         return replace(
             batch,
             micro_batches=[replace(micro, reference_logp=logp.cpu()) for micro, logp in pairs],
         )
+
+    def active(self) -> Any:
+        """A context in which `model` computes the reference model's outputs."""
+        if not self.is_policy:
+            return contextlib.nullcontext()
+        return self.model.disable_adapter()  # type: ignore[attr-defined]
 
 
 def build_reference(
@@ -76,7 +82,3 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
     found = torch.zeros(len(batch.order))
     found[torch.tensor(batch.order)] = torch.cat(sums)
     return found
-
-
-def _without_adapter(policy: CausalLM) -> Any:
-    return policy.disable_adapter()  # type: ignore[attr-defined]

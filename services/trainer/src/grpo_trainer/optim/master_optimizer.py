@@ -24,6 +24,7 @@ from grpo_trainer.optim.masters import Masters
 from grpo_trainer.optim.schedule import LearningRate
 
 MASTER = "master"
+WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
 
 
 class MasterOptimizer:
@@ -55,6 +56,7 @@ class MasterOptimizer:
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
         self._states: list[State] = [{} for _ in self.masters]
         self._staged: list[Tensor | None] = [None for _ in self.masters]
+        self._watch: _UpdateWatch | None = None
         self.learning_rate = learning_rate
         self._adam = adam
         self._weight_decay = weight_decay
@@ -78,11 +80,19 @@ class MasterOptimizer:
         lr, scale = self.learning_rate(step), clip_factor / self._scale
         options = StepOptions(lr, self._weight_decay, scale, self._adam)
         self._update.begin_step(step)
+        # Stochastic rounding leaves most weights as they were: the mean is right.
+        watches = lr > 0 and self._update.rounding is None
+        self._watch = _UpdateWatch(self.masters, self.gradients.tensors) if watches else None
         for index in range(len(self.masters)):
             self._step_one(index, options)
         if self.loss_scale is not None:
             self.loss_scale.step_taken()
         return norm
+
+    def unchanged_fraction(self) -> float:
+        """Share of the weights with a gradient that the last step left as they were, over a few
+        weights; 0 if the step had to change none of them. Read it before the next step."""
+        return 0.0 if self._watch is None else self._watch.unchanged_fraction()
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """All tensors that the next step depends on, as `kind/name`; not copied.
@@ -159,6 +169,30 @@ class MasterOptimizer:
         self._states[index] = state
         # `to` makes no copy if both have one type
         self._staged[index] = master.to(served) if staged is None else staged
+
+
+class _UpdateWatch:
+    """Remembers a few weights of some tensors before an update."""
+
+    def __init__(self, masters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        trained = [pair for pair in zip(masters, gradients, strict=True) if pair[1] is not None]
+        some = trained[:: max(1, len(trained) // WATCHED_TENSORS)]
+        self._weights = [_first(master) for master, _ in some]
+        self._before = [weights.clone() for weights in self._weights]
+        # A gradient's memory may hold the staging copy after the update.
+        self._moves = [_first(gradient) != 0 for _, gradient in some if gradient is not None]
+
+    def unchanged_fraction(self) -> float:
+        if not self._weights:
+            return 0.0
+        moves = torch.cat(self._moves)
+        is_equal = torch.cat(self._weights) == torch.cat(self._before)
+        counts: list[int] = torch.stack([(is_equal & moves).sum(), moves.sum()]).tolist()
+        return counts[0] / max(1, counts[1])
+
+
+def _first(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:WATCHED_WEIGHTS]
 
 
 def _contiguous_copy(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

@@ -33,27 +33,19 @@ class HealthyRange:
 
 RANGES = (
     HealthyRange(
-        "grpo/mean_ratio",
-        0.8,
-        1.2,
-        "the policy is far from the weights that sampled the tokens: lower --lr, or lower "
-        "--max-batches-offpolicy of the environments. If staleness/mean is 0, check the behaviour "
-        "logprobs and the temperature",
+        "grpo/effective_sample_fraction",
+        0.2,
+        1.0,
+        "few tokens decide the gradient, because the policy is far from the weights that sampled "
+        "them: lower --lr, or lower --max-batches-offpolicy of the environments",
     ),
     HealthyRange(
         "grpo/clipped_fraction",
         0.0,
-        0.3,
+        0.5,
         "the importance ratio of many tokens is outside the clipping range: lower --lr, lower "
         "--max-batches-offpolicy of the environments, or widen the range (--clip-eps), which is "
         "very narrow in --objective gspo",
-    ),
-    HealthyRange(
-        "alignment/diff_abs_mean",
-        0.0,
-        0.1,
-        "if alignment/fresh_diff_abs_mean is small, staleness/mean or --lr is too high; else check "
-        "the behaviour logprobs",
     ),
     HealthyRange(
         "train/loss",

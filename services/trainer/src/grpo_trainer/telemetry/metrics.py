@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.algo.loss import LossSums
+from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.telemetry.by_lag import by_lag
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
 
@@ -54,10 +57,12 @@ class StepOutcome:
     """The results of the step with index `step`, counted from 0.
 
     Args:
+        origins: of the batch's sequences
         kl_coef: weight of the KL penalty in this step; None without a reference model
         fresh: the logprob difference over fresh tokens
         alignment: None if this step had no check of the server
         quarantined_batches: number of batches quarantined since the previous step
+        failed_checks: number of findings of this step
         save_s: seconds of saving since the previous step, None if nothing was saved
     """
 
@@ -67,7 +72,9 @@ class StepOutcome:
     kl_coef: float | None
     filtered: FilteredBatch
     quarantined_batches: int
+    failed_checks: int
     facts: BatchStats
+    origins: Sequence[Origin]
     gradients: GradientStats
     fresh: Distance
     published: Published
@@ -85,10 +92,12 @@ def step_record(outcome: StepOutcome) -> Record:
         "time_s": outcome.times["time_s"],
         **_data(outcome.facts, outcome.filtered),
         "data/quarantined_batches": outcome.quarantined_batches,
+        "checks/failed": outcome.failed_checks,
         **_training(outcome),
         **_policy(outcome.gradients.sums, outcome.kl_coef),
         **_alignment(outcome),
         **_staleness(outcome),
+        **_by_lag(outcome),
     }
     return {name: value for name, value in defined_or_not.items() if value is not None}
 
@@ -145,6 +154,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         "alignment/diff_abs_mean": sums.mean("diff_abs"),
         "alignment/diff_abs_p99": outcome.gradients.tokens.diff_abs_quantile(0.99),
         "alignment/diff_max": sums.diff_max if sums.tokens else None,
+        "alignment/kl_k1": _negative(sums.mean("diff")),
         "alignment/kl_k3": sums.mean("kl_k3"),
         "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens)
         if outcome.facts.first_versions
@@ -157,6 +167,11 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         found["alignment/probe_moved"] = probe.moved
         found["alignment/sampled_abs_mean"] = probe.sampled_mean
     return found
+
+
+def _by_lag(outcome: StepOutcome) -> dict[str, float]:
+    held = PolicyVersion(outcome.published.version.epoch, outcome.step)
+    return dict(by_lag(outcome.gradients.tokens, outcome.origins, held))
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
@@ -174,6 +189,10 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
         found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
         found["staleness/bound_fraction"] = facts.bound_fraction
     return found
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
 
 
 def _unless_nan(value: float | None) -> float | None:

@@ -33,7 +33,9 @@ class Recorder:
 
     def record(self, outcome: StepOutcome) -> None:
         record = step_record(outcome)
-        log.info("step.finished", **record)
+        # The log is read by people: the same metrics by lag are for plots.
+        shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
+        log.info("step.finished", **shown)
         self._write(record)
         self._ranges.look(record)
         self._stopwatch.add(record, outcome.published.is_served)

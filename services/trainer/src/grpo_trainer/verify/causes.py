@@ -7,24 +7,18 @@ rounding noise. The report lists the numbers and the likeliest cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from grpo_trainer.algo.logprob_comparison import MIN_TOKENS, TokenTable
+from grpo_trainer.algo.logprob_comparison import MIN_TOKENS, Distance, TokenTable
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.micro_batches import by_length
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.verify.alignment import MISMATCH
-
-SAMPLE_TOKENS = 256
-SAMPLE_SEQUENCES = 16
-PASS_TOKENS = 1024
-"""Number of tokens in one forward pass; a longer sequence has one of its own."""
+from grpo_trainer.verify.recomputed import logits_of, targets_of
 
 _SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
 """Ratios of neighbouring temperatures in four successive searches. Each search starts at the best
@@ -35,6 +29,9 @@ _OTHER_TEMPERATURE = 1.1
 UNCHANGED = "No weight was changed by this step."
 _EXPLAINS = 2.0
 """The best hypothesis is reported as the cause if it reduces the difference by this factor."""
+_SMALL_MOVEMENT, _LARGEST_MOVEMENT = 0.5, 4.0
+"""A few updates change the logprobs by less, in nats: on average, and at most. Other tokens or
+another prompt change them by more."""
 
 
 class Cause(StrEnum):
@@ -56,9 +53,21 @@ class Cause(StrEnum):
         "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
         "positions"
     )
+    TRAINING_PASS = (
+        "the trainer's training pass computes other logprobs than a plain forward pass with the "
+        "same weights: check that dropout is off, then pass --packing off and --fused-head off"
+    )
     STALE_WEIGHTS = (
         "the server does not serve the trainer's weights: check whether another process writes "
         "weights, and how the server was started"
+    )
+    VERSION = (
+        "earlier weights sampled the completions than the policy version that they state: let the "
+        "environment send the version of the server's response"
+    )
+    OTHER_TOKENS = (
+        "the tokens or the prompt are not those of the server's response: let the environment send "
+        "the response's token ids, and not encode text again"
     )
 
 
@@ -69,14 +78,6 @@ class Hypothesis:
     cause: Cause
     assumption: str
     mean: float
-
-
-def subsample(table: TokenTable) -> TokenTable:
-    """A sample that is cheap to compute again: at most 256 tokens of at most 16 sequences."""
-    few = table.where(
-        torch.isin(table.sequence, torch.tensor(table.sequences()[:SAMPLE_SEQUENCES]))
-    )
-    return few.where(torch.arange(len(few)) < SAMPLE_TOKENS)
 
 
 def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
@@ -104,20 +105,29 @@ def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
     return [Hypothesis(Cause.PROMPT_TRAINED, assumption, own.mean_distance())]
 
 
-@torch.no_grad()
-def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
-    """The hypothesis of another temperature, if the best-fitting one differs from the
-    stated one."""
+def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
+    """The hypotheses that need another forward pass: that the training pass is wrong, and that of
+    another temperature, if the best-fitting one differs from the stated one."""
     if len(table) < MIN_TOKENS:
         return []
-    logits, targets = _logits(policy, table, batch)  # [N, V], [N]
-    logged = table.behaviour_logp.to(logits.device)
+    logits = logits_of(policy, table, batch)  # [N, V]
+    columns = (targets_of(table, batch), table.behaviour_logp, table.temperature)
+    targets, logged, stated = (column.to(logits.device) for column in columns)
 
-    def distance(temperature: float) -> float:
-        logp = (logits / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    def distance(temperature: Tensor) -> float:
+        scaled = logits / temperature.unsqueeze(-1)
+        logp = scaled.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return float((logp - logged).abs().mean())
 
-    stated = best = float(table.temperature.median())
+    again = "computed again, with a plain forward pass without dropout"
+    return [
+        Hypothesis(Cause.TRAINING_PASS, again, distance(stated)),
+        *_other_temperature(float(stated.median()), lambda t: distance(torch.full_like(stated, t))),
+    ]
+
+
+def _other_temperature(stated: float, distance: Callable[[float], float]) -> list[Hypothesis]:
+    best = stated
     for ratio in _SEARCH_RATIOS:
         steps = range(-_SEARCH_WIDTH, _SEARCH_WIDTH + 1)
         best = min((best * ratio**k for k in steps), key=distance)
@@ -127,29 +137,10 @@ def other_temperature(policy: CausalLM, table: TokenTable, batch: Batch) -> list
     return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
 
 
-def _logits(policy: CausalLM, table: TokenTable, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits that predict the table's tokens, and these tokens: [N, V] float32, [N]."""
-    device = device_of(policy)
-    numbers = table.sequences()
-    positions = [table.position[table.sequence == number] for number in numbers]
-    tokens = [
-        batch.tokens(number, int(trained.max()) + 1)
-        for number, trained in zip(numbers, positions, strict=True)
-    ]
-    logits: dict[int, Tensor] = {}  # by index of the sequence
-    for part in by_length([ids[:-1].tolist() for ids in tokens], PASS_TOKENS):
-        rows = pad_sequence([tokens[i][:-1] for i in part], batch_first=True).to(device)
-        answers = policy(input_ids=rows, use_cache=False).logits  # [B, T, V]
-        for i, answer in zip(part, answers, strict=True):
-            logits[i] = answer[positions[i].to(device) - 1].float()
-    targets = [ids[trained] for ids, trained in zip(tokens, positions, strict=True)]
-    return torch.cat([logits[i] for i in range(len(numbers))]), torch.cat(targets).to(device)
-
-
 @dataclass(frozen=True)
 class ServerAnswer:
-    """`mean`: |server's - trainer's logprob| of the same tokens, measured now; None if the server
-    did not answer."""
+    """`mean`: |server's - trainer's logprob| of some of the tokens, measured now; None if the
+    server did not answer."""
 
     mean: float | None
     text: str
@@ -157,6 +148,7 @@ class ServerAnswer:
 
 def mismatch_report(
     summary: str,
+    found: Distance,
     sent: float,
     tried: Sequence[Hypothesis],
     tolerance: float,
@@ -166,7 +158,8 @@ def mismatch_report(
 
     Args:
         summary: which tokens differ, and by how much
-        sent: mean |difference| of the logprobs as sent
+        found: by how much all tokens differ
+        sent: mean |difference| of the logprobs as sent, of a sample
         tried: the same under each hypothesis
         tolerance: for the data type
         server: the server's answer; None if it was not requested
@@ -184,6 +177,11 @@ def mismatch_report(
         verdict = f"Likely cause: {Cause.STALE_WEIGHTS}."
     elif best and _EXPLAINS * best[0].mean < sent:
         verdict = f"Likely cause: {best[0].cause}."
+    elif server is not None and server.mean is not None:
+        # Both sides agree on these tokens now, so the difference is in what the group states.
+        is_small = found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT
+        cause = Cause.VERSION if is_small else Cause.OTHER_TOKENS
+        verdict = f"Likely cause: {cause}."
     else:
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
         verdict = (

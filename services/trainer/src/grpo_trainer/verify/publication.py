@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.model.adapter import adapter_scaled, without_dropout
 from grpo_trainer.model.logprobs import (
     PROBE_LENGTH,
     logprobs_of,
@@ -40,6 +41,8 @@ from grpo_trainer.verify.alignment import (
 SAMPLED_TOKENS = 16
 DEFAULT_BLOCK = 16
 MIN_PROMPT = 2
+OTHER_SCALES = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625)
+"""Typical mistakes: lora_alpha and r exchanged, or another default."""
 
 
 class Server(Protocol):
@@ -157,11 +160,24 @@ class PublicationCheck:
             return "the server serves the model that it was started with, without any training"
         if FAR_BETTER * previous < mean:
             return "the server still serves the weights of the previous publication"
+        with without_dropout(self._policy):
+            if FAR_BETTER * mean_distance(served, logprobs_of(self._policy, self._tokens)) < mean:
+                return "dropout is on in the trainer's policy, which the check compares"
+        for factor in OTHER_SCALES:
+            if FAR_BETTER * self._distance_at_scale(served, factor) < mean:
+                return (
+                    f"the server multiplies the adapter by {factor:g} times the trainer's scale; "
+                    "check lora_alpha and r in the published adapter_config.json"
+                )
         return (
             "the server serves weights of another run, or was not started with the trainer's "
             "--model (mean difference to the untrained model of --model: "
             f"{base:.2g}, to the previous publication: {previous:.2g})"
         )
+
+    def _distance_at_scale(self, served: Tensor, factor: float) -> float:
+        with adapter_scaled(self._policy, factor):
+            return mean_distance(served, logprobs_of(self._policy, self._tokens))
 
     def _sampled_difference(self, completion: Completion) -> Tensor:
         """server's - trainer's logprob| of the sampled tokens: [K]"""

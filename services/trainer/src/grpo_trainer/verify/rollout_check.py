@@ -15,7 +15,7 @@ the policy. If it is too improbable, it must be a prompt among the trained token
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,12 +34,15 @@ from grpo_trainer.verify.causes import (
     Cause,
     ServerAnswer,
     mismatch_report,
-    other_temperature,
+    recomputed,
     shifted_logprobs,
-    subsample,
     without_shared_prefix,
 )
+from grpo_trainer.verify.recomputed import subsample
 
+LOOK_EVERY_STEPS = 4
+"""Older completions without any doubt are examined at every fourth step, because this needs another
+forward pass."""
 SUSPICIOUS = 0.05
 """Minimum mean |difference| at which older completions are examined."""
 FAR_BETTER = 4.0
@@ -73,12 +76,17 @@ class RolloutCheck:
     _suspected: set[int | None] = field(init=False, default_factory=set)
 
     def require_match(
-        self, batch: Batch, table: TokenTable, version: PolicyVersion, step: int
+        self,
+        batch: Batch,
+        table: TokenTable,
+        version: PolicyVersion,
+        doubted: Container[int | None] = (),
     ) -> Distance:
         """Check a batch, one environment at a time; returns the distance of its fresh tokens.
 
         Args:
             table: the batch's trained tokens, with logprobs of the weights that `version` names
+            doubted: environments whose older completions another check found unlikely
 
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
@@ -86,10 +94,15 @@ class RolloutCheck:
         fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
-            case = _EnvironmentBatch(step, env_id, batch)
+            case = _EnvironmentBatch(version.step, env_id, batch)
             self._check_fresh(case, table.where(mine & fresh))
             self._check_shared_prefixes(case, table.where(mine))
-            if int((mine & fresh).sum()) < PROOF_TOKENS:
+            is_due = (
+                env_id in doubted
+                or env_id in self._suspected
+                or version.step % LOOK_EVERY_STEPS == 0
+            )
+            if is_due and int((mine & fresh).sum()) < PROOF_TOKENS:
                 self._check_older(case, table.where(mine & ~fresh))
         return Distance.of(table.where(fresh))
 
@@ -104,11 +117,12 @@ class RolloutCheck:
                 f"weights, but their behaviour logprobs differ from the trainer's by "
                 f"{found.mean:.2g} on average, {found.max:.2g} at most (tolerance "
                 f"{self.tolerance:g}).",
+                found,
                 sent=part.mean_distance(),
                 tried=[
                     *shifted_logprobs(part),
                     *without_shared_prefix(part, case.batch),
-                    *other_temperature(self.policy, part, case.batch),
+                    *recomputed(self.policy, part, case.batch),
                 ],
                 tolerance=self.tolerance,
                 server=self._ask_server(part, case.batch),
@@ -122,7 +136,7 @@ class RolloutCheck:
             return
         part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifted_logprobs(part), *other_temperature(self.policy, part, case.batch)]
+        tried = [*shifted_logprobs(part), *recomputed(self.policy, part, case.batch)]
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
         confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
         if factor >= FAR_BETTER:
@@ -137,7 +151,7 @@ class RolloutCheck:
             "weights sampled them, so some difference is expected, but one of the following "
             f"assumptions divides the mean difference by {factor:.0f}."
         )
-        raise RolloutMismatch(mismatch_report(summary, sent, tried, self.tolerance))
+        raise RolloutMismatch(mismatch_report(summary, found, sent, tried, self.tolerance))
 
     def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
         origins = case.batch.origins

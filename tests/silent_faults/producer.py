@@ -1,27 +1,31 @@
-"""Samples groups on a real server, changes them and submits them to a real run-api."""
+"""An environment with a fault: samples groups on a real server, changes them, and submits them to
+a real run-api."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from transformers import AutoTokenizer
 
-from grpo_core.clients.inference import GenerateAnswer
+from grpo_core.clients.inference import BridgeClient, GenerateAnswer
+from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.rollout.training_sequences import align_group
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import wait_for
 
-GROUP_SIZE, GROUPS_PER_BATCH = 4, 8
+GROUP_SIZE, GROUPS_PER_BATCH = 8, 16
+FAULT_FROM = 3
+"""Number of batches before the fault."""
+MAX_TOKENS = 8
 DEADLINE_S = 300.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 FIRST, OTHERS = SUMS[::7], [numbers for numbers in SUMS[::3] if numbers not in SUMS[::7]]
@@ -37,12 +41,16 @@ def unchanged(group: ScoredGroup) -> ScoredGroup:
 
 @dataclass
 class Producer:
-    """An environment that samples a batch for each step of the trainer.
+    """Samples a batch for each step of the trainer.
 
     Args:
         change: applied to every group before it is submitted
-        temperature: the sampling temperature; the groups report 1.0
-        batches_late: the number of steps between sampling a batch and training on it
+        sampling: options of `/generate` that the groups do not state
+        max_tokens: limit of a completion, which the groups state
+        rescores: replace the logprobs by those of the whole distribution at temperature 1
+        sends_twice: the second group of a batch is the first one again, under another key
+        batches_late: the number of batches in the queue, and so of steps between sampling a batch
+            and training on it
         repeats_after: after so many batches, the first one is submitted again and again
         paced: True to sample one batch per step; False to sample without waiting
     """
@@ -50,7 +58,10 @@ class Producer:
     server: InferenceServer
     api_url: str
     change: Change = unchanged
-    temperature: float = 1.0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = MAX_TOKENS
+    rescores: bool = False
+    sends_twice: bool = False
     batches_late: int = 0
     repeats_after: int | None = None
     paced: bool = True
@@ -58,12 +69,17 @@ class Producer:
     def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._http = httpx.Client(timeout=DEADLINE_S)
+        self._bridge = BridgeClient(self.server.url)
         self._tokenizer = AutoTokenizer.from_pretrained(self.server.model)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Produce groups in the background. Errors are raised at the end of the block."""
-        with self._http, ThreadPoolExecutor(1 + GROUPS_PER_BATCH) as self._pool:
+        with (
+            self._http,
+            self._bridge,
+            ThreadPoolExecutor(1 + GROUPS_PER_BATCH) as self._pool,
+        ):
             producing = self._pool.submit(self._produce, self._version())
             try:
                 yield
@@ -75,33 +91,39 @@ class Producer:
         """`version`: the version that is served before the trainer starts, which then sets a new
         one at every step."""
         sums = itertools.cycle(FIRST + OTHERS)
-        held: deque[list[ScoredGroup]] = deque()
         sent: list[list[ScoredGroup]] = []
         for number in itertools.count():
             if number == 0 or (self.paced and number > self.batches_late):
                 version = self._version_other_than(version)
             if self._stop.is_set():
                 return
-            sampled = self._pool.map(self._sample, itertools.islice(sums, GROUPS_PER_BATCH))
-            held.append([self.change(group) for group in sampled])
-            if number >= self.batches_late:
-                fresh = held.popleft()
-                repeats = self.repeats_after is not None and len(sent) >= self.repeats_after
-                sent.append(sent[0] if repeats else fresh)
-                self._send(sent[-1])
+            is_faulty = number >= FAULT_FROM
+            sample = self._sample_with_fault if is_faulty else self._sample
+            groups = list(self._pool.map(sample, itertools.islice(sums, GROUPS_PER_BATCH)))
+            if is_faulty and self.sends_twice:
+                groups[1] = groups[0]
+            repeats = self.repeats_after is not None and number >= self.repeats_after
+            sent.append(sent[0] if repeats else groups)
+            self._send(sent[-1])
 
     def _send(self, batch: list[ScoredGroup]) -> None:
         for group in batch:
             answer = self._http.post(f"{self.api_url}/scored_data", json=group.model_dump())
             answer.raise_for_status()
 
-    def _sample(self, numbers: tuple[int, int]) -> ScoredGroup:
+    def _sample_with_fault(self, numbers: tuple[int, int]) -> ScoredGroup:
+        group = self._sample(numbers, self.max_tokens, **self.sampling)
+        return self.change(self._rescored(group) if self.rescores else group)
+
+    def _sample(
+        self, numbers: tuple[int, int], max_tokens: int = MAX_TOKENS, **sampling: Any
+    ) -> ScoredGroup:
         a, b = numbers
         prompt = self._prompt(f"{a}+{b}=")
         started = time.monotonic()
         body = {
-            **{"prompt": {"prompt_token_ids": prompt}, "n": GROUP_SIZE, "max_tokens": 8},
-            **{"temperature": self.temperature, "logprobs": 0},
+            **{"prompt": {"prompt_token_ids": prompt}, "n": GROUP_SIZE, "max_tokens": max_tokens},
+            **({"temperature": 1.0, "logprobs": 0} | sampling),
         }
         answer = self._http.post(f"{self.server.url}/generate", json=body).raise_for_status()
         completions = GenerateAnswer.model_validate(answer.json()).completions()
@@ -112,9 +134,21 @@ class Producer:
         return ScoredGroup(
             **align_group(prompt, completions),
             scores=[float(c.text.strip() == str(a + b)) for c in completions],
-            generation_params={"temperature": 1.0},
+            generation_params={"temperature": 1.0, "max_tokens": max_tokens},
             group_overrides=facts.on_the_wire(),
         )
+
+    def _rescored(self, group: ScoredGroup) -> ScoredGroup:
+        rows = []
+        for tokens, logged in zip(group.tokens, group.inference_logprobs or [], strict=True):
+            whole = [PROMPT_LOGPROB, *self._bridge.prompt_logprobs(tokens)]
+            rows.append(
+                [
+                    old if old == PROMPT_LOGPROB else new
+                    for old, new in zip(logged, whole, strict=True)
+                ]
+            )
+        return group.model_copy(update={"inference_logprobs": rows})
 
     def _prompt(self, question: str) -> list[int]:
         text = self._tokenizer.apply_chat_template(

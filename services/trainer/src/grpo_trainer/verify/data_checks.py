@@ -1,0 +1,96 @@
+"""All checks of a batch between sampling and update, in the order in which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.verify.findings import CheckName, Finding, FindingLog
+from grpo_trainer.verify.group_check import GroupCheck
+from grpo_trainer.verify.ratio_check import RatioCheck, UnlikelyRatio
+from grpo_trainer.verify.reference_check import ReferenceCheck
+from grpo_trainer.verify.rollout_check import RolloutCheck
+from grpo_trainer.verify.sampling_check import SamplingCheck
+
+MAX_UNCHANGED = 0.5
+"""Share of the weights with a gradient that a step may leave as they were."""
+
+
+@dataclass
+class DataChecks:
+    """Args: reference: None without a reference model
+
+    `failed`: number of findings since the previous step.
+    """
+
+    groups: GroupCheck
+    ratios: RatioCheck
+    sampling: SamplingCheck
+    reference: ReferenceCheck | None
+    rollouts: RolloutCheck
+    log: FindingLog = field(default_factory=FindingLog)
+    failed: int = 0
+
+    def before_update(
+        self,
+        batch: Batch,
+        groups: Sequence[UsableGroup],
+        table: TokenTable,
+        held: PolicyVersion,
+    ) -> Distance:
+        """Returns the distance of the fresh tokens' logprobs.
+
+        Args:
+            groups: of `batch`
+            table: its trained tokens, with logprobs of the weights that `held` names
+
+        Raises:
+            RolloutMismatch: the error of `RolloutCheck`.
+        """
+        is_logged = [usable.is_logged for usable in groups]
+        of_sequence = torch.tensor([is_logged[origin.group] for origin in batch.origins])
+        logged = table.where(of_sequence[table.sequence])
+        unlikely = self.ratios.unlikely(logged, [origin.env_id for origin in batch.origins])
+        self.failed = self.log.report(
+            [
+                *self.groups.findings(groups, held),
+                *map(_of_ratio, unlikely),
+                *self.sampling.findings(logged, batch, held),
+                *(() if self.reference is None else self.reference.findings(held.step)),
+            ],
+            held.step,
+        )
+        doubted = {one.env_id for one in unlikely}
+        return self.rollouts.require_match(batch, table, held, doubted)
+
+    def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
+        self.failed += self.log.report(_of_update(optimizer), step)
+
+
+def _of_ratio(one: UnlikelyRatio) -> Finding:
+    return Finding(
+        CheckName.IMPORTANCE_RATIO,
+        one.env_id,
+        f"{one}. For sampled tokens with their own logprobs it is 1, however old they are",
+        "check that inference_logprobs are those of the sampled tokens, at the temperature that "
+        "the group states, and that the tokens and masks are those of the server's response",
+    )
+
+
+def _of_update(optimizer: MasterOptimizer) -> Iterator[Finding]:
+    unchanged = optimizer.unchanged_fraction()
+    if unchanged > MAX_UNCHANGED:
+        yield Finding(
+            CheckName.LOST_UPDATE,
+            None,
+            f"the step left {100 * unchanged:.0f} % of the weights with a gradient as they were: "
+            "their updates were rounded away",
+            "pass --master-dtype float32, or --rounding stochastic, or raise --lr",
+        )

@@ -1,0 +1,383 @@
+"""The faults: how each is injected, and the words by which the trainer must name it.
+
+A fault of the environment begins with its fourth batch. A fault of the trainer's code is there from
+the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+
+from grpo_core.wire.fields import MASKED
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer import start, train
+from grpo_trainer.algo import accumulate, loss
+from grpo_trainer.model import loading
+from grpo_trainer.model.reference import Reference
+from grpo_trainer.objective import advantage
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.masters import Masters
+from grpo_trainer.verify.causes import Cause
+from grpo_trainer.verify.findings import CheckName
+from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from tests.silent_faults.producer import Change, unchanged
+
+_ALPHABET = sorted(ByteLevel.alphabet())
+DIGITS = [_ALPHABET.index(digit) for digit in "0123456789"]
+PAD, END = 256, 258
+"""Token ids of the tiny model."""
+SHARED, LORA = "shared_vllm", "lora_only"
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+def nothing(_: pytest.MonkeyPatch) -> None:
+    """Leave the trainer as it is."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Args:
+    injected: what is done, for the table
+    named: an error or a warning must contain one of these words
+    change, producer: the faulty environment
+    options, sabotage: the faulty trainer
+    """
+
+    injected: str
+    named: tuple[str, ...]
+    change: Change = unchanged
+    producer: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    sabotage: Sabotage = nothing
+    mode: str = SHARED
+
+    @property
+    def is_of_environment(self) -> bool:
+        return self.change is not unchanged or bool(self.producer)
+
+
+def changed(group: ScoredGroup, **changes: Any) -> ScoredGroup:
+    return ScoredGroup.model_validate(group.model_dump() | changes)
+
+
+def prompt_length(group: ScoredGroup) -> int:
+    return group.masks[0].index(next(mask for mask in group.masks[0] if mask != MASKED))
+
+
+def with_logprobs(group: ScoredGroup, change: Callable[[list[float]], list[float]]) -> ScoredGroup:
+    """Args: change: of the logprobs of one completion"""
+    p = prompt_length(group)
+    rows = [[*row[:p], *change(row[p:])] for row in group.inference_logprobs or []]
+    return changed(group, inference_logprobs=rows)
+
+
+def late(group: ScoredGroup) -> ScoredGroup:
+    """The first sampled token gets a plausible logprob, every other token that of its left
+    neighbour."""
+    return with_logprobs(group, lambda row: [-0.5, *row[:-1]])
+
+
+def scaled(group: ScoredGroup) -> ScoredGroup:
+    return with_logprobs(group, lambda row: [0.8 * value for value in row])
+
+
+def prompt_trained(group: ScoredGroup) -> ScoredGroup:
+    """From the seventh token on, with a plausible logprob."""
+    p, rows = prompt_length(group), group.inference_logprobs or []
+    return changed(
+        group,
+        masks=[[MASKED] * 6 + tokens[6:] for tokens in group.tokens],
+        inference_logprobs=[[*row[:6], *[-0.5] * (p - 6), *row[p:]] for row in rows],
+    )
+
+
+def failed_as_zero(group: ScoredGroup) -> ScoredGroup:
+    draw = random.Random(str(group.tokens))
+    return changed(group, scores=[0.0 if draw.random() < 0.3 else s for s in group.scores])
+
+
+def broadcast(group: ScoredGroup) -> ScoredGroup:
+    return changed(group, scores=[fmean(group.scores)] * group.size)
+
+
+def padded(group: ScoredGroup) -> ScoredGroup:
+    """To one length, with the padding in the masks."""
+    longest = max(map(len, group.tokens)) + 1
+    spare = [longest - len(tokens) for tokens in group.tokens]
+    pairs = list(zip(group.tokens, group.masks, group.inference_logprobs or [], spare, strict=True))
+    return changed(
+        group,
+        tokens=[tokens + [PAD] * n for tokens, _, _, n in pairs],
+        masks=[masks + [PAD] * n for _, masks, _, n in pairs],
+        inference_logprobs=[row + [-0.5] * n for _, _, row, n in pairs],
+    )
+
+
+def retokenised(group: ScoredGroup) -> ScoredGroup:
+    """A third of the completions begins with another token id than the sampled one."""
+    p, draw = prompt_length(group), random.Random(str(group.tokens))
+    tokens = [list(row) for row in group.tokens]
+    for row in tokens:
+        if draw.random() < 1 / 3:
+            row[p] = (row[p] + 1) % 256
+    return changed(group, tokens=tokens, masks=[[MASKED] * p + row[p:] for row in tokens])
+
+
+def another_prompt(group: ScoredGroup) -> ScoredGroup:
+    """The first summand in the prompt is another one, as after a mistake in the order of items."""
+    digit = next(i for i, token in enumerate(group.tokens[0]) if token in DIGITS)
+    tokens = [list(row) for row in group.tokens]
+    for row in tokens:
+        row[digit] = DIGITS[(DIGITS.index(row[digit]) + 5) % 10]
+    return changed(group, tokens=tokens)
+
+
+def version_ahead(group: ScoredGroup) -> ScoredGroup:
+    overrides = copy.deepcopy(group.group_overrides or {})
+    overrides["policy_version"] = [
+        [[epoch, step + 1] for epoch, step in pair] for pair in overrides["policy_version"]
+    ]
+    return changed(group, group_overrides=overrides)
+
+
+def end_masked(group: ScoredGroup) -> ScoredGroup:
+    rows = zip(group.tokens, group.masks, strict=True)
+    return changed(group, masks=[[*m[:-1], MASKED] if t[-1] == END else m for t, m in rows])
+
+
+class PrivateCopy(SharedVllm):
+    """Trains a copy, so that updates are announced but never reach the server."""
+
+    def load_policy(self, restoring: bool = False) -> Any:
+        return copy.deepcopy(super().load_policy(restoring))
+
+
+def train_a_copy(patch: pytest.MonkeyPatch) -> None:
+    build = train.build_weight_sync
+
+    def build_copy(config: Any) -> Any:
+        sync = build(config)
+        sync.__class__ = PrivateCopy  # type: ignore[assignment]
+        return sync
+
+    patch.setattr(train, "build_weight_sync", build_copy)
+
+
+def write_only_once(patch: pytest.MonkeyPatch) -> None:
+    """Write only the first update. Server and trainer read the same memory, so they agree."""
+    write, written = MasterOptimizer.write_into_parameters, []
+
+    def forgetful(optimizer: MasterOptimizer) -> None:
+        if not written:
+            write(optimizer)
+        written.append(None)
+
+    patch.setattr(MasterOptimizer, "write_into_parameters", forgetful)
+
+
+def penalty_reversed(patch: pytest.MonkeyPatch) -> None:
+    right = loss.kl_penalty
+    patch.setattr(loss, "kl_penalty", lambda *columns: -right(*columns))
+
+
+def not_centred(patch: pytest.MonkeyPatch) -> None:
+    def divided(groups: Any) -> Any:
+        return [scores / (scores.std(correction=0) + 1e-8) for scores in groups]
+
+    patch.setitem(advantage.ADVANTAGES, "group_std", divided)  # type: ignore[arg-type]
+
+
+def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    right = Masters.step
+
+    def rounding(self: Masters, master: Any, *others: Any) -> Any:
+        found = right(self, master, *others)
+        master.copy_(master.bfloat16())
+        return found
+
+    patch.setattr(Masters, "step", rounding)
+
+
+def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:
+    """The pass that is compared with the server is the one with dropout."""
+    find = accumulate.adapter_dropouts
+
+    def switch_on(policy: Any) -> list[Any]:
+        for module in find(policy):
+            module.train()
+        return []
+
+    patch.setattr(accumulate, "adapter_dropouts", switch_on)
+
+
+def reference_is_policy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        start, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
+    )
+
+
+def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Every fourth micro-batch gives no gradient."""
+    right, calls = accumulate.step_loss, []
+
+    def dropping(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        return right(*arguments) * bool(len(calls) % 4)
+
+    patch.setattr(accumulate, "step_loss", dropping)
+
+
+def adapter_scaled(patch: pytest.MonkeyPatch) -> None:
+    right = loading.write_adapter
+
+    def doubled(policy: Any, directory: Path) -> None:
+        right(policy, directory)
+        file = directory / "adapter_config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+    patch.setattr(loading, "write_adapter", doubled)
+
+
+UNPACED = {"paced": False}
+"""No step is taken on such groups."""
+PENALTY = {"kl_coef": 0.05}
+FAULTS = {
+    "shifted logprobs": Fault(
+        "each token gets the logprob of its left neighbour", (Cause.LOGPROBS_LATE,), change=late
+    ),
+    "prompt trained on": Fault(
+        "the masks begin within the prompt",
+        ("prompt_trained_on", Cause.PROMPT_TRAINED),
+        change=prompt_trained,
+        producer=UNPACED,
+    ),
+    "NaN reward as 0": Fault(
+        "30 % of the rewards are NaN, which the environment sends as 0",
+        (CheckName.INCONSISTENT_SCORES,),
+        change=failed_as_zero,
+    ),
+    "KL sign inverted": Fault(
+        "the KL penalty is subtracted from the loss",
+        ("its sign is wrong",),
+        options=PENALTY,
+        sabotage=penalty_reversed,
+    ),
+    "stale weights": Fault(
+        "updates never reach the server",
+        (Cause.STALE_WEIGHTS, "does not serve the trainer's weights"),
+        sabotage=train_a_copy,
+    ),
+    "wrong temperature": Fault(
+        "sampled at 0.7, stated as 1",
+        (Cause.TEMPERATURE,),
+        producer={"sampling": {"temperature": 0.7}},
+    ),
+    "padding counted": Fault(
+        "padding after the end token is in the masks",
+        ("trained_after_end_token",),
+        change=padded,
+        producer=UNPACED,
+    ),
+    "advantages not centred": Fault(
+        "scores are divided by their deviation without subtracting the mean",
+        ("they are not centred",),
+        sabotage=not_centred,
+    ),
+    "duplicated batch": Fault(
+        "run-api hands out the first batch again",
+        ("were already in the batch of step 0",),
+        producer={"repeats_after": 3},
+    ),
+    "lost update in bfloat16": Fault(
+        "master weights are rounded to bfloat16 after each step",
+        (CheckName.LOST_UPDATE,),
+        options={"lr": 3e-5},
+        sabotage=rounded_to_bfloat16,
+    ),
+    "truncated answers scored as finished": Fault(
+        "completions stop after 2 tokens, and text without an end token gets full marks",
+        (CheckName.UNFINISHED_SCORED,),
+        producer={"max_tokens": 2},
+    ),
+    "reward broadcast over a group": Fault(
+        "each completion gets the mean score of its group",
+        (CheckName.EQUAL_SCORES,),
+        change=broadcast,
+    ),
+    "retokenised text": Fault(
+        "a third of the completions have another token id than the sampled one",
+        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS),
+        change=retokenised,
+    ),
+    "wrong adapter scale": Fault(
+        "the published adapter states twice its lora_alpha",
+        ("lora_alpha",),
+        sabotage=adapter_scaled,
+        mode=LORA,
+    ),
+    "dropout on in the check": Fault(
+        "the pass compared with the server has dropout",
+        ("dropout is on", Cause.TRAINING_PASS),
+        options={"lora_dropout": 0.2},
+        sabotage=dropout_in_the_check,
+        mode=LORA,
+    ),
+    "top-p logprobs not renormalised": Fault(
+        "sampled with top_p 0.8, with the logprobs of the whole distribution",
+        (CheckName.TRUNCATED_SAMPLING,),
+        producer={"sampling": {"top_p": 0.8}, "rescores": True},
+    ),
+    "reference that moves": Fault(
+        "the reference model is the policy itself",
+        (CheckName.REFERENCE_MOVED,),
+        options=PENALTY,
+        sabotage=reference_is_policy,
+    ),
+    "gradient of one micro-batch dropped": Fault(
+        "every fourth micro-batch gives no gradient",
+        ("a micro-batch is left out",),
+        sabotage=micro_batch_dropped,
+    ),
+    "off-by-one version": Fault(
+        "groups state the version after the one that sampled them",
+        (CheckName.VERSION_AHEAD,),
+        change=version_ahead,
+    ),
+    "end token masked": Fault(
+        "the mask of each end token is -100", (CheckName.END_TOKEN_MASKED,), change=end_masked
+    ),
+}
+ALSO = {
+    "logprobs of another temperature": Fault(
+        "logprobs times 0.8",
+        (Cause.TEMPERATURE, CheckName.IMPORTANCE_RATIO),
+        change=scaled,
+    ),
+    "group sent twice under two keys": Fault(
+        "each batch contains a group twice",
+        ("trained_groups.received_again",),
+        producer={"sends_twice": True},
+    ),
+    "another prompt": Fault(
+        "the prompt that is sent is not the one that was sampled from",
+        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS),
+        change=another_prompt,
+    ),
+    "update not written": Fault(
+        "only the first update is written into the shared memory",
+        ("differ from the optimizer's result",),
+        sabotage=write_only_once,
+    ),
+}

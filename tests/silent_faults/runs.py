@@ -1,0 +1,159 @@
+"""Runs the trainer in this process on groups of a producer, and collects what it reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from grpo_core.errors import GrpoError
+from grpo_trainer import train
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.sync import served_weights_directory
+from grpo_trainer.config.trainer import TrainerSettings
+from tests.fixtures.inference import (
+    FILE_DTYPE,
+    InferenceServer,
+    start_inference,
+    stop_inference,
+)
+from tests.inference.trainer_side import next_epoch, write_weights
+from tests.silent_faults.faults import LORA, SHARED, Fault
+from tests.silent_faults.producer import FAULT_FROM, GROUP_SIZE, GROUPS_PER_BATCH, Producer
+
+WITHIN_STEPS = 10
+"""After the first faulty batch."""
+LR = 3e-4
+"""The demo's: a step moves the logprobs by about 0.02."""
+KNOWN_WARNINGS = {"weights.inherited", "server.unavailable"}
+"""Reports of the start that have nothing to do with faults."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A warning or an error. `step`: number of optimizer steps before it."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    records: list[dict[str, float]]
+    error: GrpoError | None
+    reports: list[Report]
+
+    def first(self, words: tuple[str, ...]) -> Report | None:
+        return next((r for r in self.reports if any(word in r.text for word in words)), None)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The services of a run, and the trainer's options for them. `restore`: the first weights."""
+
+    server: InferenceServer
+    api_url: str
+    options: dict[str, Any]
+    restore: Callable[[], None]
+
+    def settings(self, directory: Path, **changes: Any) -> TrainerSettings:
+        values: dict[str, Any] = {
+            "model": str(self.server.model),
+            "run_api_url": self.api_url,
+            "inference_url": self.server.url,
+            "steps": FAULT_FROM + WITHIN_STEPS,
+            "batch_size": GROUP_SIZE * GROUPS_PER_BATCH // 2,
+            "gradient_accumulation_steps": 2,
+            "seq_len": 128,
+            "lr": LR,
+            "batch_deadline_s": 120.0,
+            "save_path": directory / "saved",
+            "checkpoint_interval": 0,
+            "metrics_file": directory / "metrics.jsonl",
+        }
+        return CommandLine(**values | self.options | changes).settings()
+
+
+def run_with(
+    fault: Fault, site: Site, directory: Path, batches_late: int = 0, **changes: Any
+) -> Outcome:
+    site.restore()
+    httpx.get(f"{site.api_url}/reset_data").raise_for_status()
+    producer = Producer(
+        site.server,
+        site.api_url,
+        **{"change": fault.change, "batches_late": batches_late} | fault.producer,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        fault.sabotage(patch)
+        return run(producer, site.settings(directory, **fault.options | changes))
+
+
+def run(producer: Producer, settings: TrainerSettings) -> Outcome:
+    error = None
+    with capture_logs() as logs, producer.running():
+        try:
+            train.train(settings)
+        except GrpoError as named:
+            error = named
+    path = settings.metrics_file
+    assert path is not None
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    reports, step = [], 0
+    for entry in logs:
+        step += entry["event"] == "step.finished"
+        if entry["log_level"] == "warning" and entry["event"] not in KNOWN_WARNINGS:
+            reports.append(Report(step, str(entry)))
+    if error is not None:
+        reports.append(Report(len(records), f"{type(error).__name__}: {error}"))
+    return Outcome(records, error, reports)
+
+
+@contextmanager
+def shared_site(server: InferenceServer, api_url: str) -> Iterator[Site]:
+    """A run gets the weights that the server has now, and so does who comes later. The server
+    computes at the same time as the trainer, which gets one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = write_weights(server, next_epoch(server))
+
+    def restore() -> None:
+        write_weights(server, next_epoch(server), found)
+
+    try:
+        yield Site(server, api_url, {"mode": SHARED}, restore)
+    finally:
+        restore()
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def lora_site(model: Path, redis_url: str, api_url: str, directory: Path) -> Iterator[Site]:
+    """A server of its own, which takes adapters from one --save-path."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    save_path = directory / "saved"
+    weights = served_weights_directory(save_path)
+    weights.mkdir(parents=True)
+    server = start_inference(
+        model,
+        directory,
+        *("--dtype", FILE_DTYPE, "--weights-dir", str(weights)),
+        *("--redis-url", redis_url, "--run-id", "silent-faults", "--enable-lora"),
+        shares=False,
+    )
+    options = {"mode": LORA, "save_path": save_path, "resume": "never", "redis_url": redis_url}
+    try:
+        yield Site(server, api_url, options, lambda: None)
+    finally:
+        stop_inference(server)
+        torch.set_num_threads(threads)

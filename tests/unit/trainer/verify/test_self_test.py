@@ -1,0 +1,124 @@
+"""The self-test passes with every objective, and names each fault that is put into the code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer.algo import accumulate, loss
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.errors import SelfTestFailed
+from grpo_trainer.model.forward import FastForward, build_forward_pass
+from grpo_trainer.model.packing import PADDED
+from grpo_trainer.model.reference import Reference
+from grpo_trainer.objective import advantage
+from grpo_trainer.objective.recipes import RECIPES
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.verify import self_test
+from grpo_trainer.verify.self_test import SelfTest
+from tests.unit.trainer.forward_rig import adapted, qwen
+from tests.unit.trainer.tiny_policy import optimizer_of
+
+
+def bench(policy: Any = None, reference: Any = None, **options: Any) -> SelfTest:
+    """Args: reference: a model other than the policy without its adapter"""
+    policy = policy or adapted()
+    command = CommandLine.model_validate({"model": "m", "mode": "lora_only"} | options)
+    settings = command.settings()
+    forward = build_forward_pass(policy, settings)
+    if settings.kl_coef:
+        reference = Reference(reference or policy, forward, is_policy=reference is None)
+    return SelfTest(policy, forward, reference, optimizer_of(policy), settings, is_fresh=False)
+
+
+def message(test: SelfTest) -> str:
+    """Of the failure; empty without one."""
+    try:
+        test.require()
+    except SelfTestFailed as failure:
+        return str(failure)
+    return ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_objective_passes_and_leaves_no_trace(name: str) -> None:
+    test = bench(objective=name, kl_coef=0.1)
+    before = [master.clone() for master in test.optimizer.masters]
+    assert message(test) == ""
+    assert all(map(torch.equal, before, test.optimizer.masters))
+    assert not any(gradient is not None for gradient in test.optimizer.gradients.tensors)
+
+
+@pytest.mark.parametrize("changes", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}])
+def test_other_parts_of_the_loss_pass(changes: dict[str, Any]) -> None:
+    assert message(bench(**changes)) == ""
+
+
+def test_a_whole_model_passes() -> None:
+    policy = qwen()
+    settings = CommandLine(model="m", mode="none").settings()
+    forward = FastForward(PADDED)
+    assert message(SelfTest(policy, forward, None, optimizer_of(policy), settings, True)) == ""
+
+
+def changed_sign(patch: pytest.MonkeyPatch, name: str) -> None:
+    right = getattr(loss, name)
+    patch.setattr(loss, name, lambda *columns: -right(*columns))
+
+
+def not_centred(patch: pytest.MonkeyPatch) -> None:
+    estimators: Any = advantage.ADVANTAGES
+    patch.setitem(estimators, "group_std", lambda groups: [s / s.std() for s in groups])
+
+
+def last_dropped(patch: pytest.MonkeyPatch) -> None:
+    right, calls = accumulate.step_loss, []
+
+    def dropping(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        return right(*arguments) * bool(len(calls) % 4)
+
+    patch.setattr(accumulate, "step_loss", dropping)
+
+
+def dropout_on(patch: pytest.MonkeyPatch) -> None:
+    def switch_on(policy: Any) -> list[Any]:
+        policy.train()
+        return []
+
+    patch.setattr(accumulate, "adapter_dropouts", switch_on)
+
+
+def penalty_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(self_test, "with_penalties", lambda batch, *_: batch)
+
+
+FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "penalty": (lambda p: changed_sign(p, "kl_penalty"), {"kl_coef": 0.1}, "the KL penalty drives"),
+    "entropy": (
+        lambda p: changed_sign(p, "entropy_bonus"),
+        {"entropy_coef": 0.1},
+        "the entropy bonus lowers",
+    ),
+    "loss": (lambda p: changed_sign(p, "policy_loss"), {}, "positive advantage less likely"),
+    "advantages": (not_centred, {}, "not centred"),
+    "reward": (penalty_ignored, {"kl_coef": 0.1, "kl_in": "reward"}, "does not lower the advantage"),
+    "micro-batch": (last_dropped, {}, "a micro-batch is left out"),
+    "dropout": (dropout_on, {"lora_dropout": 0.5}, "dropout is on"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it, options, words = FAULTS[name]
+    policy = adapted(dropout=options.get("lora_dropout", 0.0))
+    break_it(monkeypatch)
+    assert words in message(bench(policy, **options))
+
+
+def test_a_reference_that_differs_before_training_is_named() -> None:
+    test = bench(reference=qwen(num_hidden_layers=1), kl_coef=0.1)
+    assert "the reference model's logprobs differ" in message(replace(test, is_fresh=True))
