@@ -147,7 +147,7 @@ unit integration faults e2e: $(VENV)/.installed-dev
 
 .PHONY: inference
 inference: $(VENV)/.installed-dev # One session: compatibility is tested on the servers of tests/inference.
-	@$(PYTEST) tests/inference tests/compat
+	@$(PYTEST) tests/inference tests/silent_faults tests/compat
 
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## Test the images and a run in containers in every mode
@@ -156,6 +156,10 @@ test-containers: $(VENV)/.installed-dev ## Test the images and a run in containe
 .PHONY: test-gpu
 test-gpu: ## Run the tests for GPUs: PART="proof modes swaps memory precision"
 	@PYTHON=$(GPU_PYTHON) bash tests/gpu/run.sh $(PART)
+
+.PHONY: silent-faults
+silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, take 1,000 healthy steps in two modes, and write the table (20 minutes)
+	@$(BIN)/python -m tests.silent_faults --results docs/reference/silent-faults.md $(BENCH_FLAGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)

@@ -1,73 +1,141 @@
-"""Injects every fault into a real run, and writes the table."""
+"""Injects every fault into a real run, on new and on old data, and takes healthy steps in two
+modes. Writes the tables of docs/reference/silent-faults.md."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.redis.server import bundled_redis
 from grpo_local.process.ports import free_port
 from grpo_tiny_model.model import ensure_tiny_model
 from tests.fixtures.inference import start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
+from tests.silent_faults import against_trl
 from tests.silent_faults.faults import ALSO, FAULTS, LORA, SHARED, Fault
 from tests.silent_faults.producer import FAULT_FROM
-from tests.silent_faults.runs import Outcome, Site, lora_site, run_with, shared_site
+from tests.silent_faults.runs import KNOWN_WARNINGS, Report, Site, lora_site, run_with, shared_site
 from tests.support.redis_server import start_redis
 
 STALE = 2
 """Steps between sampling and training in the runs on old data."""
+MODES = (SHARED, LORA)
+SECTION, TRL_SECTION = "Measured", "The same faults in TRL"
 
 
 @dataclass(frozen=True)
 class Row:
+    """`reports`: what named the fault in each run, first on new and then on old data; None if
+    nothing did."""
+
     name: str
     fault: Fault
-    outcome: Outcome
-    is_stale: bool
+    reports: list[Report | None]
 
-    def caught(self) -> str:
-        report = self.outcome.first(self.fault.named)
-        if report is None:
-            return "no"
-        if not self.fault.is_of_environment:
-            return (
-                "before the first step"
-                if not report.step and "SelfTest" in report.text
-                else (f"step {report.step + 1}")
-            )
-        return f"step {report.step - FAULT_FROM + 1}"
+    @property
+    def is_caught(self) -> bool:
+        return all(report is not None for report in self.reports)
+
+    def cells(self) -> list[str]:
+        caught = [_when(self.fault, report) for report in self.reports]
+        on_old = caught[1] if len(caught) > 1 else ""
+        names = dict.fromkeys(_check(report) for report in self.reports if report is not None)
+        return [self.name, self.fault.injected, caught[0], on_old, ", ".join(names)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make silent-faults", description=__doc__)
-    parser.add_argument("--only", help="faults whose name contains this text")
+    parser.add_argument("--only", default="", help="faults whose name contains this text")
+    parser.add_argument("--healthy-steps", type=int, default=1000, help="of each mode; 0: none")
+    parser.add_argument("--results", type=Path, help="page whose sections are replaced")
     options = parser.parse_args()
-    faults = {
-        name: fault
-        for name, fault in (FAULTS | ALSO).items()
-        if options.only is None or options.only in name
-    }
-    with tempfile.TemporaryDirectory() as directory, sites(Path(directory), faults) as by_mode:
+    lines = table(list(rows_of(lambda name: options.only in name)))
+    if options.healthy_steps:
+        lines += [healthy(mode, options.healthy_steps) for mode in MODES]
+    of_trl = against_trl.table()
+    sys.stdout.write("\n".join([*lines, *of_trl, ""]))
+    if options.results is not None:
+        replace_section(options.results, SECTION, lines)
+        replace_section(options.results, TRL_SECTION, of_trl)
+
+
+def rows_of(is_chosen: Callable[[str], bool]) -> Iterator[Row]:
+    faults = {name: fault for name, fault in (FAULTS | ALSO).items() if is_chosen(name)}
+    modes = {fault.mode for fault in faults.values()}
+    with tempfile.TemporaryDirectory() as directory, sites(Path(directory), modes) as by_mode:
         for name, fault in faults.items():
+            found = []
             for late in (0, STALE) if fault.is_of_environment else (0,):
                 target = Path(directory) / f"{name}-{late}"
                 target.mkdir()
                 outcome = run_with(fault, by_mode[fault.mode], target, batches_late=late)
-                row = Row(name, fault, outcome, bool(late))
-                told = "\n".join(f"    {r.step}: {r.text[:300]}" for r in outcome.reports[:6])
-                sys.stdout.write(f"{name} (late {late}): {row.caught()}\n{told}\n")
-                sys.stdout.flush()
+                found.append(outcome.first(fault.named))
+                sys.stderr.write(f"{name}, {late} steps old: {_when(fault, found[-1])}\n")
+                if found[-1] is None:
+                    sys.stderr.writelines(f"    {r.step}: {r.text}\n" for r in outcome.reports)
+            yield Row(name, fault, found)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of markdown."""
+    named = [row for row in rows if row.name in FAULTS]
+    return [
+        f"{sum(row.is_caught for row in named)} of {len(named)} faults are caught, and "
+        f"{sum(row.is_caught for row in rows if row.name in ALSO)} of {len(rows) - len(named)} "
+        "further ones.",
+        "",
+        "| Fault | Injected | Caught on new data | Caught on old data | By |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join(row.cells()) + " |" for row in rows),
+        "",
+    ]
+
+
+def healthy(mode: str, steps: int) -> str:
+    """Train without any fault; returns a line with the trainer's warnings."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        command = [sys.executable, "-m", "grpo_local", "--mode", mode, "--steps", str(steps)]
+        subprocess.run([*command, "--run-dir", str(run)], check=True, stdout=subprocess.DEVNULL)
+        log = (run / "logs" / "trainer.log").read_text()
+        taken = len((run / "metrics.jsonl").read_text().splitlines())
+    warned = Counter(re.findall(r"\[warning +\] (\S+)", log))
+    for known in KNOWN_WARNINGS:
+        del warned[known]
+    listed = ", ".join(f"{event} ({count})" for event, count in warned.items()) or "none"
+    return f"Warnings in {taken:,} healthy steps of `{mode}`: {listed}.\n"
+
+
+def _when(fault: Fault, report: Report | None) -> str:
+    if report is None:
+        return "no"
+    if "SelfTestFailed" in report.text:
+        return "before step 1"
+    step = report.step + 1 - (FAULT_FROM if fault.is_of_environment else 0)
+    return f"step {step}"
+
+
+def _check(report: Report) -> str:
+    """The name of the check or error."""
+    error = re.match(r"(\w+): ", report.text)
+    check = re.search(r"'(?:check|reason)': '(\w+)'", report.text)
+    event = re.search(r"'event': '([\w.]+)'", report.text)
+    found = error or check or event
+    assert found is not None
+    return f"`{found[1]}`"
 
 
 @contextmanager
-def sites(directory: Path, faults: dict[str, Fault]) -> Iterator[dict[str, Site]]:
-    modes = {fault.mode for fault in faults.values()}
+def sites(directory: Path, modes: set[str]) -> Iterator[dict[str, Site]]:
     model = ensure_tiny_model()
     with ExitStack() as stack:
         port = free_port()
@@ -78,13 +146,10 @@ def sites(directory: Path, faults: dict[str, Fault]) -> Iterator[dict[str, Site]
         stack.callback(api.process.stop)
         found = {}
         if SHARED in modes:
-            shared = start_inference(
-                model,
-                directory,
-                *("--dtype", "float32", "--redis-url", redis_url, "--run-id", "shared"),
-            )
-            stack.callback(stop_inference, shared)
-            found[SHARED] = stack.enter_context(shared_site(shared, api.url))
+            flags = ("--dtype", "float32", "--redis-url", redis_url, "--run-id", "shared")
+            server = start_inference(model, directory, *flags)
+            stack.callback(stop_inference, server)
+            found[SHARED] = stack.enter_context(shared_site(server, api.url))
         if LORA in modes:
             lora = directory / "lora"
             lora.mkdir()
@@ -92,4 +157,5 @@ def sites(directory: Path, faults: dict[str, Fault]) -> Iterator[dict[str, Site]
         yield found
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -281,7 +281,7 @@ FAULTS = {
     ),
     "wrong temperature": Fault(
         "sampled at 0.7, stated as 1",
-        (Cause.TEMPERATURE,),
+        (Cause.TEMPERATURE, "'temperature'"),
         producer={"sampling": {"temperature": 0.7}},
     ),
     "padding counted": Fault(
@@ -318,7 +318,7 @@ FAULTS = {
     ),
     "retokenised text": Fault(
         "a third of the completions have another token id than the sampled one",
-        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS),
+        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO),
         change=retokenised,
     ),
     "wrong adapter scale": Fault(
@@ -360,9 +360,9 @@ FAULTS = {
     ),
 }
 ALSO = {
-    "logprobs of another temperature": Fault(
+    "logprobs of another unit": Fault(
         "logprobs times 0.8",
-        (Cause.TEMPERATURE, CheckName.IMPORTANCE_RATIO),
+        (Cause.SCALED, CheckName.IMPORTANCE_RATIO),
         change=scaled,
     ),
     "group sent twice under two keys": Fault(
@@ -372,7 +372,7 @@ ALSO = {
     ),
     "another prompt": Fault(
         "the prompt that is sent is not the one that was sampled from",
-        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS),
+        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO),
         change=another_prompt,
     ),
     "update not written": Fault(

@@ -138,7 +138,7 @@ def start_run(
     checks = DataChecks(
         GroupCheck(ends),
         RatioCheck(),
-        SamplingCheck(policy, splits_head=forward.head is not None),
+        SamplingCheck(policy, forward),
         None if reference is None else ReferenceCheck(reference),
         RolloutCheck(policy, sync.served_logprobs, bound.value),
     )

@@ -145,7 +145,7 @@ def in_a_line(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
 def test_a_micro_batch_without_trained_tokens_has_zero_gradients() -> None:
     policy, micro = qwen(), ragged()
     nothing = replace(micro, token_weight=torch.zeros_like(micro.token_weight))
-    logp, _ = built(policy, ON, ON)(policy, nothing)
+    logp = built(policy, ON, ON)(policy, nothing).logp
     logp.sum().backward()  # type: ignore[no-untyped-call]
     assert logp.shape == micro.targets.shape
     assert not logp.any()

@@ -15,6 +15,7 @@ from grpo_trainer.data.collate import Batch, collate, with_penalties
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
 from grpo_trainer.model.reference import Reference, build_reference, divergences
 from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.verify.reference_check import ReferenceCheck
 from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
 from tests.unit.trainer.groups import P, group, in_order, usable
 
@@ -78,3 +79,15 @@ def test_a_penalty_in_the_reward_by_hand() -> None:
 
 def last_first(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
     return [part[::-1] for part in in_order(sequences, size)]
+
+
+@pytest.mark.parametrize("shares_weights", [False, True])
+def test_a_reference_that_moves_is_reported(shares_weights: bool) -> None:
+    policy = adapted()
+    check = ReferenceCheck(Reference(policy, FastForward(), is_policy=not shares_weights))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    assert [len(list(check.findings(step))) for step in range(5)] == (
+        [1, 0, 0, 0, 1] if shares_weights else [0] * 5
+    )

@@ -22,7 +22,7 @@ from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.build import build_optimizer, build_update
 from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import Schedule
+from grpo_trainer.optim.schedule import Schedule, constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
@@ -50,6 +50,28 @@ def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
     assert masters.masters[0].tolist() == pytest.approx([1 - 60e-4] * 8, rel=1e-4)
     assert parameter.tolist() == pytest.approx([1 - 60e-4] * 8, abs=4e-3)
     assert parameter.tolist() != [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "lr", "lost"),
+    [
+        ("float32", "nearest", 1e-4, 0.0),
+        ("bfloat16", "nearest", 1e-4, 1.0),
+        ("bfloat16", "nearest", 1e-1, 0.0),
+        ("bfloat16", "stochastic", 1e-4, 0.0),  # not judged: the mean is right
+        ("bfloat16", "nearest", 0.0, 0.0),
+    ],
+)
+def test_the_share_of_lost_updates(dtype: str, rounding: str, lr: float, lost: float) -> None:
+    """Of weights with a gradient: the other half has none."""
+    parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    changes = {"master_dtype": dtype, "rounding": rounding, "optimizer": "adamw"}
+    options = CommandLine.model_validate({"model": "m", "mode": "none"} | changes).settings()
+    update = build_update(options, [parameter])
+    masters = MasterOptimizer([parameter], constant(lr), 0.0, 1.0, update)
+    parameter[:4].float().sum().backward()  # type: ignore[no-untyped-call]
+    masters.step(0)
+    assert masters.unchanged_fraction() == lost
 
 
 def test_warm_up_by_hand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.model.adapter import adapter_scaled
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -89,6 +90,19 @@ def test_other_weights_are_refused_with_the_likely_cause(
     serve(run)
     with pytest.raises(ServedWeightsDiffer, match=told):
         run.check.require(VERSION, "After step 3")
+
+
+def test_an_adapter_of_another_scale_and_dropout_in_the_check_are_named(model: str) -> None:
+    lora = replace(LORA, dropout=0.5)
+    run = Run.of(TrainedWeights(model, lora).load(torch.float32).eval())
+    with adapter_scaled(run.policy, 4.0):
+        run.server.swap(run.policy, VERSION)
+    with pytest.raises(ServedWeightsDiffer, match=r"by 4 times the trainer's scale"):
+        run.check.require(VERSION, "After step 2")
+    run.server.swap(run.policy, VERSION)
+    run.policy.train()
+    with pytest.raises(ServedWeightsDiffer, match="dropout is on in the trainer's policy"):
+        run.check.require(VERSION, "After step 2")
 
 
 def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) -> None:

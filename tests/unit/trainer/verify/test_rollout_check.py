@@ -1,12 +1,13 @@
 """Faulty data of an environment is named on the first batch that shows it.
 
 Completions are sampled from a small random model, with its own logprobs; then one thing is broken.
-`tests/inference/test_seeded_faults.py` does the same with a real server, which may also serve other
+`tests/silent_faults` does the same with a real server, which may also serve other
 weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +144,14 @@ def judge(
     return len(batches), ""
 
 
+def binary(group: ScoredGroup) -> ScoredGroup:
+    """Binary logarithms."""
+    return with_logprobs(group, lambda row: [v / math.log(2) if v < 0 else v for v in row])
+
+
 FAULTS: dict[str, tuple[dict[str, Any], Cause]] = {
+    "binary": ({"fault": binary}, Cause.SCALED),
+    "version": ({"drift": 0.1}, Cause.VERSION),
     "late": ({"fault": late}, Cause.LOGPROBS_LATE),
     "early": ({"fault": early}, Cause.LOGPROBS_EARLY),
     "prompt": ({"fault": unmasked(lambda _: [-0.5] * (PROMPT - 1))}, Cause.PROMPT_TRAINED),
@@ -166,7 +174,10 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
         raise ServiceUnavailable("no answer")
 
     def too_low(group: ScoredGroup) -> ScoredGroup:
-        return with_logprobs(group, lambda row: [v - 3.0 if v < 0 else v for v in row])
+        """Every second one, which no shift, temperature or factor explains."""
+        return with_logprobs(
+            group, lambda row: [v - 3.0 * (i % 2) if v < 0 else v for i, v in enumerate(row)]
+        )
 
     passed, message = judge(policy, [Sampler(policy, fault=too_low).groups()], served=silent)
     assert passed == 0
@@ -188,6 +199,20 @@ def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
     passed, message = judge(policy, [sampler.groups() for _ in range(3)])
     assert passed == batches - 1
     assert f"Likely cause: {cause}." in message
+
+
+def test_another_temperature_behind_a_large_drift_is_reported_in_the_second_batch(
+    policy: Any,
+) -> None:
+    sampler = Sampler(policy, temperature=0.7, version=OLDER, drift=0.4)
+    check = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
+    found = []
+    for step in range(3):
+        batch = collated(*sampler.groups(), micro_batch_size=5)
+        table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
+        check.require_match(batch, table, HELD)
+        found.append([str(finding.check) for finding in check.findings])
+    assert found == [[], ["temperature"], ["temperature"]]
 
 
 def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any) -> None:

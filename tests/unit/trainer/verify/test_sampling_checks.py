@@ -107,12 +107,14 @@ def findings(sampler: Sampler, steps: int) -> set[CheckName]:
     origins = [Origin(0, None, None, 1, 0)] * SEQUENCES
     stats = BatchStats(0, 0.0, 0.0, 0.0, 0.0, 0.0, [], [], 0.0, None)
     batch = Batch([], origins, list(range(SEQUENCES)), stats)
-    check = SamplingCheck(policy=None, splits_head=False)  # type: ignore[arg-type]
+    check = SamplingCheck(policy=None, forward=None)  # type: ignore[arg-type]
     without_look = (step for step in range(10_000) if step % LOOK_EVERY_STEPS)
     return {
         finding.check
         for _, step in zip(range(steps), without_look, strict=False)
-        for finding in check.findings(sampler.table(), batch, PolicyVersion(1, step))
+        for finding in check.findings(
+            sampler.table(), torch.ones(N, dtype=torch.bool), batch, PolicyVersion(1, step)
+        )
     }
 
 

@@ -16,7 +16,6 @@ from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective import advantage
 from grpo_trainer.objective.recipes import RECIPES
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify import self_test
 from grpo_trainer.verify.self_test import SelfTest
 from tests.unit.trainer.forward_rig import adapted, qwen
@@ -105,7 +104,11 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "loss": (lambda p: changed_sign(p, "policy_loss"), {}, "positive advantage less likely"),
     "advantages": (not_centred, {}, "not centred"),
-    "reward": (penalty_ignored, {"kl_coef": 0.1, "kl_in": "reward"}, "does not lower the advantage"),
+    "reward": (
+        penalty_ignored,
+        {"kl_coef": 0.1, "kl_in": "reward"},
+        "does not lower the advantage",
+    ),
     "micro-batch": (last_dropped, {}, "a micro-batch is left out"),
     "dropout": (dropout_on, {"lora_dropout": 0.5}, "dropout is on"),
 }

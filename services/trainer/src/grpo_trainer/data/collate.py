@@ -53,6 +53,24 @@ class MicroBatch:
             reference_logp=None if self.reference_logp is None else self.reference_logp.to(device),
         )
 
+    def first_rows(self, count: int) -> MicroBatch:
+        """The first `count` sequences, without padding that only others need."""
+        lengths = self.lengths[:count]
+        width = max(lengths)
+        return replace(
+            self,
+            inputs=self.inputs[:count, :width],
+            targets=self.targets[:count, :width],
+            behaviour_logp=self.behaviour_logp[:count, :width],
+            token_weight=self.token_weight[:count, :width],
+            advantages=self.advantages[:count, :width],
+            temperature=self.temperature[:count],
+            lengths=lengths,
+            shared=self.shared[:count],
+            is_logged=self.is_logged[:count],
+            reference_logp=None,
+        )
+
     def with_recomputed(self, logp: Tensor) -> MicroBatch:
         """With the trainer's logprobs from before the update in place of those that were not
         logged, so that their importance ratio is 1. Args: logp: [B, T]"""

@@ -36,8 +36,9 @@ from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
 log = structlog.get_logger()
 
-ABOVE_TARGETS = 256
-"""Targets of a micro-batch for which the probability above them is computed."""
+ABOVE_TARGETS, ABOVE_LOGITS = 256, 1 << 22
+"""Targets of a micro-batch for which the probability above them is computed, and their logits, at
+most: 16 MiB."""
 
 _PROBE_LENGTHS = (7, 1, 12, 9)
 _PROBE_SHARED = (0, 0, 0, 5)
@@ -77,7 +78,8 @@ class FastForward:
             logits = policy(**inputs.arguments).logits.flatten(0, 1)[positions]  # [K, V]
             scaled = logits.float() / temperature.unsqueeze(-1)
             values = values_of(scaled, targets, self.differentiates_entropy)
-            values = values._replace(above=_above(lambda some: scaled[some], targets))
+            above = _above(lambda some: scaled[some], targets, scaled.shape[-1])
+            values = values._replace(above=above)
         else:
             model = base_model(policy)
             hidden = model.get_decoder()(**inputs.arguments).last_hidden_state
@@ -90,20 +92,21 @@ class FastForward:
                 scaled: Tensor = output(chosen[some]).float() / temperature[some].unsqueeze(-1)
                 return scaled
 
-            values = TokenValues(logp, entropy, _above(scaled_of, targets))
+            values = TokenValues(logp, entropy, _above(scaled_of, targets, output.out_features))
         zeros = values.logp.new_zeros(micro.targets.shape)
         return TokenValues(*(zeros.index_put((row, column), found) for found in values))
 
 
 @torch.no_grad()
-def _above(scaled_of: Callable[[Tensor], Tensor], targets: Tensor) -> Tensor:
+def _above(scaled_of: Callable[[Tensor], Tensor], targets: Tensor, vocabulary: int) -> Tensor:
     """[K] see `TokenValues`; computed for some targets, which is enough to check how they were
     sampled.
 
     Args: scaled_of: [n] indices of targets → [n, V] their logits
     """
     found = torch.full(targets.shape, torch.nan, device=targets.device)
-    stride = max(1, -(-len(targets) // ABOVE_TARGETS))
+    count = max(1, min(ABOVE_TARGETS, ABOVE_LOGITS // vocabulary))
+    stride = max(1, -(-len(targets) // count))
     some = torch.arange(0, len(targets), stride, device=targets.device)
     if len(some):
         found[some] = probability_above(scaled_of(some), targets[some])

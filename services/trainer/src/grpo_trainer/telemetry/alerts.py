@@ -10,6 +10,7 @@ import structlog
 
 log = structlog.get_logger()
 
+STEPS_IN_A_ROW = 3
 REPEAT_EVERY_STEPS = 50
 """Minimum number of steps between two warnings about one metric."""
 
@@ -59,14 +60,17 @@ RANGES = (
 
 @dataclass
 class _Watch:
-    """`outside`: number of steps outside the range since the last warning."""
+    """`outside`: number of steps in a row outside the range; `unreported`: number of steps outside
+    since the last warning."""
 
     warned_at: int | None = None
     outside: int = 0
+    unreported: int = 0
 
 
 class RangeWatch:
-    """Warns when a value leaves its range, then at most every 50 steps while it is outside."""
+    """Warns when a value is outside its range for three steps in a row, then at most every 50
+    steps. A single step is chance: one token with a large ratio is enough."""
 
     def __init__(self) -> None:
         self._watches = {healthy.metric: _Watch() for healthy in RANGES}
@@ -74,14 +78,19 @@ class RangeWatch:
     def look(self, record: Mapping[str, float]) -> None:
         """Args: record: one step's metrics; metrics that are missing are not checked."""
         for healthy in RANGES:
-            value = record.get(healthy.metric)
-            if value is not None and not healthy.low <= value <= healthy.high:
-                self._outside(healthy, value, int(record["step"]))
+            value, watch = record.get(healthy.metric), self._watches[healthy.metric]
+            if value is None:
+                continue
+            if healthy.low <= value <= healthy.high:
+                watch.outside = 0
+            else:
+                self._outside(healthy, watch, value, int(record["step"]))
 
-    def _outside(self, healthy: HealthyRange, value: float, step: int) -> None:
-        watch = self._watches[healthy.metric]
+    def _outside(self, healthy: HealthyRange, watch: _Watch, value: float, step: int) -> None:
         watch.outside += 1
-        if watch.warned_at is not None and step - watch.warned_at < REPEAT_EVERY_STEPS:
+        watch.unreported += 1
+        is_recent = watch.warned_at is not None and step - watch.warned_at < REPEAT_EVERY_STEPS
+        if watch.outside < STEPS_IN_A_ROW or is_recent:
             return
         log.warning(
             "metric.out_of_range",
@@ -89,7 +98,7 @@ class RangeWatch:
             value=value,
             healthy=str(healthy),
             step=step,
-            steps_outside_since_last_warning=watch.outside,
+            steps_outside_since_last_warning=watch.unreported,
             hint=healthy.look_at,
         )
-        watch.warned_at, watch.outside = step, 0
+        watch.warned_at, watch.unreported = step, 0

@@ -27,7 +27,7 @@ _SEARCH_WIDTH = 7
 _OTHER_TEMPERATURE = 1.1
 """Minimum ratio of two temperatures that count as different."""
 UNCHANGED = "No weight was changed by this step."
-_EXPLAINS = 2.0
+_EXPLAINS = 4.0
 """The best hypothesis is reported as the cause if it reduces the difference by this factor."""
 _SMALL_MOVEMENT, _LARGEST_MOVEMENT = 0.5, 4.0
 """A few updates change the logprobs by less, in nats: on average, and at most. Other tokens or
@@ -48,6 +48,10 @@ class Cause(StrEnum):
     TEMPERATURE = (
         "the completions were not sampled at the temperature that their group states (1.0 if the "
         "group states no temperature): let the environment send generation_params.temperature"
+    )
+    SCALED = (
+        "inference_logprobs are multiplied by a constant: let the environment send natural "
+        "logarithms, as the server returns them"
     )
     PROMPT_TRAINED = (
         "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
@@ -93,6 +97,14 @@ def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
         Hypothesis(Cause.LOGPROBS_LATE, "logprobs moved back by one position", float(late)),
         Hypothesis(Cause.LOGPROBS_EARLY, "logprobs moved forward by one position", float(early)),
     ]
+
+
+def scaled_logprobs(table: TokenTable) -> list[Hypothesis]:
+    """The hypothesis that all logprobs are multiplied by one factor, for example by 1.44 as binary
+    logarithms."""
+    factor = float(table.logp @ table.behaviour_logp / table.logp.square().sum().clamp_min(1e-12))
+    distance = float((factor * table.logp - table.behaviour_logp).abs().mean())
+    return [Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)]
 
 
 def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:

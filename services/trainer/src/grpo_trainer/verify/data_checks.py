@@ -54,21 +54,23 @@ class DataChecks:
         Raises:
             RolloutMismatch: the error of `RolloutCheck`.
         """
-        is_logged = [usable.is_logged for usable in groups]
-        of_sequence = torch.tensor([is_logged[origin.group] for origin in batch.origins])
-        logged = table.where(of_sequence[table.sequence])
-        unlikely = self.ratios.unlikely(logged, [origin.env_id for origin in batch.origins])
+        logged_groups = [usable.is_logged for usable in groups]
+        of_sequence = torch.tensor([logged_groups[origin.group] for origin in batch.origins])
+        is_logged, env_ids = of_sequence[table.sequence], [o.env_id for o in batch.origins]
+        unlikely = self.ratios.unlikely(table.where(is_logged), env_ids)
         self.failed = self.log.report(
             [
                 *self.groups.findings(groups, held),
                 *map(_of_ratio, unlikely),
-                *self.sampling.findings(logged, batch, held),
+                *self.sampling.findings(table, is_logged, batch, held),
                 *(() if self.reference is None else self.reference.findings(held.step)),
             ],
             held.step,
         )
         doubted = {one.env_id for one in unlikely}
-        return self.rollouts.require_match(batch, table, held, doubted)
+        fresh = self.rollouts.require_match(batch, table, held, doubted)
+        self.failed += self.log.report(self.rollouts.findings, held.step)
+        return fresh
 
     def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
         self.failed += self.log.report(_of_update(optimizer), step)
@@ -80,7 +82,7 @@ def _of_ratio(one: UnlikelyRatio) -> Finding:
         one.env_id,
         f"{one}. For sampled tokens with their own logprobs it is 1, however old they are",
         "check that inference_logprobs are those of the sampled tokens, at the temperature that "
-        "the group states, and that the tokens and masks are those of the server's response",
+        "the group states, and that prompt, tokens and masks are those of the server's response",
     )
 
 

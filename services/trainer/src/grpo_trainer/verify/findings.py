@@ -23,6 +23,7 @@ class CheckName(StrEnum):
     UNFINISHED_SCORED = "unfinished_scored"
     EQUAL_SCORES = "equal_scores"
     IMPORTANCE_RATIO = "importance_ratio"
+    TEMPERATURE = "temperature"
     TRUNCATED_SAMPLING = "truncated_sampling"
     OTHER_TOKENS = "other_tokens"
     REFERENCE_MOVED = "reference_moved"

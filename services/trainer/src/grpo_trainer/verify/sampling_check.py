@@ -25,10 +25,10 @@ from torch import Tensor
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.logprob_comparison import TokenTable
-from grpo_trainer.data.collate import Batch
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.model.forward import ForwardPass
+from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.verify.findings import CheckName, Finding
-from grpo_trainer.verify.recomputed import SAMPLE_SEQUENCES, logit_chunks, subsample, targets_of
 
 LOOK_EVERY_STEPS = 4
 WINDOW_STEPS = 8
@@ -38,9 +38,12 @@ STANDARD_ERRORS = 4.5
 MAX_SHARE = 0.5
 """An end with more than half of its expected tokens is not missing."""
 MIN_TOKENS = 32
-MOVEMENT_FACTOR = 16.0
-MIN_SQUARE = 0.25
-"""A smaller mean square difference is not judged, in nats squared."""
+DISTANT_NATS = 1.0
+DISTANT_MOVEMENTS = 2.0
+"""A token is distant if its logprobs differ by more than one nat and twice the movement."""
+DISTANT_SHARE = 0.05
+"""Of the tokens, in two looks in a row. One step with a large gradient can move some tokens by
+several nats: seen twice in 650 healthy steps, at one look each."""
 MAX_WEIGHT = 3.0
 """Bound on an older token's importance ratio, so that few tokens do not decide."""
 
@@ -66,33 +69,45 @@ class _EndCounts:
         )
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """Some sequences, and the policy's logprobs of their trained tokens at that step: [n]"""
+
+    micro: MicroBatch
+    logp: Tensor
+
+
 class SamplingCheck:
     """Remembers the last steps.
 
     Args:
         policy: the trainer's
-        splits_head: see `logit_chunks`
+        forward: the training pass
     """
 
-    def __init__(self, policy: CausalLM, splits_head: bool) -> None:
+    def __init__(self, policy: CausalLM, forward: ForwardPass) -> None:
         self._policy = policy
-        self._splits_head = splits_head
+        self._forward = forward
         self._ends: defaultdict[int | None, deque[_EndCounts]] = defaultdict(
             lambda: deque(maxlen=WINDOW_STEPS)
         )
-        self._earlier: tuple[TokenTable, Batch] | None = None
+        self._earlier: _Sample | None = None
+        self._doubted: set[int | None] = set()
 
-    def findings(self, table: TokenTable, batch: Batch, held: PolicyVersion) -> Iterator[Finding]:
+    def findings(
+        self, table: TokenTable, is_logged: Tensor, batch: Batch, held: PolicyVersion
+    ) -> Iterator[Finding]:
         """Args:
-        table: trained tokens whose behaviour logprobs were logged
+        table: N trained tokens
+        is_logged: [N] whether the behaviour logprobs were logged
         held: version of the policy's weights
         """
+        earlier, is_look = self._earlier, held.step % LOOK_EVERY_STEPS == 0
+        if is_look:
+            self._earlier = _some(table, batch)
+        table = table.where(is_logged)
         if not len(table):
             return
-        movement = None
-        if held.step % LOOK_EVERY_STEPS == 0:
-            movement = self._movement()
-            self._earlier = subsample(_spread(table)), batch
         part = table.where(~table.above.isnan())
         place, weight = _place(part, held.step), part.diff.exp().clamp(max=MAX_WEIGHT)
         recent = torch.tensor([_is_recent(origin.version, held) for origin in batch.origins])
@@ -102,23 +117,49 @@ class SamplingCheck:
             mine, ends = of_env[part.sequence], self._ends[env_id]
             ends.append(_EndCounts.of(place[mine], weight[mine]))
             yield from _of_ends(env_id, ends)
-            if movement is not None:
+            if is_look and earlier is not None:
                 is_recent = (of_env & recent)[table.sequence]
-                yield from _of_distance(env_id, table.where(is_recent), movement)
+                yield from self._of_distance(env_id, table.where(is_recent), earlier)
 
-    def _movement(self) -> float | None:
-        """Mean square change of an earlier step's logprobs since that step."""
-        if self._earlier is None:
-            return None
-        part, batch = self._earlier
-        targets, logps, first = targets_of(part, batch), [], 0
-        for logits in logit_chunks(self._policy, part, batch, self._splits_head):
-            mine = slice(first, first + len(logits))
-            first += len(logits)
-            scaled = logits / part.temperature[mine].to(logits.device).unsqueeze(-1)
-            chosen = targets[mine].to(logits.device).unsqueeze(-1)
-            logps.append(scaled.log_softmax(-1).gather(-1, chosen).squeeze(-1).cpu())
-        return float((torch.cat(logps) - part.logp).double().square().mean())
+    def _of_distance(
+        self, env_id: int | None, recent: TokenTable, earlier: _Sample
+    ) -> Iterator[Finding]:
+        was_doubted = env_id in self._doubted
+        self._doubted.discard(env_id)
+        if len(recent) < MIN_TOKENS or _share_beyond(DISTANT_NATS, recent) < DISTANT_SHARE:
+            return
+        # Another forward pass, which healthy runs hardly ever need.
+        movement = self._movement(earlier)
+        bound = DISTANT_NATS + DISTANT_MOVEMENTS * movement
+        share = _share_beyond(bound, recent)
+        if share < DISTANT_SHARE:
+            return
+        self._doubted.add(env_id)
+        if was_doubted:
+            yield Finding(
+                CheckName.OTHER_TOKENS,
+                env_id,
+                f"the logprobs of {100 * share:.0f} % of {len(recent)} tokens, which are at most "
+                f"{LOOK_EVERY_STEPS} steps old, differ from the trainer's by more than {bound:.1f},"
+                f" but the policy's logprobs moved by {movement:.2f} in as many steps (root mean "
+                "square)",
+                "let the environment send the token ids of the server's response, and the prompt "
+                "that it sent to the server; check the temperature that it states",
+            )
+
+    def _movement(self, earlier: _Sample) -> float:
+        """Root mean square change of an earlier step's logprobs since that step."""
+        device, trained = device_of(self._policy), earlier.micro.token_weight > 0
+        with torch.no_grad():
+            logp = self._forward(self._policy, earlier.micro.to(device)).logp.cpu()
+        return float((logp[trained] - earlier.logp).double().square().mean().sqrt())
+
+
+def _some(table: TokenTable, batch: Batch) -> _Sample | None:
+    """The first rows of the batch, an eighth of it at most; None without any trained token."""
+    micro = batch.micro_batches[0].first_rows(-(-len(batch.order) // 8))
+    logp = table.logp[table.sequence < len(micro.lengths)]
+    return _Sample(micro, logp) if len(logp) else None
 
 
 def _place(part: TokenTable, step: int) -> Tensor:
@@ -126,13 +167,6 @@ def _place(part: TokenTable, step: int) -> Tensor:
     # A generator of its own: the run's random numbers must not depend on checks.
     random = torch.rand(len(part), generator=torch.Generator().manual_seed(step))
     return part.above + random * part.logp.exp()
-
-
-def _spread(table: TokenTable) -> TokenTable:
-    """Tokens of at most a quarter of the sequences, spread over the batch."""
-    sequences = table.sequences()
-    chosen = sequences[:: max(4, len(sequences) // SAMPLE_SEQUENCES)]
-    return table.where(torch.isin(table.sequence, torch.tensor(chosen)))
 
 
 def _is_recent(version: PolicyVersion | None, held: PolicyVersion) -> bool:
@@ -167,18 +201,6 @@ def _percent(beyond: Tensor, expected: Tensor, edge: int) -> float:
     return float(100 * (1 - EDGES[edge]) * beyond[edge] / expected[edge])
 
 
-def _of_distance(env_id: int | None, recent: TokenTable, movement: float) -> Iterator[Finding]:
-    if len(recent) < MIN_TOKENS:
-        return
-    square = float(recent.diff.double().square().mean())
-    if square > max(MOVEMENT_FACTOR * movement, MIN_SQUARE):
-        yield Finding(
-            CheckName.OTHER_TOKENS,
-            env_id,
-            f"the behaviour logprobs of {len(recent)} tokens, which are at most "
-            f"{LOOK_EVERY_STEPS} steps old, differ from the trainer's by {square**0.5:.2f} (root "
-            f"mean square), but the policy's logprobs moved by {movement**0.5:.2f} in as many "
-            "steps",
-            "let the environment send the token ids of the server's response, and the prompt that "
-            "it sent to the server; check the temperature that it states",
-        )
+def _share_beyond(bound: float, table: TokenTable) -> float:
+    """Share of the tokens whose logprobs differ by more."""
+    return float((table.diff.abs() > bound).double().mean())
