@@ -41,7 +41,8 @@ class Case:
 
     def fused(self, rows: int, arithmetic: Arithmetic = EAGER) -> TokenValues:
         terms = (self.targets, self.temperature, arithmetic, rows * VOCABULARY)
-        return TokenValues(*linear_logprobs(self.hidden, self.head, *terms))
+        logp, entropy = linear_logprobs(self.hidden, self.head, *terms)
+        return TokenValues(logp, entropy, above=torch.full_like(logp, torch.nan))
 
     def gradients(self, values: TokenValues, with_entropy: bool) -> list[Tensor]:
         wanted = [self.hidden, *self.head.parameters()]
