@@ -134,7 +134,7 @@ def start_run(
         quarantine=Quarantine(settings.save_path, api.run_uuid),
         saver=saver,
     )
-    SelfTest(policy, forward, reference, optimizer, settings, is_fresh=saved is None).require()
+    SelfTest(policy, forward, reference, optimizer, settings).require()
     checks = DataChecks(
         GroupCheck(ends),
         RatioCheck(),

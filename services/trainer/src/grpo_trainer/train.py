@@ -118,6 +118,7 @@ def run_step(run: Run, position: Position) -> Position:
         failed_checks=run.checks.failed,
         facts=batch.stats,
         origins=batch.origins,
+        held=PolicyVersion(position.epoch, step),
         gradients=update.gradients,
         fresh=update.fresh,
         published=published,

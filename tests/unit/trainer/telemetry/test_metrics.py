@@ -62,6 +62,7 @@ OUTCOME = StepOutcome(
     failed_checks=1,
     facts=FACTS,
     origins=[Origin(0, None, PolicyVersion(3, 6), 1, 0)],
+    held=PolicyVersion(3, 7),
     gradients=GradientStats(0.5, SUMS, table(DIFFERENCES)),
     fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
@@ -167,6 +168,7 @@ def test_undefined_values_are_absent_not_zero() -> None:
     nothing = replace(
         OUTCOME,
         facts=replace(FACTS, first_versions=[], generation_s=None),
+        held=PolicyVersion(3, 7),
         gradients=GradientStats(0.0, NO_SUMS, table([])),
         fresh=Distance(0, 0.0, 0.0, 0.0),
         alignment=None,

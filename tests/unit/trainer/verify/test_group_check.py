@@ -70,6 +70,27 @@ def test_a_fault_is_named_within_ten_batches(name: CheckName) -> None:
     assert name in found(*[honest] * 3, *[faulty] * 10)
 
 
+HONEST = {
+    "all scores are equal": group(scores=[0.0] * 4, generation_params={"max_tokens": 1}),
+    "process rewards": group(scores=[0.0] * 4, advantages=[[0.5]] * 4),
+    "an end token added to a cut completion": group(
+        [[7, END], [8, END], [8, 9, END], [7, 8, 9, END]],
+        masks=[[MASKED] * 3 + row for row in ([7, END], [8, END], [8, 9, END], [7, 8, 9, MASKED])],
+    ),
+    "two turns, each below the limit": group(
+        [[7, 8, END, 6, 9, 10, END]] * 4,
+        masks=[[MASKED] * 3 + [7, 8, END, MASKED, 9, 10, END]] * 4,
+        scores=[1.0] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_groups_that_look_like_a_fault_pass(name: str) -> None:
+    batches = [[HONEST[name]] * 4 for _ in range(7)]
+    assert found(*batches) == []
+
+
 def test_one_score_for_all_is_no_fault_if_the_completions_are_equal() -> None:
     assert found(*[[group([[7, END]] * 4, scores=[1.0] * 4)] * 16] * 20) == []
 

@@ -77,9 +77,9 @@ class Sampler:
     ("logging", "place"),
     [
         (unchanged, None),
-        (lambda logp: 0.8 * logp, "first last other"),
-        (lambda logp: logp.where(torch.arange(N) % LENGTH > 0, logp - 0.5), "first"),
-        (lambda logp: logp.where(torch.arange(N) % LENGTH < LENGTH - 1, -0.01), "last"),
+        (lambda logp: 0.8 * logp, "first last all"),
+        (lambda logp: logp.where(torch.arange(N) % LENGTH > 0, logp - 0.5), "first all"),
+        (lambda logp: logp.where(torch.arange(N) % LENGTH < LENGTH - 1, -0.01), "last all"),
     ],
 )
 def test_the_mean_ratio_shows_wrong_logprobs_at_any_age(

@@ -78,12 +78,13 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
         raise problem
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
-    _check_ends(index, group, limits.end_tokens)
     _check_advantages(index, group)
     logged = group.inference_logprobs or []
     if problem is not None:
         logged = [[PROMPT_LOGPROB] * len(tokens) for tokens in group.tokens]
     else:
+        # Without logprobs, an environment may train on what its template puts after an end token.
+        _check_ends(index, group, limits.end_tokens)
         for i, (masks, logprobs) in enumerate(zip(group.masks, logged, strict=True)):
             _check_logprobs(f"group {index}, sequence {i}", masks, logprobs)
     _check_prompts(index, group)

@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 ABOVE_TARGETS, ABOVE_LOGITS = 256, 1 << 22
 """Targets of a micro-batch for which the probability above them is computed, and their logits, at
-most: 16 MiB."""
+most: 16 MiB, and as much again for their distribution and for its upper part."""
 
 _PROBE_LENGTHS = (7, 1, 12, 9)
 _PROBE_SHARED = (0, 0, 0, 5)

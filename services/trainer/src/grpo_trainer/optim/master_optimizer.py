@@ -25,6 +25,7 @@ from grpo_trainer.optim.schedule import LearningRate
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 class MasterOptimizer:
@@ -82,7 +83,7 @@ class MasterOptimizer:
         self._update.begin_step(step)
         # Stochastic rounding leaves most weights as they were: the mean is right.
         watches = lr > 0 and self._update.rounding is None
-        self._watch = _UpdateWatch(self.masters, self.gradients.tensors) if watches else None
+        self._watch = _UpdateWatch(self.masters, self.gradients.tensors, lr) if watches else None
         for index in range(len(self.masters)):
             self._step_one(index, options)
         if self.loss_scale is not None:
@@ -172,15 +173,22 @@ class MasterOptimizer:
 
 
 class _UpdateWatch:
-    """Remembers a few weights of some tensors before an update."""
+    """Remembers a few weights of some matrices before an update. Only those are counted that a
+    tenth of the learning rate would change in float32."""
 
-    def __init__(self, masters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        trained = [pair for pair in zip(masters, gradients, strict=True) if pair[1] is not None]
-        some = trained[:: max(1, len(trained) // WATCHED_TENSORS)]
-        self._weights = [_first(master) for master, _ in some]
+    def __init__(
+        self, masters: Sequence[Tensor], gradients: Sequence[Tensor | None], lr: float
+    ) -> None:
+        pairs = zip(masters, gradients, strict=True)
+        trained = [(m, g) for m, g in pairs if g is not None and m.ndim > 1]
+        some = trained[:: max(1, -(-len(trained) // WATCHED_TENSORS))]
+        self._weights = [_middle(master) for master, _ in some]
         self._before = [weights.clone() for weights in self._weights]
         # A gradient's memory may hold the staging copy after the update.
-        self._moves = [_first(gradient) != 0 for _, gradient in some if gradient is not None]
+        self._moves = [
+            (_middle(gradient) != 0) & (FLOAT32_EPS * before.abs() < 0.1 * lr)
+            for (_, gradient), before in zip(some, self._before, strict=True)
+        ]
 
     def unchanged_fraction(self) -> float:
         if not self._weights:
@@ -191,8 +199,10 @@ class _UpdateWatch:
         return counts[0] / max(1, counts[1])
 
 
-def _first(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)[:WATCHED_WEIGHTS]
+def _middle(tensor: Tensor) -> Tensor:
+    """Some elements in the middle: the first row of an embedding may never be trained."""
+    middle = max(0, tensor.numel() - WATCHED_WEIGHTS) // 2
+    return tensor.reshape(-1)[middle : middle + WATCHED_WEIGHTS]
 
 
 def _contiguous_copy(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

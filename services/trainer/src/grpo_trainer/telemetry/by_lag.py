@@ -45,14 +45,15 @@ def _lag(version: PolicyVersion | None, held: PolicyVersion) -> int:
 
 def _metrics(table: TokenTable) -> Iterator[tuple[str, float]]:
     """Args: table: not empty"""
+    distance = table.diff.abs().double()
     diff = table.diff.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = diff.exp()
     yield "tokens", len(table)
     yield "kl_k1", -float(diff.mean())
     yield "kl_k3", float((ratio - 1 - diff).mean())
-    yield "diff_abs_mean", float(diff.abs().mean())
+    yield "diff_abs_mean", float(distance.mean())
     yield "diff_abs_p99", table.diff_abs_quantile(0.99) or 0.0
-    yield "diff_abs_max", float(diff.abs().max())
+    yield "diff_abs_max", float(distance.max())
     yield "mean_ratio", float(ratio.mean())
     yield "effective_sample_fraction", float(ratio.mean().square() / ratio.square().mean())
     if not bool(table.entropy.isnan().any()):

@@ -58,6 +58,7 @@ class StepOutcome:
 
     Args:
         origins: of the batch's sequences
+        held: version of the weights that computed the gradients
         kl_coef: weight of the KL penalty in this step; None without a reference model
         fresh: the logprob difference over fresh tokens
         alignment: None if this step had no check of the server
@@ -75,6 +76,7 @@ class StepOutcome:
     failed_checks: int
     facts: BatchStats
     origins: Sequence[Origin]
+    held: PolicyVersion
     gradients: GradientStats
     fresh: Distance
     published: Published
@@ -170,8 +172,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
 
 
 def _by_lag(outcome: StepOutcome) -> dict[str, float]:
-    held = PolicyVersion(outcome.published.version.epoch, outcome.step)
-    return dict(by_lag(outcome.gradients.tokens, outcome.origins, held))
+    return dict(by_lag(outcome.gradients.tokens, outcome.origins, outcome.held))
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:

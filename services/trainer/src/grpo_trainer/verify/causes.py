@@ -103,7 +103,9 @@ def scaled_logprobs(table: TokenTable) -> list[Hypothesis]:
     """The hypothesis that all logprobs are multiplied by one factor, for example by 1.44 as binary
     logarithms."""
     factor = float(table.logp @ table.behaviour_logp / table.logp.square().sum().clamp_min(1e-12))
-    distance = float((factor * table.logp - table.behaviour_logp).abs().mean())
+    if not 0.1 < factor < 10:  # no other unit, but nearly constant logprobs
+        return []
+    distance = float((table.logp - table.behaviour_logp / factor).abs().mean())
     return [Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)]
 
 

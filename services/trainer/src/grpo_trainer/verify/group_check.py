@@ -72,29 +72,33 @@ class GroupCheck:
         for env_id, mine in by_env.items():
             yield from self._of_masks(env_id, mine)
             yield from _of_versions(env_id, mine, held)
-            best = max(score for usable in mine for score in usable.group.scores)
+            # Advantages from the environment need no scores.
+            scored = [usable for usable in mine if not usable.group.advantages]
+            scores = [score for usable in scored for score in usable.group.scores]
+            best = max(scores, default=0.0) if len(set(scores)) > 1 else None
             recent = self._recent[env_id]
-            recent.append(sum((self._counts(usable, best) for usable in mine), _Counts()))
+            recent.append(sum((self._counts(usable, best) for usable in scored), _Counts()))
             yield from _of_scores(env_id, sum(recent, _Counts()))
             yield from _of_equal_scores(env_id, recent)
 
     def _of_masks(self, env_id: int | None, groups: Iterable[UsableGroup]) -> Iterator[Finding]:
-        masked = sum(
-            tokens[-1] in self._end_tokens and masks[-1] == MASKED and masks[-2] != MASKED
+        last = [
+            (masks[-1] != MASKED, masks[-2] != MASKED)
             for usable in groups
             for tokens, masks in zip(usable.group.tokens, usable.group.masks, strict=True)
-            if len(tokens) > 1
-        )
-        if masked:
+            if len(tokens) > 1 and tokens[-1] in self._end_tokens
+        ]
+        masked = last.count((False, True))
+        if masked and not any(is_trained for is_trained, _ in last):
             yield Finding(
                 CheckName.END_TOKEN_MASKED,
                 env_id,
-                f"the end token of {masked} completions is masked, so the policy does not learn "
-                "when to stop",
+                f"the end tokens of all {masked} completions that have one are masked, so the "
+                "policy does not learn when to stop",
                 "in the environment, set the mask of a sampled end token to the token itself",
             )
 
-    def _counts(self, usable: UsableGroup, best: float) -> _Counts:
+    def _counts(self, usable: UsableGroup, best: float | None) -> _Counts:
         group = usable.group
         scores: defaultdict[tuple[int, ...], set[float]] = defaultdict(set)
         for tokens, score in zip(group.tokens, group.scores, strict=True):
@@ -116,10 +120,17 @@ class GroupCheck:
         )
 
     def _ending(self, tokens: list[int], masks: list[int], limit: object) -> bool | None:
-        """Whether a completion ends with an end token; None if it may have ended in another way."""
-        if tokens[-1] in self._end_tokens:
+        """Whether the last turn ends with an end token; None if it may have ended in another
+        way."""
+        last = len(masks) - 1
+        while last and masks[last] == MASKED:
+            last -= 1
+        if tokens[last] in self._end_tokens:
             return True
-        is_full = isinstance(limit, int) and len(masks) - masks.count(MASKED) >= limit
+        first = last
+        while first and masks[first - 1] != MASKED:
+            first -= 1
+        is_full = isinstance(limit, int) and last - first + 1 >= limit
         return False if is_full and self._end_tokens else None
 
 

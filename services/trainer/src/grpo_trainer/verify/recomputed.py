@@ -19,25 +19,27 @@ from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.model.adapter import without_dropout
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 
-SAMPLE_TOKENS = 256
-SAMPLE_SEQUENCES = 64
-SAMPLE_INPUTS = 1024
+SAMPLE_SEQUENCES, SAMPLE_TOKENS = 64, 16
+"""Sequences of a sample, and tokens at each end of a sequence."""
+SAMPLE_INPUTS = 2048
 """Tokens of the sequences of a sample, up to the last token that is computed again."""
 PASS_TOKENS = 1024
 """Number of tokens in one forward pass; a longer sequence has one of its own."""
 
 
 def subsample(table: TokenTable) -> TokenTable:
-    """A sample that is cheap to compute again: at most 256 tokens of at most 64 sequences, spread
-    over the batch."""
+    """A sample that is cheap to compute again: the first and the last tokens of at most 64
+    sequences, spread over the batch."""
     sequences = table.sequences()
     chosen = sequences[:: max(1, len(sequences) // SAMPLE_SEQUENCES)][:SAMPLE_SEQUENCES]
-    few = table.where(torch.isin(table.sequence, torch.tensor(chosen)))
-    few = few.where(torch.arange(len(few)) < SAMPLE_TOKENS)
-    ends = [int(few.position[few.sequence == number].max()) for number in few.sequences()]
-    affordable = sum(total <= SAMPLE_INPUTS for total in accumulate(ends))
-    kept = few.sequences()[: max(1, affordable)]
-    return few.where(torch.isin(few.sequence, torch.tensor(kept)))
+    rows = [table.where(table.sequence == number) for number in chosen]
+    ends = accumulate(int(row.position.max()) for row in rows)
+    affordable = max(1, sum(total <= SAMPLE_INPUTS for total in ends))
+    keep = torch.zeros(len(table), dtype=torch.bool)
+    for number in chosen[:affordable]:
+        places = (table.sequence == number).nonzero()[:, 0]
+        keep[places[:SAMPLE_TOKENS]] = keep[places[-SAMPLE_TOKENS:]] = True
+    return table.where(keep)
 
 
 def targets_of(table: TokenTable, batch: Batch) -> Tensor:

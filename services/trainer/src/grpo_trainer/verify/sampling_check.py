@@ -73,6 +73,7 @@ class _EndCounts:
 class _Sample:
     """Some sequences, and the policy's logprobs of their trained tokens at that step: [n]"""
 
+    step: int
     micro: MicroBatch
     logp: Tensor
 
@@ -104,7 +105,7 @@ class SamplingCheck:
         """
         earlier, is_look = self._earlier, held.step % LOOK_EVERY_STEPS == 0
         if is_look:
-            self._earlier = _some(table, batch)
+            self._earlier = _some(table, batch, held.step)
         table = table.where(is_logged)
         if not len(table):
             return
@@ -117,7 +118,7 @@ class SamplingCheck:
             mine, ends = of_env[part.sequence], self._ends[env_id]
             ends.append(_EndCounts.of(place[mine], weight[mine]))
             yield from _of_ends(env_id, ends)
-            if is_look and earlier is not None:
+            if is_look and earlier is not None and earlier.step < held.step:
                 is_recent = (of_env & recent)[table.sequence]
                 yield from self._of_distance(env_id, table.where(is_recent), earlier)
 
@@ -155,11 +156,11 @@ class SamplingCheck:
         return float((logp[trained] - earlier.logp).double().square().mean().sqrt())
 
 
-def _some(table: TokenTable, batch: Batch) -> _Sample | None:
+def _some(table: TokenTable, batch: Batch, step: int) -> _Sample | None:
     """The first rows of the batch, an eighth of it at most; None without any trained token."""
     micro = batch.micro_batches[0].first_rows(-(-len(batch.order) // 8))
     logp = table.logp[table.sequence < len(micro.lengths)]
-    return _Sample(micro, logp) if len(logp) else None
+    return _Sample(step, micro, logp) if len(logp) else None
 
 
 def _place(part: TokenTable, step: int) -> Tensor:
