@@ -29,8 +29,8 @@ from tests.support.redis_server import start_redis
 STALE = 2
 """Steps between sampling and training in the runs on old data."""
 HEALTHY = {SHARED: ("--lr", "1e-4"), LORA: ()}
-"""Options of `grpo-demo`. With its own learning rate of 3e-4, a whole model solves all sums after 500
-steps, and later steps wait for the few groups with different scores."""
+"""Options of `grpo-demo`. With its own learning rate of 3e-4, a whole model solves all sums after
+500 steps, and later steps wait for the few groups with different scores."""
 SECTION, TRL_SECTION = "Measured", "The same faults in TRL"
 
 
