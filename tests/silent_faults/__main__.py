@@ -128,8 +128,8 @@ def _when(fault: Fault, report: Report | None) -> str:
 
 
 def _check(report: Report) -> str:
-    """The name of the check or error."""
-    error = re.match(r"(\w+): ", report.text)
+    """The name of the check or error. A quarantined batch is logged with its error first."""
+    error = re.search(r"(?:^|'reason': ['\"])(\w+): ", report.text)
     check = re.search(r"'(?:check|reason)': '(\w+)'", report.text)
     event = re.search(r"'event': '([\w.]+)'", report.text)
     found = error or check or event

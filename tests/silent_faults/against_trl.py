@@ -46,7 +46,7 @@ def table() -> list[str]:
     python, model = trl_python(), ensure_tiny_model()
     healthy = _run(python, model, HEALTHY)
     lines = [
-        "TRL 1.16.0 trains the same tiny model for 13 steps with each fault. The column of TRL's "
+        "TRL 1.16.0 trains the same tiny model for 13 steps with each fault. The column of TRL's",
         "reports leaves out warnings that the run without a fault gets too.",
         "",
         "| Fault | Injected | TRL reports | Nearest metric | Without the fault |",
