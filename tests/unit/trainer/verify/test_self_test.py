@@ -13,10 +13,10 @@ from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective import advantage
 from grpo_trainer.objective.recipes import RECIPES
 from grpo_trainer.verify import self_test
 from grpo_trainer.verify.self_test import SelfTest
+from tests.silent_faults.faults import micro_batch_dropped, not_centred
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
 
@@ -67,21 +67,6 @@ def changed_sign(patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setattr(loss, name, lambda *columns: -right(*columns))
 
 
-def not_centred(patch: pytest.MonkeyPatch) -> None:
-    estimators: Any = advantage.ADVANTAGES
-    patch.setitem(estimators, "group_std", lambda groups: [s / s.std() for s in groups])
-
-
-def last_dropped(patch: pytest.MonkeyPatch) -> None:
-    right, calls = accumulate.step_loss, []
-
-    def dropping(*arguments: Any) -> torch.Tensor:
-        calls.append(None)
-        return right(*arguments) * bool(len(calls) % 4)
-
-    patch.setattr(accumulate, "step_loss", dropping)
-
-
 def dropout_on(patch: pytest.MonkeyPatch) -> None:
     def switch_on(policy: Any) -> list[Any]:
         policy.train()
@@ -108,7 +93,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"kl_coef": 0.1, "kl_in": "reward"},
         "does not lower the advantage",
     ),
-    "micro-batch": (last_dropped, {}, "a micro-batch is left out"),
+    "micro-batch": (micro_batch_dropped, {}, "a micro-batch is left out"),
     "dropout": (dropout_on, {"lora_dropout": 0.5}, "dropout is on"),
 }
 

@@ -107,11 +107,8 @@ class RolloutCheck:
             case = _EnvironmentBatch(version.step, env_id, batch)
             self._check_fresh(case, table.where(mine & fresh))
             self._check_shared_prefixes(case, table.where(mine))
-            is_due = (
-                env_id in doubted
-                or env_id in self._suspected
-                or version.step % LOOK_EVERY_STEPS == 0
-            )
+            is_doubted = env_id in doubted or env_id in self._suspected | self._tempered
+            is_due = is_doubted or version.step % LOOK_EVERY_STEPS == 0
             if is_due and int((mine & fresh).sum()) < PROOF_TOKENS:
                 self._check_older(case, table.where(mine & ~fresh))
         return Distance.of(table.where(fresh))

@@ -9,9 +9,10 @@ logprob is that of the whole distribution.
 
 Older tokens count with their importance ratio, which makes them tokens of the current policy.
 
-The training pass computes u of some tokens of each step (`model/forward`). At every fourth step a
-few tokens of an earlier step are computed again, which measures how far the policy moved. Older
-tokens whose logprobs differ by far more are not the ones that were sampled, or have another prompt.
+The training pass computes u of some tokens of each step (`model/forward`). Every fourth step looks
+at the recent tokens: if the logprobs of many differ, some sequences of an earlier step are computed
+again, which measures how far the policy moved. Tokens whose logprobs differ by far more are not the
+ones that were sampled, or have another prompt.
 """
 
 from __future__ import annotations
