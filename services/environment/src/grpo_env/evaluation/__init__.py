@@ -1,0 +1,1 @@
+"""Evaluates a policy on items that are not in the training data."""

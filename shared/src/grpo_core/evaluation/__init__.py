@@ -1,0 +1,1 @@
+"""Results of an evaluation: estimates with intervals, records, files and tables."""

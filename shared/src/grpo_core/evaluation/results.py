@@ -1,0 +1,215 @@
+"""Records of an evaluation: one item, one line of `eval.jsonl`, the whole result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from grpo_core.errors import GrpoError
+from grpo_core.evaluation.statistics import Interval, mean_at_k, mean_interval, pass_at_k
+from grpo_core.wire.policy_version import PolicyVersion
+
+ACCURACY = "accuracy"
+"""The reward part that tells whether an answer is right."""
+PASS, MEAN = "pass", "mean"
+METRICS_PREFIX = "eval"
+
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class NothingEvaluated(GrpoError):
+    """No item of a task could be evaluated."""
+
+
+class EvalItem(BaseModel):
+    """The n answers to one item. All fields but the first two have one entry per answer."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    task: str
+    item: str
+    """Content hash of the prompt."""
+    rewards: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)]
+    right: tuple[bool, ...]
+    parts: tuple[dict[str, FiniteFloat], ...]
+    lengths: tuple[Count, ...]
+    """Tokens of the completions."""
+    truncated: tuple[bool, ...]
+    """True if the token limit cut the answer off."""
+
+    @classmethod
+    def graded(
+        cls,
+        task: str,
+        item: str,
+        rewards: Sequence[float],
+        parts: Sequence[Mapping[str, float]],
+        lengths: Sequence[int],
+        truncated: Sequence[bool],
+        right_from: float = 1.0,
+    ) -> Self:
+        """An answer is right if its part `accuracy`, or without such a part its reward, is
+        `right_from` or more."""
+        scores = [part.get(ACCURACY, reward) for part, reward in zip(parts, rewards, strict=True)]
+        return cls(
+            task=task,
+            item=item,
+            rewards=tuple(rewards),
+            right=tuple(score >= right_from for score in scores),
+            parts=tuple(dict(part) for part in parts),
+            lengths=tuple(lengths),
+            truncated=tuple(truncated),
+        )
+
+    @model_validator(mode="after")
+    def _one_entry_per_answer(self) -> Self:
+        counts = {name: len(getattr(self, name)) for name in _PER_ANSWER}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"item {self.item}: expected one entry per answer, got {counts}")
+        return self
+
+    def pass_at(self, k: int) -> float:
+        return pass_at_k(len(self.right), sum(self.right), k)
+
+    def mean_at(self, k: int) -> float:
+        return mean_at_k(self.rewards, k)
+
+
+_PER_ANSWER = ("rewards", "right", "parts", "lengths", "truncated")
+
+
+class EvalSummary(BaseModel):
+    """One line of `eval.jsonl`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    task: str
+    model: str | None = None
+    """Name of the model, if it is not that of a training run."""
+    step: Count | None = None
+    """Training steps that the weights include; None after a run."""
+    versions: tuple[PolicyVersion, PolicyVersion] | None = None
+    """Lowest and highest policy version that sampled an answer; None if the server gave none."""
+    temperature: Annotated[float, Field(ge=0)]
+    """0 is greedy: always the most likely token."""
+    samples: AtLeastOne
+    """Answers to each item."""
+    item_count: AtLeastOne
+    left_out: dict[str, Count] = Field(default_factory=dict)
+    """Number of items that were not evaluated, by reason."""
+    metrics: dict[str, FiniteFloat]
+    """`pass@k`, `mean@k`, `part/NAME`, `length` (tokens) and `truncated` (share)."""
+    intervals: dict[str, Interval]
+    """95 % intervals of metrics `pass@k` and `mean@k`."""
+    duration_s: float
+
+    def flat(self) -> dict[str, float]:
+        """For metric sinks: `eval/<task>/pass@1`, and the ends of intervals as `.../pass@1/low`."""
+        root = f"{METRICS_PREFIX}/{self.task}"
+        values = {f"{root}/{name}": value for name, value in self.metrics.items()}
+        for name, interval in self.intervals.items():
+            values |= {f"{root}/{name}/low": interval.low, f"{root}/{name}/high": interval.high}
+        return values
+
+
+class EvalResult(EvalSummary):
+    """An evaluation with all its items."""
+
+    items: tuple[EvalItem, ...]
+
+    @classmethod
+    def of(
+        cls,
+        items: Sequence[EvalItem],
+        *,
+        task: str,
+        temperature: float,
+        duration_s: float,
+        ks: Iterable[int] = (),
+        model: str | None = None,
+        step: int | None = None,
+        versions: tuple[PolicyVersion, PolicyVersion] | None = None,
+        left_out: Mapping[str, int] | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """Estimate the metrics.
+
+        Args:
+            ks: empty means 1 and the number of answers to each item
+            seed: of the bootstrap
+
+        Raises:
+            NothingEvaluated: there are no items.
+            ValueError: the items are of another task, repeat each other or differ in their number
+                of answers, or a k is larger than that number.
+        """
+        left_out = {reason: count for reason, count in (left_out or {}).items() if count}
+        if not items:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            raise NothingEvaluated(
+                f"{task}: no item was evaluated ({reasons or 'the data set is empty'}); check the "
+                "data set and the log"
+            )
+        samples = _samples_of(items, task)
+        metrics, intervals = _estimates(items, sorted({*ks} or {1, samples}), seed)
+        return cls(
+            task=task,
+            model=model,
+            step=step,
+            versions=versions,
+            temperature=temperature,
+            samples=samples,
+            item_count=len(items),
+            left_out=left_out,
+            metrics=metrics,
+            intervals=intervals,
+            duration_s=duration_s,
+            items=tuple(items),
+        )
+
+    def line(self) -> str:
+        """The line of `eval.jsonl`, without newline."""
+        return self.model_dump_json(exclude={"items"})
+
+
+def _samples_of(items: Sequence[EvalItem], task: str) -> int:
+    """The number of answers to each item. Raises `ValueError` if the items do not fit together."""
+    others = sorted({item.task for item in items} - {task})
+    counts = sorted({len(item.rewards) for item in items})
+    repeated = len(items) - len({item.item for item in items})
+    problems = [
+        *([f"items of other tasks: {', '.join(others)}"] if others else []),
+        *([f"different numbers of answers: {counts}"] if len(counts) > 1 else []),
+        *([f"{repeated} items repeat another one"] if repeated else []),
+    ]
+    if problems:
+        raise ValueError(f"evaluation of {task}: " + "; ".join(problems))
+    return counts[0]
+
+
+def _estimates(
+    items: Sequence[EvalItem], ks: Sequence[int], seed: int
+) -> tuple[dict[str, float], dict[str, Interval]]:
+    per_item = {f"{PASS}@{k}": [item.pass_at(k) for item in items] for k in ks}
+    per_item |= {f"{MEAN}@{k}": [item.mean_at(k) for item in items] for k in ks}
+    found = {name: mean_interval(values, seed) for name, values in per_item.items()}
+    metrics = {name: fmean(values) for name, values in per_item.items()}
+    return metrics | _facts(items), {name: ends for name, ends in found.items() if ends}
+
+
+def _facts(items: Sequence[EvalItem]) -> dict[str, float]:
+    """Means over all answers."""
+    parts: dict[str, list[float]] = {}
+    for item in items:
+        for part in item.parts:
+            for name, value in part.items():
+                parts.setdefault(name, []).append(value)
+    return {
+        **{f"part/{name}": fmean(values) for name, values in sorted(parts.items())},
+        "length": fmean(length for item in items for length in item.lengths),
+        "truncated": fmean(cut for item in items for cut in item.truncated),
+    }

@@ -1,0 +1,114 @@
+"""Shows evaluations in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+
+from grpo_core.evaluation.comparison import Comparison, Lift
+from grpo_core.evaluation.results import MEAN, PASS, EvalSummary
+from grpo_core.evaluation.statistics import Interval
+
+COLUMNS = 80
+_NAME_WIDTH, _VALUE_WIDTH, _INTERVAL_WIDTH = 16, 9, 18
+_LARGE = 100.0
+"""Numbers from here on are lengths in tokens; three decimals would say nothing."""
+
+
+def table_lines(result: EvalSummary) -> list[str]:
+    """A heading, one line per metric, and what was left out."""
+    rows = [
+        _row(name, _number(value), _between(result.intervals.get(name)), _meaning(name))
+        for name, value in result.metrics.items()
+    ]
+    return [
+        *_wrapped(_heading(result), COLUMNS),
+        _row("metric", "value", "95 % interval", "meaning"),
+        *rows,
+        *_left_out(result),
+    ]
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """One line per metric: before, after, and the change with its interval."""
+    items = f"{comparison.items} items in both"
+    unpaired = f", {comparison.unpaired} in only one" if comparison.unpaired else ""
+    return [
+        f"lift, paired by item ({items}{unpaired})",
+        _lift_row("metric", "before", "after", "change", "95 % interval", ""),
+        *(_lift_line(lift) for lift in comparison.lifts),
+    ]
+
+
+def _heading(result: EvalSummary) -> str:
+    answers = "1 answer" if result.samples == 1 else f"{result.samples} answers"
+    facts = [
+        f"{result.item_count} items",
+        f"{answers} each",
+        f"temperature {result.temperature:g}" if result.temperature else "greedy",
+        *([f"step {result.step}"] if result.step is not None else []),
+        *([_weights(result)] if result.versions else []),
+        f"{result.duration_s:.1f} s",
+    ]
+    model = f" {result.model}" if result.model else ""
+    return f"{result.task}{model}: {', '.join(facts)}"
+
+
+def _weights(result: EvalSummary) -> str:
+    assert result.versions
+    first, last = result.versions
+    return f"weights {first}" + (f" to {last}" if last != first else "")
+
+
+def _left_out(result: EvalSummary) -> list[str]:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
+    return _wrapped(f"items left out: {reasons}", COLUMNS) if reasons else []
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """At spaces only: a long path stays whole, so that it can be copied."""
+    return textwrap.wrap(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _row(name: str, value: str, interval: str, meaning: str) -> str:
+    return (
+        f"  {name:<{_NAME_WIDTH}}{value:>{_VALUE_WIDTH}}  {interval:<{_INTERVAL_WIDTH}}{meaning}"
+    ).rstrip()
+
+
+def _meaning(metric: str) -> str:
+    name, _, k = metric.partition("@")
+    several = k not in ("", "1")
+    if name == PASS:
+        return f"items with a right answer in {k}" if several else "share of right answers"
+    if name == MEAN:
+        return f"mean reward of the best of {k}" if several else "mean reward"
+    if metric.startswith("part/"):
+        return "mean of a reward part"
+    return {"length": "mean tokens per answer", "truncated": "share cut off"}.get(metric, "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if abs(value) >= _LARGE else f"{value:.3f}"
+
+
+def _between(interval: Interval | None) -> str:
+    return f"{interval.low:.3f} to {interval.high:.3f}" if interval else ""
+
+
+def _lift_line(lift: Lift) -> str:
+    interval = f"{lift.interval.low:+.3f} to {lift.interval.high:+.3f}" if lift.interval else ""
+    verdict = "" if lift.is_clear or not lift.interval else "may be chance"
+    return _lift_row(
+        lift.metric,
+        _number(lift.before),
+        _number(lift.after),
+        f"{lift.change:+.3f}",
+        interval,
+        verdict,
+    )
+
+
+def _lift_row(name: str, before: str, after: str, change: str, interval: str, verdict: str) -> str:
+    return f"  {name:<10}{before:>9}{after:>9}{change:>9}  {interval:<20}{verdict}".rstrip()
