@@ -1,4 +1,4 @@
-"""`env-server TASK serve`: exit status 0 when the run is complete or on SIGTERM and SIGINT."""
+"""`env-server TASK ACTION`: exit status 0 when the work is done or on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
@@ -17,8 +17,8 @@ from grpo_core.logs import configure_logging
 from grpo_env.config.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
-    from grpo_env.rollout.chat_template import Encode
-    from grpo_env.tasks import Task
+    from grpo_env.assembly import TaskSet
+    from grpo_env.rollout.chat_template import TokenizerTemplate
 
 log = structlog.get_logger()
 
@@ -41,13 +41,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(settings: EnvServerSettings) -> None:
-    with _torch_hidden():
-        from grpo_env.rollout.chat_template import chat_encoder
-    from grpo_env.tasks.registry import TASKS
+    from grpo_env.assembly import open_tasks
 
-    with TASKS[settings.task](settings) as task:
-        encode = chat_encoder(settings.tokenizer_name)
-        asyncio.run(_serve_until_signal(settings, task, encode))
+    with open_tasks(settings) as tasks:
+        if settings.action == "check":
+            from grpo_env.actions.check import check
+
+            with _torch_hidden():
+                check(settings, tasks)
+            return
+        with _torch_hidden():
+            from grpo_env.rollout.chat_template import load_template
+        template = load_template(settings.tokenizer_name)
+        asyncio.run(_until_signal(_work(settings, tasks, template)))
+
+
+def _work(
+    settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
+) -> Coroutine[Any, Any, None]:
+    if settings.action == "process":
+        from grpo_env.actions.process import process
+
+        return process(settings, tasks, template)
+    if settings.action == "evaluate":
+        from grpo_env.actions.evaluate import evaluate_once
+
+        return evaluate_once(settings, tasks, template)
+    from grpo_env.worker import serve
+
+    return serve(settings, tasks, template)
 
 
 @contextmanager
@@ -65,10 +87,8 @@ def _torch_hidden() -> Iterator[None]:
         del sys.modules["torch"]  # what looks for it later, as datasets does, may find it
 
 
-async def _serve_until_signal(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
-    from grpo_env.worker import serve
-
-    work = asyncio.create_task(serve(settings, task, encode))
+async def _until_signal(coroutine: Coroutine[Any, Any, None]) -> None:
+    work = asyncio.create_task(coroutine)
     for number in _STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     await asyncio.wait([work])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,16 +16,19 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
+from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.config.settings import EnvServerSettings
-from grpo_env.inference.pool import InferencePool
+from grpo_env.evaluation.during_training import TrainingEvaluation
+from grpo_env.inference.served_version import wait_for_step
 from grpo_env.inference.wait_for_servers import wait_for_servers
 from grpo_env.pacing.failure_budget import FailureBudget
 from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
+from grpo_env.pacing.reward_failures import RewardFailures
 from grpo_env.registration import Membership, StallDetector, join_run, registration_of
-from grpo_env.rollout.chat_template import Encode
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.producer import GroupProducer
-from grpo_env.rollout.rollout import Generation, SamplingPlan
-from grpo_env.tasks import Task
+from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.wandb_run import Log, wandb_log
 
 log = structlog.get_logger()
@@ -52,7 +55,7 @@ class GroupLargerThanBatch(GrpoError):
     """The trainer's batch is too small for one group of this environment."""
 
 
-async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None:
+async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate) -> None:
     """Submit groups until the run is complete.
 
     Cancelling aborts the groups that are being sampled and disconnects from run-api.
@@ -67,14 +70,9 @@ async def serve(settings: EnvServerSettings, task: Task, encode: Encode) -> None
             EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api,
-            InferencePool(
-                settings.inference_url,
-                settings.request_deadline_s,
-                settings.max_concurrent_groups,
-                api_key,
-            ) as generation,
+            open_engine(settings, template) as engine,
         ):
-            await Worker(settings, task, encode, api, generation).run()
+            await Worker(settings, tasks, api, engine).run()
 
 
 @contextlib.contextmanager
@@ -101,22 +99,34 @@ class Worker:
     def __init__(
         self,
         settings: EnvServerSettings,
-        task: Task,
-        encode: Encode,
+        tasks: TaskSet,
         api: EnvironmentClient,
-        generation: Generation,
+        engine: RolloutEngine,
     ) -> None:
         self._settings = settings
-        self._registration = registration_of(settings)
+        self._tasks = tasks
+        # run-api and the pace count sequences; a rollout may have several.
+        sequences = settings.group_size * tasks.max_sequences
+        self._in_sequences = settings.model_copy(update={"group_size": sequences})
+        self._registration = registration_of(self._in_sequences)
         self._api = api
         self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
         # A separate budget, because /status may work while submissions fail.
         self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._producer = GroupProducer(
-            task, encode, generation, api, self._inference, self._submissions
+            tasks.training_stream(settings.seed),
+            engine,
+            api,
+            self._inference,
+            self._submissions,
+            RewardFailures(settings.max_failed_rewards),
         )
-        self._completion_tokens = settings.max_completion_tokens or task.max_completion_tokens
+        self._progress = 0.0  # share of the training steps
+        self._evaluation = TrainingEvaluation(
+            settings, tasks.tasks, engine, self._wait_for_step, self._report_evaluation
+        )
+        self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that prompts were filtered for
@@ -130,32 +140,36 @@ class Worker:
             # Closed last: W&B may need seconds to finish its run.
             try:
                 membership = await self._join()
-                log_to_wandb = await stack.enter_async_context(
+                self._log_to_wandb = await stack.enter_async_context(
                     wandb_log(self._settings, self._api, membership)
                 )
-                await self._feed_trainer(membership, log_to_wandb)
+                await self._feed_trainer(membership)
             finally:
                 await self._leave()
 
-    async def _feed_trainer(self, membership: Membership, log_to_wandb: Log) -> None:
+    async def _feed_trainer(self, membership: Membership) -> None:
         while True:
             status = await self._poll_status(membership.env_id)
             if status is None:
                 membership = await self._join()
                 continue
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
+            self._progress = status.current_step / total_steps
             if run_is_complete(status, total_steps):
                 if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
                     continue
                 groups_sent = self._producer.progress.groups_sent
+                if groups_sent:
+                    await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
-                log_to_wandb(status.current_step, self._producer.progress.report())
+                self._log_to_wandb(status.current_step, self._producer.progress.report())
                 return
+            self._evaluation.start_if_due(status.current_step, self._sampling())
             await self._work_until_next_poll(status, total_steps)
             if fields := self._producer.progress.report_if_due():
-                log_to_wandb(status.current_step, fields)
+                self._log_to_wandb(status.current_step, fields)
                 log.info("groups.counted", groups_in_progress=len(self._in_flight), **fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
@@ -194,9 +208,9 @@ class Worker:
 
     async def _ask_trainer_info(self) -> None:
         self._trainer = await self._api.info()
-        if 0 < self._trainer.batch_size < self._settings.group_size:
+        if 0 < self._trainer.batch_size < self._in_sequences.group_size:
             raise GroupLargerThanBatch(
-                f"group size {self._settings.group_size} is larger than the trainer's batch of "
+                f"a group of {self._in_sequences.group_size} sequences is larger than the trainer's batch of "
                 f"{self._trainer.batch_size} sequences; use a smaller --group-size, or start "
                 "the trainer with a larger batch"
             )
@@ -245,10 +259,12 @@ class Worker:
                 sent_since_status=self._producer.progress.groups_sent - sent_before,
                 kept_share=self._producer.progress.kept_share,
             )
-            groups = groups_to_start(status, self._trainer, self._settings, total_steps, load)
-            self._stall.observe(status.current_step, idle=not groups and not self._in_flight)
+            groups = groups_to_start(status, self._trainer, self._in_sequences, total_steps, load)
+            groups = min(groups, self._evaluation.groups_for_training - len(self._in_flight))
+            is_idle = not (groups > 0 or self._in_flight or self._evaluation.is_running)
+            self._stall.observe(status.current_step, idle=is_idle)
             self._start(groups)
-            if not groups and not self._in_flight:
+            if groups <= 0 and not self._in_flight:
                 await asyncio.sleep(self._idle_poll_s)
                 self._idle_poll_s = min(2 * self._idle_poll_s, _POLL_S)
                 return
@@ -275,7 +291,16 @@ class Worker:
         if errors:
             raise errors[0]
 
+    async def _wait_for_step(self, step: int) -> None:
+        settings = self._settings
+        url, api_key = settings.inference_url[0], plain(settings.vllm_api_key)
+        await wait_for_step(url, step, settings.request_deadline_s, api_key)
+
+    def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log_to_wandb(step, metrics)
+
     async def _leave(self) -> None:
+        await self._evaluation.cancel()
         for task in self._in_flight:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
@@ -287,14 +312,5 @@ class Worker:
                 await self._api.disconnect(self._membership.env_id)
 
     def _sampling(self) -> SamplingPlan:
-        settings = self._settings
-        trainer_limit = self._trainer.max_token_len
-        return SamplingPlan(
-            group_size=settings.group_size,
-            temperature=settings.temperature,
-            max_token_length=min(settings.seq_len, trainer_limit)
-            if trainer_limit > 0
-            else settings.seq_len,
-            max_completion_tokens=self._completion_tokens,
-            drop_equal_scores=settings.drop_equal_scores,
-        )
+        limit = self._trainer.max_token_len
+        return sampling_plan(self._settings, self._tasks, limit, self._progress)

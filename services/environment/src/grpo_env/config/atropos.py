@@ -21,7 +21,28 @@ ALIASES: Mapping[str, str] = {
     "tokenizer-name": "tokenizer",
     "env.data": "data",
     "env.data-config": "data_config",
-    "env.format-reward": "format_reward",
+    "env.columns": "columns",
+    "env.system-prompt": "system_prompt",
+    "env.task-args": "task_args",
+    "env.mixture": "mixture",
+    "env.reward-weights": "reward_weights",
+    "env.reward-deadline-s": "reward_deadline_s",
+    "env.max-failed-rewards": "max_failed_rewards",
+    "env.mask-too-long-completions": "mask_too_long_completions",
+    "env.start-tok-length": "start_completion_tokens",
+    "env.eval-every": "eval_every",
+    "env.steps-per-eval": "eval_every",
+    "env.eval-data": "eval_data",
+    "env.held-out": "held_out",
+    "env.eval-items": "eval_items",
+    "env.eval-samples": "eval_samples",
+    "env.eval-temperature": "eval_temperature",
+    "env.eval-handling": "eval_handling",
+    "env.eval-limit-ratio": "eval_limit_ratio",
+    "env.max-eval-workers": "eval_requests",
+    "openai.num-requests-for-eval": "eval_requests",
+    "env.eval-output": "eval_output",
+    "env.data-path-to-save-groups": "output",
     "env.use-wandb": "use_wandb",
     "env.wandb-name": "wandb_name",
     "env.weight": "weight",
@@ -42,18 +63,13 @@ ALIASES: Mapping[str, str] = {
 WITHOUT_EFFECT = frozenset(
     {
         "env.batch-size",  # the trainer's
-        "env.start-tok-length",
-        "env.steps-per-eval",
-        "env.eval-handling",
-        "env.eval-limit-ratio",
-        "env.max-eval-workers",
         "env.num-rollouts-to-keep",
         "env.num-rollouts-per-group-for-logging",
         "env.min-items-sent-before-logging",
         "env.include-messages",  # always
         "openai.api-key",  # --vllm-api-key
         "openai.num-max-requests-at-once",  # --max-concurrent-groups
-        "openai.num-requests-for-eval",
+        "openai.weight",  # all servers serve one policy
         "openai.rolling-buffer-length",
         "openai.health-check",  # always
         "slurm",
@@ -61,6 +77,14 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Options of Atropos that mean nothing here. Any other unknown name is refused."""
+
+REFUSED: Mapping[str, str] = {
+    "env.run-evaluation": "write --eval-every 0 to switch evaluation off",
+    "env.percent-length-penalty": "write --reward-weights length=1 to punish long completions",
+    "format-reward": "write --reward-weights format=0.3",
+    "env.format-reward": "write --reward-weights format=0.3",
+}
+"""Options that do not exist here, and what to write instead."""
 
 
 def one_policy(servers: list[Any]) -> dict[str, Any]:

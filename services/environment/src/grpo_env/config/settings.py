@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import (
@@ -23,14 +23,35 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import missing_directory, not_writable
 from grpo_core.wire.fields import Weight
-from grpo_env.config.atropos import ALIASES, WITHOUT_EFFECT, one_policy
+from grpo_env.config.atropos import ALIASES, REFUSED, WITHOUT_EFFECT, one_policy
+from grpo_env.config.mappings import (
+    MIXTURE,
+    Arguments,
+    Columns,
+    Mixture,
+    Weights,
+    with_sections,
+)
 
 PROG = "env-server"
-TaskName = Literal["arithmetic", "gsm8k"]
+Action = Literal["serve", "process", "evaluate", "check"]
+ACTIONS: tuple[str, ...] = get_args(Action)
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
 
 
 class EnvServerSettings(CommandSettings):
     """Environment: samples groups for a task, grades them and submits them to run-api.
+
+    TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
+    a module (package.module:MyTask); an entry point of the group grpo.tasks; or
+    verifiers:ENVIRONMENT.
+
+    ACTION is serve: sample groups until the run has finished; process: sample --steps groups
+    without a trainer and write them to --output; evaluate: sample held-out items and print the
+    results; check: grade eight answers and print a table.
 
     Names of options of Atropos environments are accepted too, for example --env.group_size and
     --openai.base_url."""
@@ -45,11 +66,39 @@ class EnvServerSettings(CommandSettings):
                 "temperature",
                 "seq_len",
                 "max_completion_tokens",
+                "start_completion_tokens",
                 "max_concurrent_groups",
                 "max_batches_offpolicy",
                 "drop_equal_scores",
             ),
-            "Data": ("data", "data_config", "format_reward", "seed"),
+            "Data": (
+                "data",
+                "data_config",
+                "columns",
+                "system_prompt",
+                "task_args",
+                "mixture",
+                "seed",
+            ),
+            "Reward": (
+                "reward_weights",
+                "reward_deadline_s",
+                "max_failed_rewards",
+                "mask_too_long_completions",
+            ),
+            "Evaluation": (
+                "eval_every",
+                "eval_data",
+                "held_out",
+                "eval_items",
+                "eval_samples",
+                "eval_temperature",
+                "eval_handling",
+                "eval_limit_ratio",
+                "eval_requests",
+                "eval_output",
+            ),
+            "Actions process and check": ("output", "answers"),
             "Run": (
                 "run_api_url",
                 "run_api_token",
@@ -69,16 +118,19 @@ class EnvServerSettings(CommandSettings):
         },
         examples=(
             "env-server arithmetic serve --model ./model --group-size 8",
+            "env-server check my.py:reward --data rows.jsonl --answers answers.txt",
+            "env-server my.py:reward serve --data rows.jsonl --model ./model",
             "env-server gsm8k serve --model Qwen/Qwen2.5-0.5B-Instruct --data ./gsm8k --dry-run",
         ),
         aliases=ALIASES,
         without_effect=WITHOUT_EFFECT,
+        refused=REFUSED,
     )
 
-    task: TaskName = Field(description="Task to sample: arithmetic or gsm8k")
-    action: Literal["serve"] = Field(
-        "serve", description="The only action is serve: sample groups until the run has finished"
+    task: str = Field(
+        min_length=1, description="Name of the task, or its file or module, as described above"
     )
+    action: Action = Field("serve", description="What to do with the task, as described above")
     run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
     run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
     group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
@@ -88,11 +140,19 @@ class EnvServerSettings(CommandSettings):
         description="A group is dropped if one of its sequences has this number of tokens or more. "
         "A smaller --seq-len of the trainer takes precedence",
     )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task: 16 or 512")] = Field(
+    max_completion_tokens: Annotated[int | None, Shown(default="by task, for example 512")] = Field(
         None,
         ge=1,
         description="Longest completion, in tokens. A completion that reaches this length is cut "
         "off and then graded",
+    )
+    start_completion_tokens: Annotated[int | None, Shown(default="--max-completion-tokens")] = (
+        Field(
+            None,
+            ge=1,
+            description="Longest completion at the first training step, in tokens. It grows "
+            "linearly to --max-completion-tokens at the last step",
+        )
     )
     temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
     steps: Annotated[int, Shown(default="-1, which means the trainer's last step")] = Field(
@@ -119,22 +179,111 @@ class EnvServerSettings(CommandSettings):
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
     )
-    data: Annotated[str | None, Shown(default="openai/gsm8k from the hub")] = Field(
+    data: Annotated[str | None, Shown(default="by task; gsm8k: openai/gsm8k from the hub")] = Field(
         None,
         min_length=1,
-        description="Data set of gsm8k: a directory that contains train.jsonl, or an id on the "
-        "Hugging Face hub",
+        description="Data set: a file (JSON lines, CSV or Parquet), a directory that contains "
+        "train.jsonl, or an id on the Hugging Face hub",
     )
-    data_config: Annotated[str | None, Shown(default="main")] = Field(
+    data_config: Annotated[str | None, Shown(default="by task; gsm8k: main")] = Field(
         None, description="Name of the data set's configuration on the Hugging Face hub"
     )
-    format_reward: float = Field(
-        0.3,
+    columns: Annotated[Columns, Shown(metavar="NAME=COLUMN,...")] = Field(
+        default_factory=dict,
+        description="Names of columns: the task's name and the data set's, for example "
+        "prompt=instruction",
+    )
+    system_prompt: Annotated[str | None, Shown(default="the task's")] = Field(
+        None, description="System message of every prompt. An empty text removes the task's own"
+    )
+    task_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
+        default_factory=dict,
+        description="Arguments of the task, for example level=2 for arithmetic. JSON is accepted "
+        "too",
+    )
+    mixture: Annotated[Mixture, Shown(metavar="TASK=WEIGHT,...")] = Field(
+        (),
+        description="Tasks of a mixture and their shares of the groups, for example "
+        "gsm8k=0.7,arithmetic=0.3. In a YAML file, each task can have its own data and columns",
+    )
+    reward_weights: Annotated[
+        Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")
+    ] = Field(
+        default_factory=dict,
+        description="Weights of the parts of the reward. Every task also has the penalties length, "
+        "repetition and overlong (-1 to 0), which count if they have a weight",
+    )
+    reward_deadline_s: float = Field(
+        30.0, gt=0.0, description="Seconds that the reward of one answer may take"
+    )
+    max_failed_rewards: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="Largest share (0 to 1) of recent groups whose reward may fail. Above it, the "
+        "environment stops with the error RewardsFail",
+    )
+    mask_too_long_completions: bool = Field(
+        False,
+        description="Give completions that reached the token limit an advantage of 0",
+    )
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="Evaluate after this number of training steps, and before the first and after "
+        "the last one. 0: never",
+    )
+    eval_data: Annotated[
+        str | None, Shown(default="test.jsonl beside train.jsonl, or --held-out")
+    ] = Field(None, min_length=1, description="Data set for evaluation, in the forms of --data")
+    held_out: Annotated[float | None, Shown(default="0.1; arithmetic: 0.2")] = Field(
+        None,
         ge=0.0,
         lt=1.0,
+        description="Share (0 to 1) of the rows that is kept for evaluation, if there is no other "
+        "data for it",
+    )
+    eval_items: int = Field(
+        200, ge=1, description="Largest number of items in an evaluation, chosen by --seed"
+    )
+    eval_samples: int = Field(
+        8, ge=1, description="Number of completions for each item in an evaluation"
+    )
+    eval_temperature: Annotated[float | None, Shown(default="--temperature")] = Field(
+        None,
+        ge=0.0,
         allow_inf_nan=False,
-        description="Largest reward for the format of a gsm8k answer. If the result is correct, a "
-        "reward of 1 is added",
+        description="Sampling temperature in an evaluation. 0: the most likely tokens, with one "
+        "completion for each item",
+    )
+    eval_handling: Annotated[
+        Literal["STOP_TRAIN", "LIMIT_TRAIN", "NONE"], BeforeValidator(_upper)
+    ] = Field(
+        "STOP_TRAIN",
+        description="Sampling for training during an evaluation. STOP_TRAIN: none, so that one "
+        "policy version is evaluated. LIMIT_TRAIN: with fewer groups. NONE: as usual",
+    )
+    eval_limit_ratio: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share (0 to 1) of --max-concurrent-groups that LIMIT_TRAIN leaves to training",
+    )
+    eval_requests: int = Field(
+        64, ge=1, description="Largest number of items that are evaluated at the same time"
+    )
+    eval_output: Annotated[Path | None, Shown(default="none; evaluate: eval.jsonl")] = Field(
+        None, description="File that gets one JSON line for each evaluation"
+    )
+    output: Annotated[Path, Shown(default="rollouts.jsonl")] = Field(
+        Path("rollouts.jsonl"),
+        description="File of the action process, with one group per line. A page for a browser is "
+        "written beside it",
+    )
+    answers: Path | None = Field(
+        None,
+        description="File with answers for the action check, one per line. Without it, eight "
+        "answers are sampled from the inference server",
     )
     wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
         None, min_length=1, description="Name of this environment in metrics and in logs"
@@ -188,7 +337,8 @@ class EnvServerSettings(CommandSettings):
         description="URL of the inference server. Several URLs, separated by commas, share the "
         "requests. Mode shared_vllm allows only one URL",
     )
-    model: str = Field(
+    model: Annotated[str | None, Shown(default="required, except by check")] = Field(
+        None,
         min_length=1,
         description="Model that the inference server serves: a directory or an id on the "
         "Hugging Face hub",
@@ -232,10 +382,20 @@ class EnvServerSettings(CommandSettings):
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        content = with_sections(content)
         servers = content.get("openai")
         return content | ({"openai": one_policy(servers)} if isinstance(servers, list) else {})
 
     def mistakes(self) -> Iterator[Mistake]:
+        if self.model is None and not (self.action == "check" and self.answers):
+            yield Mistake(None, "--model is required")
+        if bool(self.mixture) != (self.task == MIXTURE):
+            yield Mistake(
+                "mixture",
+                "the task mixture needs tasks and weights, for example gsm8k=0.7,arithmetic=0.3"
+                if self.task == MIXTURE
+                else "only the task mixture has this option; write `env-server mixture serve`",
+            )
         if self.group_size == 1 and self.drop_equal_scores:
             yield Mistake(
                 "group_size",
@@ -250,10 +410,13 @@ class EnvServerSettings(CommandSettings):
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        for name in ("tokenizer" if self.tokenizer else "model", "data"):
+        for name in ("tokenizer" if self.tokenizer else "model", "data", "eval_data"):
             path = getattr(self, name)
-            if path and (problem := missing_directory(path)):
-                yield Mistake(name, problem)
+            if path and not Path(path).expanduser().is_file():
+                if problem := missing_directory(path):
+                    yield Mistake(name, problem)
+        if self.answers and not self.answers.is_file():
+            yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:
             yield Mistake(
                 "use_wandb",
@@ -265,13 +428,38 @@ class EnvServerSettings(CommandSettings):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.tokenizer or self.model
+        return self.tokenizer or self.model or ""
 
     @property
     def display_name(self) -> str:
-        return self.wandb_name or self.task
+        return self.wandb_name or short_name(self.task)
+
+
+def short_name(task: str) -> str:
+    """`examples/my.py:reward` → `my`, `package.module:MyTask` → `module`."""
+    source, _, attribute = task.partition(":")
+    if source == "verifiers":
+        return attribute
+    return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
 def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(EnvServerSettings, argv, at_start=True)
+    return load_settings(EnvServerSettings, _task_first(argv), at_start=True)
+
+
+def _task_first(argv: Sequence[str]) -> list[str]:
+    """`check my.py:reward` → `my.py:reward check`; `serve --task X` → `X serve`."""
+    words = [*argv]
+    for number, word in enumerate(words):
+        if word == "--task" and number + 1 < len(words):
+            words[:] = [words[number + 1], *words[:number], *words[number + 2 :]]
+        elif word.startswith("--task="):
+            words[:] = [word.partition("=")[2], *words[:number], *words[number + 1 :]]
+        else:
+            continue
+        return words
+    if len(words) > 1 and words[0] in ACTIONS and not words[1].startswith("-"):
+        words[:2] = [words[1], words[0]]
+    return words
+

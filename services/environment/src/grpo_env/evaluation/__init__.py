@@ -1,1 +1,1 @@
-"""Evaluates a policy on items that are not in the training data."""
+"""Evaluates the policy on items that training never uses."""

@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from transformers import AutoTokenizer
 
 from grpo_core.errors import GrpoError
 from grpo_env.tasks import Message
 
+_PLACEHOLDER = "\x02answer\x03"
+"""Stands for an answer of the model. No conversation contains these control characters."""
+
 
 class TokenizerUnusable(GrpoError):
     """The tokenizer cannot be loaded, or cannot render a conversation."""
 
 
-Encode = Callable[[Sequence[Message]], list[int]]
-"""Converts a conversation to the token ids [T] that the policy continues."""
+class ChatTemplate(Protocol):
+    """Converts what the policy continues to token ids."""
+
+    def prompt_ids(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """[T] of a conversation that the policy continues, or of a text without template."""
+
+    def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        """[T] of what follows an answer of the policy: the rest of the template's end of a turn,
+        the messages, and the beginning of the next answer.
+
+        Args: last_id: the answer's last token. If the template's end of a turn begins with it, it
+            is not repeated.
+        """
 
 
-def chat_encoder(tokenizer_name: str) -> Encode:
-    """Returns a function that applies the model's own chat template.
+class TokenizerTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt_ids(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids: list[int] = self._tokenizer.encode(prompt)
+            return token_ids
+        return self._encode(self._render(prompt, tools))
+
+    def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        # Only the text behind the answer counts. So nothing that the policy said is tokenised
+        # again, and templates may show earlier turns in another way.
+        before: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _PLACEHOLDER},
+        ]
+        rendered = self._render([*before, *messages], ())
+        _, found, behind = rendered.rpartition(_PLACEHOLDER)
+        if not found:
+            raise TokenizerUnusable(
+                "the chat template leaves answers of the model out, so a conversation cannot be "
+                "continued; use a tokenizer whose template shows them"
+            )
+        token_ids = self._encode(behind)
+        return token_ids[1:] if token_ids[:1] == [last_id] else token_ids
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TokenizerUnusable(
+                f"the chat template cannot render a conversation of the roles {roles}: {error}; "
+                "use other messages, or a tokenizer whose template supports them"
+            ) from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        # The template already writes every special token; adding more would change the prompt.
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+
+def load_template(tokenizer_name: str) -> TokenizerTemplate:
+    """The chat template of the model's tokenizer.
 
     Raises:
         TokenizerUnusable: the tokenizer is missing or has no chat template.
@@ -37,13 +110,4 @@ def chat_encoder(tokenizer_name: str) -> Encode:
             f"the tokenizer of {tokenizer_name!r} has no chat template; use the tokenizer of an "
             "instruction-tuned model, or add chat_template.jinja to its directory"
         )
-
-    def encode(messages: Sequence[Message]) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        # The template already writes every special token; adding more would change the prompt.
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
-
-    return encode
+    return TokenizerTemplate(tokenizer)

@@ -8,17 +8,11 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
-from grpo_env.rollout.chat_template import Encode
+from grpo_env.pacing.reward_failures import RewardFailures
+from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, SamplingPlan
 from grpo_env.rollout.progress import Progress, RewardSample
-from grpo_env.rollout.rollout import (
-    FailureReason,
-    Generation,
-    Rollout,
-    RolloutFailure,
-    SamplingPlan,
-    roll_out,
-)
-from grpo_env.tasks import DatasetTask, Task
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.tasks.items import ItemStream
 
 log = structlog.get_logger()
 
@@ -30,26 +24,26 @@ class NoPromptFits(GrpoError):
 
 
 class GroupProducer:
-    """Samples and submits groups of one task.
+    """Samples and submits groups.
 
     The caller shares `inference` and `submissions`, and starts no groups while either is failing.
     """
 
     def __init__(
         self,
-        task: Task,
-        encode: Encode,
-        generation: Generation,
+        items: ItemStream,
+        engine: RolloutEngine,
         api: EnvironmentClient,
         inference: FailureBudget,
         submissions: FailureBudget,
+        reward_failures: RewardFailures,
     ) -> None:
-        self._task = task
-        self._encode = encode
-        self._generation = generation
+        self._items = items
+        self._engine = engine
         self._api = api
         self._inference = inference
         self._submissions = submissions
+        self._reward_failures = reward_failures
         self._rewards = RewardSample()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
@@ -63,22 +57,20 @@ class GroupProducer:
         Raises:
             NoPromptFits: no prompt leaves enough room.
         """
-        if not isinstance(self._task, DatasetTask):
-            return
-        most_tokens = plan.max_token_length - plan.max_completion_tokens - 1
-        count = self._task.keep(lambda item: len(self._encode(item.messages)) <= most_tokens)
+        count = self._items.keep(
+            lambda item: len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
+        )
         if not count.kept:
             raise NoPromptFits(
-                f"all {count.skipped} prompts are too long: a prompt and its completion of up to "
-                f"{plan.max_completion_tokens} tokens must together have fewer than "
-                f"{plan.max_token_length} tokens; raise --seq-len of the environment and of the "
-                "trainer, or lower --max-completion-tokens"
+                f"all {count.skipped} prompts are too long: a prompt and its longest completion "
+                f"must together have fewer than {plan.max_token_length} tokens; raise --seq-len of "
+                "the environment and of the trainer, or lower --max-completion-tokens"
             )
         log.info(
             "prompts.filtered",
             kept=count.kept,
             too_long=count.skipped,
-            limit_tokens=max(most_tokens, 0),
+            seq_len=plan.max_token_length,
         )
 
     async def produce(self, plan: SamplingPlan) -> None:
@@ -86,18 +78,19 @@ class GroupProducer:
 
         Raises:
             EveryGroupRefused: a server refused every recent group.
+            RewardsFail: too many groups could not be graded.
             ServiceUnavailable: a server failed for longer than its deadline.
             ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
         """
-        item = self._task.next_item()
         try:
-            outcome = await roll_out(self._generation, item, self._encode(item.messages), plan)
+            outcome = await self._engine.roll_out(self._items.next(), plan)
         except ServiceUnavailable as error:
             self._inference.failed(error)
             self._fail(RolloutFailure(FailureReason.UNAVAILABLE, str(error)))
             return
         self._inference.succeeded()
-        self._rewards.add(outcome.rewards)
+        self._rewards.add(outcome.grades)
+        self._observe_grading(outcome)
         if isinstance(outcome, Rollout):
             self._generation_refusals.accepted()
             self.progress.record(outcome)
@@ -108,6 +101,14 @@ class GroupProducer:
             self._generation_refusals.refused(outcome.detail)
         else:
             self._generation_refusals.accepted()
+
+    def _observe_grading(self, outcome: Rollout | RolloutFailure) -> None:
+        if not isinstance(outcome, RolloutFailure):
+            self._reward_failures.graded()
+        elif outcome.reason is FailureReason.QUARANTINED_REWARD:
+            self._reward_failures.failed(outcome.detail)
+        elif outcome.grades:
+            self._reward_failures.graded()
 
     async def _send(self, rollout: Rollout) -> None:
         rewards = self._rewards.take()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.wire import scored_group as wire
-from grpo_env.rollout.rollout import FailureReason, Rollout, RolloutFailure
+from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
 
 _REPORT_EVERY_S = 5.0
 _RECENT_GROUPS = 64
@@ -25,24 +26,27 @@ class RewardSample:
 
     total: float = 0.0
     count: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, rewards: Iterable[float]) -> None:
-        for reward in rewards:
-            self.total += reward
+    def add(self, grades: Iterable[Grade]) -> None:
+        for grade in grades:
+            self.total += grade.score
             self.count += 1
+            self.parts.update(grade.parts)
 
     def take(self) -> RewardSample:
         """Return the rewards so far and start again at zero."""
-        taken = RewardSample(self.total, self.count)
-        self.total, self.count = 0.0, 0
+        taken = RewardSample(self.total, self.count, self.parts)
+        self.total, self.count, self.parts = 0.0, 0, Counter()
         return taken
 
     def give_back(self, taken: RewardSample) -> None:
         self.total += taken.total
         self.count += taken.count
+        self.parts.update(taken.parts)
 
     def on_the_wire(self) -> wire.RewardSample:
-        return wire.RewardSample(sum=self.total, count=self.count)
+        return wire.RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
 
 
 @dataclass
@@ -75,8 +79,8 @@ class Progress:
     def record(self, outcome: Rollout | RolloutFailure) -> None:
         """Count one sampled group. `groups_sent` is counted separately."""
         self._window.tokens += outcome.completion_tokens
-        self._window.rewards.add(outcome.rewards)
-        if outcome.rewards:
+        self._window.rewards.add(outcome.grades)
+        if outcome.grades:
             self._window.graded_groups += 1
             self._window.graded_tokens += outcome.completion_tokens
         has_equal_scores = False
@@ -99,6 +103,10 @@ class Progress:
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
             "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "reward_parts": {
+                name: _ratio(total, window.rewards.count)
+                for name, total in sorted(window.rewards.parts.items())
+            },
             "mean_completion_tokens": _ratio(window.graded_tokens, window.rewards.count),
             "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
             "tokens_per_s": round(window.tokens / elapsed_s, 1) if elapsed_s else None,

@@ -1,4 +1,4 @@
-"""Samples and grades one group: one prompt, one generation request, one scored group.
+"""Samples and grades one group: one prompt, several rollouts, one scored group.
 
 A group that cannot be used becomes a `RolloutFailure`, which is counted. An invalid answer of the
 server raises an error.
@@ -7,105 +7,197 @@ server raises an error.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
-from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.training_sequences import align_group
-from grpo_env.tasks import Answer, Item
+from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
+from grpo_env.inference.pool import Generation
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.dialogue import RecordedDialogue
+from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.outcome import (
+    STOPPED,
+    FailureReason,
+    GroupLost,
+    Rollout,
+    RolloutFailure,
+    Sample,
+    SamplingPlan,
+    raise_if_aborted,
+)
+from grpo_env.rollout.scored_groups import scored_group
+from grpo_env.rollout.training_sequences import sequences_of
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Answer, Message, State, Task
+from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks.items import Item
+from grpo_env.tasks.tools import tool_schemas
 
-_STOPPED = "stop"
-_FINISHED = frozenset({_STOPPED, "length"})
-
-
-class FailureReason(StrEnum):
-    """Why a group was not added to the queue."""
-
-    TOO_LONG = "too_long"
-    EQUAL_SCORES = "equal_scores"
-    QUARANTINED_REWARD = "quarantined_reward"
-    ABORTED = "aborted"
-    REFUSED = "refused"
-    UNAVAILABLE = "unavailable"
-    UNDELIVERED = "undelivered"
-
-
-class Generation(Protocol):
-    """Samples completions of one prompt on an inference server."""
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How to sample groups. Lengths are in tokens; a sequence must be below `max_token_length`."""
-
-    group_size: int
-    temperature: float
-    max_token_length: int
-    max_completion_tokens: int
-    drop_equal_scores: bool
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """A group that is ready to submit, except for the environment's id."""
-
-    group: ScoredGroup
-    rewards: tuple[float, ...]
-    completion_tokens: int
-
-
-@dataclass(frozen=True)
-class RolloutFailure:
-    """A group that is not submitted. `rewards`: its rewards, if it was graded."""
-
-    reason: FailureReason
-    detail: str
-    rewards: tuple[float, ...] = ()
-    completion_tokens: int = 0
-
-
-async def roll_out(
-    generation: Generation, item: Item, prompt_ids: list[int], plan: SamplingPlan
-) -> Rollout | RolloutFailure:
-    """Sample one group and grade it.
+class RolloutEngine:
+    """Samples and grades groups.
 
     Args:
-        prompt_ids: [T], the item's messages as token ids.
-
-    Raises:
-        ServiceUnavailable: the inference server does not answer, or this request failed.
-        ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
+        generation: the inference servers
+        template: of the served model
+        grader: calls the rewards of tasks
+        code: calls the other code of tasks
     """
-    room = plan.max_token_length - len(prompt_ids)
+
+    def __init__(
+        self, generation: Generation, template: ChatTemplate, grader: Grader, code: TaskCode
+    ) -> None:
+        self._generation = generation
+        self._template = template
+        self._grader = grader
+        self._code = code
+        self._schemas: dict[int, list[dict[str, Any]]] = {}
+
+    def prompt_ids(self, item: Item) -> list[int]:
+        """[T] tokens that the policy continues first."""
+        return self._template.prompt_ids(item.prompt, self._tools_of(item.task))
+
+    async def roll_out(self, item: Item, plan: SamplingPlan) -> Rollout | RolloutFailure:
+        """Sample one group and grade it.
+
+        Raises:
+            ServiceUnavailable: the inference server does not answer, or this request failed.
+            ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
+            UnknownRewardPart: an option names a part that the task's reward does not have.
+        """
+        started = time.monotonic()
+        try:
+            samples, grades = await self.sample(item, plan)
+        except GroupLost as lost:
+            return RolloutFailure(lost.reason, lost.detail, (), lost.completion_tokens)
+        return _judged(item, samples, grades, plan, time.monotonic() - started)
+
+    async def sample(
+        self, item: Item, plan: SamplingPlan
+    ) -> tuple[list[Sample], list[Grade | Ungraded]]:
+        """The rollouts of one group and their grades, usable or not.
+
+        Raises:
+            GroupLost: the group could not be sampled.
+        """
+        if item.task.drives_itself:
+            pairs = await _all(self._self_driven(item, plan) for _ in range(plan.group_size))
+            return [sample for sample, _ in pairs], [grade for _, grade in pairs]
+        if item.task.is_conversation:
+            samples = await _all(self._conversation(item, plan) for _ in range(plan.group_size))
+        else:
+            samples = await self._completions(item, plan)
+        answers = [sample.answer for sample in samples]
+        return samples, await self._grader.grade_all(item.task, answers, item.row)
+
+    async def _completions(self, item: Item, plan: SamplingPlan) -> list[Sample]:
+        """All completions of one prompt, in one request."""
+        prompt_ids = self.prompt_ids(item)
+        limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
+        sampling: dict[str, Any] = {"temperature": plan.temperature, "max_tokens": limit}
+        if item.task.stop:
+            sampling["stop"] = [*item.task.stop]
+        try:
+            answer = await self._generation.generate(prompt_ids, n=plan.group_size, **sampling)
+        except RequestRefused as error:
+            raise GroupLost(FailureReason.REFUSED, str(error)) from error
+        completions = _checked(answer, prompt_ids, plan)
+        raise_if_aborted(completions)
+        sequences = sequences_of(prompt_ids, completions)
+        return [
+            _sample(item, completion, sequence, limit)
+            for completion, sequence in zip(completions, sequences, strict=True)
+        ]
+
+    async def _conversation(self, item: Item, plan: SamplingPlan) -> Sample:
+        """Let the task answer the policy, until the task ends the conversation."""
+        task, state = item.task, State(item.row, item.messages)
+        tools = self._tools_of(task)
+        _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
+        dialogue = RecordedDialogue(
+            self._generation.session(), self._template, plan, task, state
+        )
+        messages: str | Sequence[Message] = item.prompt
+        while True:
+            try:
+                answer = await dialogue.say(messages, tools, stop=task.stop)
+            except ContextFull:
+                break  # the conversation ends with what was said so far
+            if not answer.finished or state.turn >= task.max_turns:
+                break
+            more = await self._step(task, state, answer)
+            if more is None:
+                break
+            messages = [*state.messages, *more]
+        return _recorded(dialogue, answer)
+
+    async def _step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
+        call = self._code.call if task.blocks else self._code.call_here
+        try:
+            more: Sequence[Message] | None = await call("the step", task.step, state, answer)
+        except GrpoError:
+            raise
+        except Exception as error:  # noqa: BLE001 - code of a user
+            failed = self._grader.failed(task, error)
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
+        return more
+
+    async def _self_driven(self, item: Item, plan: SamplingPlan) -> tuple[Sample, Grade | Ungraded]:
+        task, state = item.task, State(item.row, item.messages)
+        dialogue = RecordedDialogue(
+            self._generation.session(), self._template, plan, task, state
+        )
+        try:
+            value = await task.run(item.row, dialogue)
+        except ContextFull as error:
+            raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
+        except (GrpoError, GroupLost):
+            raise
+        except Exception as error:  # noqa: BLE001 - code of a user
+            failed = self._grader.failed(task, error)
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
+        if not dialogue.sequences:
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
+        sample = _recorded(dialogue, dialogue.last_answer)
+        try:
+            return sample, self._grader.checked(task, value, sample.answer)
+        except ValueError as error:
+            return sample, self._grader.failed(task, error)
+
+    def _tools_of(self, task: Task) -> list[dict[str, Any]]:
+        if id(task) not in self._schemas:
+            self._schemas[id(task)] = tool_schemas(task.tools) if task.tools else []
+        return self._schemas[id(task)]
+
+
+async def _all(rollouts: Sequence[Awaitable[T]] | Any) -> list[T]:
+    """As `asyncio.gather`, but if one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    try:
+        return [*await asyncio.gather(*tasks)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
+    """Tokens that are left for a completion. Raises `GroupLost` if there are none."""
+    room = plan.max_token_length - prompt_tokens
     if room < 1:
-        return RolloutFailure(
+        raise GroupLost(
             FailureReason.REFUSED,
-            f"the prompt has {len(prompt_ids)} tokens, and the limit for a whole sequence is "
+            f"the prompt has {prompt_tokens} tokens, and the limit for a whole sequence is "
             f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
-    params = {
-        "temperature": plan.temperature,
-        "max_tokens": min(plan.max_completion_tokens, room),
-    }
-    started = time.monotonic()
-    try:
-        answer = await generation.generate(prompt_ids, n=plan.group_size, **params)
-    except RequestRefused as error:
-        return RolloutFailure(FailureReason.REFUSED, str(error))
-    seconds = time.monotonic() - started
-    completions = _completions(answer, prompt_ids, plan)
-    return await _judge(item, prompt_ids, completions, plan, params, seconds)
+    return room
 
 
-def _completions(
+def _checked(
     answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan
 ) -> list[Completion]:
     completions = answer.completions()
@@ -121,94 +213,70 @@ def _completions(
     return completions
 
 
-@dataclass(frozen=True)
-class Grades:
-    """`scores`: the scores of the graded answers, in order; `quarantined`: the reasons why other
-    answers could not be graded.
-
-    If `quarantined` is empty, scores[i] belongs to answer i.
-    """
-
-    scores: tuple[float, ...]
-    quarantined: tuple[str, ...]
-
-
-def grade_all(item: Item, answers: Sequence[Answer]) -> Grades:
-    """Grade every answer. An answer that cannot be graded never gets a score of 0."""
-    scores: list[float] = []
-    quarantined: list[str] = []
-    for index, answer in enumerate(answers):
-        try:
-            score = item.grade(answer)
-        except ValueError as error:
-            quarantined.append(f"completion {index}: {error}")
-            continue
-        if math.isfinite(score):
-            scores.append(score)
-        else:
-            quarantined.append(f"completion {index}: score {score} is not a finite number")
-    return Grades(tuple(scores), tuple(quarantined))
+def _sample(item: Item, completion: Completion, sequence: Any, limit: int) -> Sample:
+    messages: list[Message] = [
+        *item.messages,
+        {"role": "assistant", "content": completion.text},
+    ]
+    answer = Answer(
+        completion.text,
+        finished=completion.finish_reason == STOPPED,
+        messages=messages,
+        state=State(item.row, messages),
+        token_ids=completion.token_ids,
+        max_tokens=limit,
+    )
+    return Sample((sequence,), (messages,), answer)
 
 
-async def _judge(
+def _recorded(dialogue: RecordedDialogue, answer: Answer) -> Sample:
+    return Sample(tuple(dialogue.sequences), tuple(dialogue.messages), answer)
+
+
+def _judged(
     item: Item,
-    prompt_ids: list[int],
-    completions: list[Completion],
+    samples: Sequence[Sample],
+    grades: Sequence[Grade | Ungraded],
     plan: SamplingPlan,
-    params: dict[str, Any],
     seconds: float,
 ) -> Rollout | RolloutFailure:
-    token_count = sum(len(completion.token_ids) for completion in completions)
-    reasons = sorted({completion.finish_reason for completion in completions} - _FINISHED)
-    if reasons:
-        # The server aborted the sampling, so the text is not the policy's whole answer.
-        detail = f"the server ended a completion with finish reason {', '.join(reasons)}"
-        return RolloutFailure(FailureReason.ABORTED, detail, completion_tokens=token_count)
-    # In a thread, because slow grading would block the event loop and so all other groups.
-    answers = [Answer(c.text, finished=c.finish_reason == _STOPPED) for c in completions]
-    grades = await asyncio.to_thread(grade_all, item, answers)
-    failure = _reason_to_drop(len(prompt_ids), completions, grades, plan)
-    if failure is not None:
-        return RolloutFailure(*failure, rewards=grades.scores, completion_tokens=token_count)
-    group = _scored_group(item, prompt_ids, completions, grades.scores, params, seconds)
-    return Rollout(group, grades.scores, token_count)
+    graded = tuple(grade for grade in grades if isinstance(grade, Grade))
+    tokens = sum(sample.completion_tokens for sample in samples)
+    problems = [
+        f"completion {index}: {grade.problem}"
+        for index, grade in enumerate(grades)
+        if isinstance(grade, Ungraded)
+    ]
+    if problems:
+        reason, detail = FailureReason.QUARANTINED_REWARD, "; ".join(problems)
+        return RolloutFailure(reason, detail, graded, tokens, tuple(samples))
+    most = max(len(sample.sequences) for sample in samples)
+    if most > plan.max_sequences:
+        raise TooManySequences(
+            f"a rollout of the task {item.task.name} has {most} sequences, and the limit is "
+            f"{plan.max_sequences}; set max_sequences of the task to the largest number"
+        )
+    group = scored_group(item, samples, graded, plan, seconds)
+    if failure := _reason_to_drop(samples, graded, plan):
+        return RolloutFailure(*failure, graded, tokens, tuple(samples), group)
+    return Rollout(group, tuple(samples), graded)
+
+
+class TooManySequences(GrpoError):
+    """A rollout has more sequences than its task declares."""
 
 
 def _reason_to_drop(
-    prompt_length: int, completions: Sequence[Completion], grades: Grades, plan: SamplingPlan
+    samples: Sequence[Sample], grades: Sequence[Grade], plan: SamplingPlan
 ) -> tuple[FailureReason, str] | None:
-    if grades.quarantined:
-        return FailureReason.QUARANTINED_REWARD, "; ".join(grades.quarantined)
-    longest = prompt_length + max(len(completion.token_ids) for completion in completions)
+    longest = max(sample.longest for sample in samples)
     if longest >= plan.max_token_length:
         return (
             FailureReason.TOO_LONG,
             f"a sequence has {longest} tokens; the limit is {plan.max_token_length}",
         )
-    if plan.drop_equal_scores and len(set(grades.scores)) == 1:
-        return FailureReason.EQUAL_SCORES, f"all {grades.scores[0]}"
+    if plan.drop_equal_scores and len({grade.score for grade in grades}) == 1:
+        return FailureReason.EQUAL_SCORES, f"all {grades[0].score}"
     return None
 
 
-def _scored_group(
-    item: Item,
-    prompt_ids: list[int],
-    completions: list[Completion],
-    scores: Sequence[float],
-    params: dict[str, Any],
-    seconds: float,
-) -> ScoredGroup:
-    facts = RolloutFacts(
-        policy_version=[(c.first_version, c.last_version) for c in completions],
-        generation_seconds=seconds,
-    )
-    return ScoredGroup(
-        **align_group(prompt_ids, completions),
-        scores=list(scores),
-        messages=[
-            [*map(dict, item.messages), {"role": "assistant", "content": completion.text}]
-            for completion in completions
-        ],
-        generation_params=params,
-        group_overrides=facts.on_the_wire(),
-    )

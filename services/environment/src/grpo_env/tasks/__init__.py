@@ -1,13 +1,23 @@
-"""Tasks: each supplies prompts and grades the answers.
+"""Tasks: each supplies prompts and rewards the answers.
 
-A new task is one module here, one line in `registry.py` and one name in `settings.TaskName`.
+A task of your own is a function in a file (`def reward(answer, row)`) or a subclass of `Task`;
+docs/how-to/own-reward.md shows both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypedDict, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Self, TypedDict
+
+from grpo_env.tasks.tools import answer_calls
+
+if TYPE_CHECKING:
+    from grpo_env.tasks.dialogue import Dialogue
+
+Row = Mapping[str, Any]
+"""One record of a data set: column name → value."""
+Split = Literal["train", "test"]
 
 
 class Message(TypedDict):
@@ -15,55 +25,171 @@ class Message(TypedDict):
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class State(dict[str, Any]):
+    """What a conversation is about: a dict for the task's own use.
+
+    `row`: the record of the data set; `messages`: the conversation so far; `turn`: the number of
+    answers that the model has given.
+    """
+
+    def __init__(self, row: Row, messages: Sequence[Message] = ()) -> None:
+        super().__init__()
+        self.row = row
+        self.messages = list(messages)
+        self.turn = 0
+
+
+class Answer(str):
+    """The text of a completion; in a conversation, the last text of the model.
+
+    finished: False if the token limit cut it off.
+    messages: the whole conversation, this answer included.
+    state: the conversation's state.
+    token_ids: all tokens that the model sampled, in all its turns.
+    max_tokens: the largest number of tokens of one completion.
+    """
+
+    finished: bool
+    messages: Sequence[Message]
+    state: State
+    token_ids: Sequence[int]
+    max_tokens: int
+
+    def __new__(
+        cls,
+        text: str = "",
+        *,
+        finished: bool = True,
+        messages: Sequence[Message] = (),
+        state: State | None = None,
+        token_ids: Sequence[int] = (),
+        max_tokens: int = 0,
+    ) -> Self:
+        self = super().__new__(cls, text)
+        self.finished = finished
+        self.messages = messages
+        self.state = State({}) if state is None else state
+        self.token_ids = token_ids
+        self.max_tokens = max_tokens
+        return self
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The text of a completion. `finished`: False if the token limit cut it off."""
+class Graded:
+    """The named parts of a reward, and why they are what they are, for the reader of rollouts."""
 
-    text: str
-    finished: bool = True
+    parts: Mapping[str, float]
+    reason: str = ""
 
 
-class Item(Protocol):
-    """One prompt, and the means to grade answers to it. Each item is used for one group."""
+Reward = float | Mapping[str, float] | Graded
+"""A single number is the part `reward`."""
 
-    @property
-    def messages(self) -> Sequence[Message]:
-        """The conversation that the policy continues."""
 
-    def grade(self, answer: Answer) -> float:
-        """Score one answer. This runs in a thread, so it may take seconds.
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options of `env-server` that a task may use.
 
-        Raise `ValueError`, or return a value that is not finite, if the answer cannot be graded.
-        The group is then dropped and counted; the answer never gets a score of 0.
+    data: a file, a directory or the id of a data set on the Hugging Face hub.
+    data_config: the configuration of a data set on the hub.
+    eval_data: as `data`, for evaluation.
+    columns: {"prompt": "question"}: the task's name of a column → the data set's.
+    system_prompt: replaces the task's own; "" for none.
+    args: the user's `--task-args`.
+    """
+
+    seed: int = 0
+    data: str | None = None
+    data_config: str | None = None
+    eval_data: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task:
+    """Base class of all tasks. A subclass overrides what differs.
+
+    name: names the task in metrics; the class's name if it is empty.
+    max_completion_tokens: limit of tokens of one completion, if the user sets none. None: as many
+        as the sequence has room for.
+    max_turns: largest number of completions in one conversation.
+    max_sequences: largest number of sequences of one rollout, if messages of a conversation are
+        replaced or left out.
+    tools: functions (or JSON schemas) that the model may call. The chat template shows them to the
+        model, and `step` answers the calls.
+    stop: texts that end a completion.
+    weights: of the parts of the reward; 1 for parts that are missing here.
+    held_out: share of the rows that are kept for evaluation if there is no other data for it.
+    blocks: whether `reward` may take long. It then runs outside the event loop, in a thread for
+        each answer.
+    """
+
+    name: str = ""
+    max_completion_tokens: int | None = 512
+    max_sequences: int = 1
+    max_turns: int = 8
+    tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+    stop: Sequence[str] = ()
+    weights: Mapping[str, float] = {}  # noqa: RUF012 - nothing changes it
+    held_out: float = 0.1
+    blocks: bool = True
+    drives_itself: ClassVar[bool] = False
+    """True: `run` conducts the whole rollout."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        self.options = options
+        self.name = self.name or type(self).__name__.lower()
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        """The records of `--data`, or for evaluation of `--eval-data`. None: no data for this
+        split.
+
+        Raises:
+            DataUnusable: no data, or invalid rows; the message lists the first of them.
         """
+        from grpo_env.tasks.rows import rows_of
 
+        return rows_of(self.options, split)
 
-class Task(Protocol):
-    """An endless, seeded stream of items."""
+    def prompt(self, row: Row) -> str | Sequence[Message]:
+        """The conversation that the policy continues. A `str` is continued as it is, without the
+        chat template.
+
+        Raises:
+            ValueError: the row has no usable prompt.
+        """
+        from grpo_env.tasks.rows import messages_of
+
+        return messages_of(row, self.options.system_prompt)
+
+    async def step(self, state: State, message: Answer) -> Sequence[Message] | None:  # noqa: ARG002
+        """The next messages after the model's message; None ends the conversation.
+
+        If the task has tools, calls in the message are answered by them.
+        """
+        return await answer_calls(message, self.tools) if self.tools else None
+
+    def reward(self, answer: Answer, row: Row) -> Reward | Awaitable[Reward]:
+        """Rate one answer. The score is the weighted sum of the parts. May be `async`.
+
+        Any exception, and any value that is not finite, drops the group: an answer that cannot be
+        graded never gets a score of 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no reward(answer, row)")
+
+    async def run(self, row: Row, dialogue: Dialogue) -> Reward:
+        """Conduct one rollout and rate it, if `drives_itself`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the task holds."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def max_completion_tokens(self) -> int:
-        """The limit of tokens per completion, if the user sets none."""
-
-    def next_item(self) -> Item: ...
-
-
-@dataclass(frozen=True)
-class KeptItems:
-    """The number of items that were kept and skipped when a data set was filtered."""
-
-    kept: int
-    skipped: int
-
-
-@runtime_checkable
-class DatasetTask(Task, Protocol):
-    """A task whose items come from a data set, so that too long prompts can be removed."""
-
-    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        """Remove all items for which `fits` returns False."""
+    def is_conversation(self) -> bool:
+        """Whether the policy may answer more than once."""
+        return bool(self.tools) or type(self).step is not Task.step

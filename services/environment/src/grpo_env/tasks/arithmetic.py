@@ -1,39 +1,66 @@
-"""The task `arithmetic`: one-digit sums, which a model of 1M parameters learns in minutes."""
+"""The task `arithmetic`: sums and other exact calculations of growing length."""
 
 from __future__ import annotations
 
+import operator
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 
-from grpo_env.tasks import Answer, Message
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.arguments import checked_arguments
 
-_LARGEST_DIGIT = 9
+_MOST_ROWS = 10_000
 
-
-@dataclass(frozen=True)
-class Sum:
-    """The prompt `a+b=`, for example "3+4="."""
-
-    a: int
-    b: int
-
-    @property
-    def messages(self) -> list[Message]:
-        return [{"role": "user", "content": f"{self.a}+{self.b}="}]
-
-    def grade(self, answer: Answer) -> float:
-        """1.0 if the answer is the right number, apart from white space; otherwise 0.0."""
-        return 1.0 if answer.text.strip() == str(self.a + self.b) else 0.0
+Level = Iterator[tuple[int, str, int]]
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
+LEVELS: Mapping[int, tuple[int, str]] = {1: (1, "+"), 2: (2, "+"), 3: (2, "+-"), 4: (3, "+-*")}
+"""Level → largest number of digits of an operand, operators."""
 
 
-class Arithmetic:
-    """Independent random sums. The same seed gives the same sums."""
+class Arithmetic(Task):
+    """Calculations such as `3+4=`. Level 1 has all 100 one-digit sums, which a model of 1M
+    parameters learns in minutes; the others have 10,000 calculations."""
 
     name = "arithmetic"
     max_completion_tokens = 16
+    held_out = 0.2
+    blocks = False
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        arguments = checked_arguments(self.name, options.args, {"level": 1})
+        self.level = int(arguments["level"])
+        if self.level not in LEVELS:
+            raise ValueError(
+                f"arithmetic: level is {self.level}; expected one of {', '.join(map(str, LEVELS))}"
+            )
 
-    def next_item(self) -> Sum:
-        return Sum(self._random.randint(0, _LARGEST_DIGIT), self._random.randint(0, _LARGEST_DIGIT))
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        if split == "test":
+            return None
+        digits, operators = LEVELS[self.level]
+        numbers = range(10**digits)
+        calculations = list(product(numbers, operators, numbers)) if digits == 1 else None
+        if calculations is None:
+            drawn = random.Random(0)  # not the seed: evaluation must know the training items
+            calculations = [
+                (drawn.choice(numbers), drawn.choice(operators), drawn.choice(numbers))
+                for _ in range(_MOST_ROWS)
+            ]
+        return [
+            {"question": f"{a}{sign}{b}=", "answer": str(_OPERATORS[sign](a, b))}
+            for a, sign, b in calculations
+        ]
+
+    def prompt(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": row["question"]}]
+
+    def reward(self, answer: Answer, row: Row) -> Graded:
+        """1.0 if the answer is the right number, apart from white space; otherwise 0.0."""
+        said, right = answer.strip(), row["answer"]
+        return Graded({"accuracy": float(said == right)}, f"expected {right}")

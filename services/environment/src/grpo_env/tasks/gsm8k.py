@@ -2,100 +2,90 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from grpo_env.tasks import Answer, Item, KeptItems, Message
-from grpo_env.tasks.final_answer import Form, read_final_answer
-from grpo_env.tasks.gsm8k_data import Problem
+from grpo_env.grading.final_answer import MARK, find_result
+from grpo_env.grading.math_grader import MathGrader
+from grpo_env.grading.parts import accuracy, marked_number_format
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.arguments import checked_arguments
+from grpo_env.tasks.rows import collect, read_records, renamed, source_of
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
 
-RIGHT = 1.0
-"""Reward for the right number. It exceeds any reward for form, so a wrong answer never wins."""
+_HUB_ID, _HUB_CONFIG = "openai/gsm8k", "main"
+_GOLD = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
-T = TypeVar("T")
-IsEqual = Callable[[str, str], bool]
+class Gsm8k(Task):
+    """GSM8K, or data in its layout."""
 
+    name = "gsm8k"
+    max_completion_tokens = 512
+    weights = {"accuracy": 1.0, "format": 0.3}  # noqa: RUF012 - nothing changes it
 
-@dataclass(frozen=True)
-class AskedProblem:
-    """One problem as a prompt.
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        checked_arguments(self.name, options.args, {})
+        self.options = replace(
+            options,
+            data=options.data or _HUB_ID,
+            data_config=options.data_config or (None if options.data else _HUB_CONFIG),
+        )
+        self._grader = MathGrader()
 
-    Args:
-        is_equal: compares the answer's result with the right one
-        format_reward: the largest reward for form, in [0, 1)
-    """
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        source = source_of(self.options, split)
+        if source is None:
+            return None
+        records, name = read_records(source, self.options.data_config or _HUB_CONFIG, split)
+        columns = self.options.columns
+        return collect(records, name, lambda content: problem_of(renamed(content, columns)))
 
-    problem: Problem
-    is_equal: IsEqual
-    format_reward: float
+    def prompt(self, row: Row) -> list[Message]:
+        system = self.options.system_prompt
+        instruction = INSTRUCTION if system is None else system
+        question: Message = {"role": "user", "content": row["question"]}
+        return [{"role": "system", "content": instruction}, question] if instruction else [question]
 
-    @property
-    def messages(self) -> list[Message]:
-        return [
-            {"role": "system", "content": INSTRUCTION},
-            {"role": "user", "content": self.problem.question},
-        ]
-
-    def grade(self, answer: Answer) -> float:
-        """1.0 if the stated result equals the gold answer, plus the reward for form.
-
-        Each of the three steps of `Form` earns a third of `format_reward`. So even a model that
-        solves no problem gets groups with different scores. Length earns nothing.
+    def reward(self, answer: Answer, row: Row) -> Graded:
+        """accuracy: 1 if the stated result equals the gold answer. format: each of three steps
+        towards a last line `#### <number>` earns a third, so that even a model that solves no
+        problem gets groups with different scores. Length earns nothing.
 
         Raises:
             NotGraded: the result could not be compared in time.
         """
-        final = read_final_answer(answer)
-        right = final.result is not None and self.is_equal(final.result, self.problem.gold)
-        return RIGHT * right + self.format_reward * final.form / Form.MARKED_NUMBER
+        result = find_result(answer, finished=answer.finished)
+        return Graded(
+            {
+                "accuracy": accuracy(result, row["gold"], self._grader.is_equal),
+                "format": marked_number_format(answer, finished=answer.finished),
+            },
+            f"result {result or 'none'}, expected {row['gold']}",
+        )
+
+    def close(self) -> None:
+        self._grader.close()
 
 
-class Shuffled(Generic[T]):
-    """An endless stream that goes through all items in a new order each time.
+def problem_of(row: dict[str, Any]) -> Row:
+    """The row with the right result as `gold`, a plain number without thousands separators.
 
-    The same items and the same seed give the same stream.
+    Raises:
+        ValueError: with the mistake in the row.
     """
-
-    def __init__(self, items: Sequence[T], seed: int) -> None:
-        self._items = list(items)
-        self._random = random.Random(seed)
-        self._left: list[T] = []
-
-    def next(self) -> T:
-        """Raises `IndexError` if there are no items."""
-        if not self._left:
-            self._left = self._random.sample(self._items, len(self._items))
-        return self._left.pop()
-
-    def keep(self, fits: Callable[[T], bool]) -> KeptItems:
-        """Remove items that do not fit, also from the current pass."""
-        before = len(self._items)
-        self._items = [item for item in self._items if fits(item)]
-        kept = {id(item) for item in self._items}
-        self._left = [item for item in self._left if id(item) in kept]
-        return KeptItems(kept=len(self._items), skipped=before - len(self._items))
-
-
-class Gsm8k:
-    """All problems, in a new order for every pass through the data set."""
-
-    name = "gsm8k"
-    max_completion_tokens = 512
-
-    def __init__(
-        self, problems: Sequence[Problem], seed: int, is_equal: IsEqual, format_reward: float
-    ) -> None:
-        asked = [AskedProblem(problem, is_equal, format_reward) for problem in problems]
-        self._stream = Shuffled(asked, seed)
-
-    def next_item(self) -> AskedProblem:
-        return self._stream.next()
-
-    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        return self._stream.keep(fits)
+    fields = [row.get("question"), row.get("answer")]
+    question, answer = (field if isinstance(field, str) else "" for field in fields)
+    if not question.strip():
+        raise ValueError("the field 'question' is empty")
+    if MARK not in answer:
+        raise ValueError(f"the field 'answer' has no {MARK!r} before the result")
+    gold = answer.rpartition(MARK)[2].strip().replace(",", "")
+    if not _GOLD.fullmatch(gold):
+        raise ValueError(f"field 'answer': expected a number after {MARK!r}, got {gold[:40]!r}")
+    return {**row, "gold": gold}

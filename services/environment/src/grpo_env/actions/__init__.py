@@ -1,0 +1,1 @@
+"""Actions of `env-server` that need no trainer: process, evaluate and check."""

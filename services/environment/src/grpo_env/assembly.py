@@ -1,0 +1,117 @@
+"""Builds what every action of `env-server` needs: the tasks, the servers and the rollout engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from grpo_core.security.bearer_token import plain
+from grpo_env.config.mappings import MixturePart
+from grpo_env.config.settings import EnvServerSettings
+from grpo_env.inference.pool import InferencePool
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.outcome import SamplingPlan
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Task, TaskOptions
+from grpo_env.tasks.items import ItemStream, training_items
+from grpo_env.tasks.loading import find_task, make_task
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """The task of this environment, or the tasks of its mixture with their weights."""
+
+    tasks: tuple[Task, ...]
+    weights: tuple[float, ...]
+
+    def training_stream(self, seed: int) -> ItemStream:
+        """Raises `DataUnusable`."""
+        items = [training_items(task) for task in self.tasks]
+        return ItemStream([*zip(items, self.weights, strict=True)], seed)
+
+    @property
+    def max_sequences(self) -> int:
+        """Largest number of sequences of one rollout."""
+        return max(task.max_sequences for task in self.tasks)
+
+
+@contextmanager
+def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
+    """Create the tasks and close them at the end.
+
+    Raises:
+        TaskUnusable: a task does not exist, or its code fails.
+        DataUnusable, DatasetsMissing, GraderUnusable: what a task needs is missing.
+    """
+    parts = settings.mixture or (MixturePart(task=settings.task),)
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for part in parts:
+            task = make_task(part.task, find_task(part.task), options_of(settings, part))
+            stack.callback(task.close)
+            if settings.held_out is not None:
+                task.held_out = settings.held_out
+            tasks.append(task)
+        yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
+
+
+def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:
+    """The part's own values, or those of the command line."""
+    prompt = part.system_prompt
+    return TaskOptions(
+        seed=settings.seed,
+        data=part.data or settings.data,
+        data_config=part.data_config or settings.data_config,
+        eval_data=part.eval_data or (None if part.data else settings.eval_data),
+        columns=part.columns or settings.columns,
+        system_prompt=settings.system_prompt if prompt is None else prompt,
+        args=part.task_args or settings.task_args,
+    )
+
+
+@asynccontextmanager
+async def open_engine(
+    settings: EnvServerSettings, template: ChatTemplate
+) -> AsyncIterator[RolloutEngine]:
+    """The rollout engine on the inference servers of `--inference-url`."""
+    async with InferencePool(
+        settings.inference_url,
+        settings.request_deadline_s,
+        settings.max_concurrent_groups,
+        plain(settings.vllm_api_key),
+    ) as pool:
+        with TaskCode(settings.reward_deadline_s) as code:
+            grader = Grader(settings.reward_weights, code)
+            yield RolloutEngine(pool, template, grader, code)
+
+
+def sampling_plan(
+    settings: EnvServerSettings,
+    tasks: TaskSet,
+    trainer_limit: int = -1,
+    progress: float = 1.0,
+) -> SamplingPlan:
+    """How to sample groups for training.
+
+    Args:
+        trainer_limit: the trainer's limit for a sequence, in tokens; below 1 if it is not known
+        progress: share (0 to 1) of the training steps that are done
+    """
+    limits = [settings.seq_len, *([trainer_limit] if trainer_limit > 0 else [])]
+    return SamplingPlan(
+        group_size=settings.group_size,
+        temperature=settings.temperature,
+        max_token_length=min(limits),
+        max_completion_tokens=settings.max_completion_tokens,
+        start_completion_tokens=settings.start_completion_tokens,
+        progress=progress,
+        drop_equal_scores=settings.drop_equal_scores,
+        max_sequences=tasks.max_sequences,
+        mask_cut_off=settings.mask_too_long_completions,
+    )
+
+

@@ -1,0 +1,155 @@
+"""Samples and grades the items of an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.evaluation.results import EvalItem, EvalResult
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.config.settings import EnvServerSettings
+from grpo_env.rollout.outcome import FailureReason, RolloutFailure, Sample, SamplingPlan
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.tasks import Task
+from grpo_env.tasks.items import Item, evaluation_items
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation samples.
+
+    items: at most this number for each task
+    samples: answers to each item
+    temperature: 0 for the most likely tokens
+    requests: largest number of items that are sampled at the same time
+    """
+
+    items: int
+    samples: int
+    temperature: float
+    requests: int
+    seed: int
+
+    @classmethod
+    def of(cls, settings: EnvServerSettings) -> Evaluation:
+        given = settings.eval_temperature
+        temperature = settings.temperature if given is None else given
+        return cls(
+            items=settings.eval_items,
+            samples=1 if temperature == 0 else settings.eval_samples,
+            temperature=temperature,
+            requests=settings.eval_requests,
+            seed=settings.seed,
+        )
+
+    def plan(self, training: SamplingPlan) -> SamplingPlan:
+        """How to sample, with the limits of training."""
+        return replace(
+            training,
+            group_size=self.samples,
+            temperature=self.temperature,
+            drop_equal_scores=False,
+            start_completion_tokens=None,
+        )
+
+    def chosen(self, task: Task) -> list[Item]:
+        """The items of a task, the same ones in every evaluation with this seed.
+
+        Raises:
+            DataUnusable: there are no items that training does not use.
+        """
+        items = evaluation_items(task)
+        if len(items) <= self.items:
+            return items
+        return random.Random(self.seed).sample(items, self.items)
+
+
+@dataclass
+class _Found:
+    items: list[EvalItem] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    versions: list[PolicyVersion] = field(default_factory=list)
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    task: Task,
+    items: Sequence[Item],
+    evaluation: Evaluation,
+    training: SamplingPlan,
+    model: str | None = None,
+) -> EvalResult:
+    """Sample and grade all items of one task.
+
+    An item whose answers cannot be sampled or graded is left out and counted.
+
+    Raises:
+        NothingEvaluated: no item could be evaluated.
+        ProtocolViolation, MisalignedCompletion: an answer of the server is not valid.
+    """
+    started = time.monotonic()
+    plan, found = evaluation.plan(training), _Found()
+    places = asyncio.Semaphore(evaluation.requests)
+
+    async def add(item: Item) -> None:
+        async with places:
+            await _add(engine, item, plan, found)
+
+    async with asyncio.TaskGroup() as group:
+        for item in items:
+            group.create_task(add(item))
+    versions = (min(found.versions), max(found.versions)) if found.versions else None
+    return EvalResult.of(
+        sorted(found.items, key=lambda item: item.item),
+        task=task.name,
+        temperature=evaluation.temperature,
+        duration_s=time.monotonic() - started,
+        model=model,
+        step=versions[0].step if versions else None,
+        versions=versions,
+        left_out=found.left_out,
+        seed=evaluation.seed,
+    )
+
+
+async def _add(engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Found) -> None:
+    try:
+        outcome = await engine.roll_out(item, plan)
+    except ServiceUnavailable as error:
+        outcome = RolloutFailure(FailureReason.UNAVAILABLE, str(error))
+    if len(outcome.grades) != plan.group_size:
+        assert isinstance(outcome, RolloutFailure)
+        found.left_out[outcome.reason.value] += 1
+        log.warning(
+            "evaluation.item_lost",
+            task=item.task.name,
+            item=item.key,
+            reason=outcome.reason.value,
+            detail=outcome.detail,
+        )
+        return
+    found.versions += [version for sample in outcome.samples for version in _versions(sample)]
+    found.items.append(
+        EvalItem.graded(
+            task=item.task.name,
+            item=item.key,
+            rewards=[grade.score for grade in outcome.grades],
+            parts=[grade.parts for grade in outcome.grades],
+            lengths=[sample.completion_tokens for sample in outcome.samples],
+            truncated=[not sample.answer.finished for sample in outcome.samples],
+        )
+    )
+
+
+def _versions(sample: Sample) -> list[PolicyVersion]:
+    ends = ((s.first_version, s.last_version) for s in sample.sequences)
+    return [version for pair in ends for version in pair if version is not None]

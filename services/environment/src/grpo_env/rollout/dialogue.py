@@ -1,0 +1,130 @@
+"""Conducts a conversation with the policy and records it, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import ProtocolViolation, RequestRefused
+from grpo_env.inference.pool import Generation
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.outcome import (
+    STOPPED,
+    FailureReason,
+    GroupLost,
+    SamplingPlan,
+    raise_if_aborted,
+)
+from grpo_env.rollout.training_sequences import TrainingSequence
+from grpo_env.tasks import Answer, Message, State, Task
+from grpo_env.tasks.dialogue import ContextFull
+
+
+@dataclass
+class _Conversation:
+    """One sequence and the messages that it stands for, the policy's answers included."""
+
+    prompt: str | list[Message]
+    messages: list[Message]
+    sequence: TrainingSequence = field(default_factory=TrainingSequence)
+
+    def is_continued_by(self, messages: str | Sequence[Message]) -> bool:
+        if isinstance(messages, str) or isinstance(self.prompt, str):
+            return False
+        return list(messages[: len(self.messages)]) == self.messages
+
+
+class RecordedDialogue:
+    """One rollout. See `grpo_env.tasks.dialogue.Dialogue`."""
+
+    def __init__(
+        self, generation: Generation, template: ChatTemplate, plan: SamplingPlan, task: Task, state: State
+    ) -> None:
+        self._generation = generation
+        self._template = template
+        self._plan = plan
+        self._task = task
+        self._state = state
+        self._conversations: list[_Conversation] = []
+        self.last_answer = Answer()
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        conversation = self._conversation_for(messages, tools)
+        sequence = conversation.sequence
+        room = self._plan.max_token_length - len(sequence.tokens)
+        if room < 1:
+            raise ContextFull(
+                f"the conversation has {len(sequence.tokens)} tokens, and the limit for a whole "
+                f"sequence is {self._plan.max_token_length}; raise --seq-len of the environment and "
+                "of the trainer, or end conversations earlier"
+            )
+        limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
+        completion = await self._sample(sequence.tokens, limit, stop)
+        sequence.add_completion(completion)
+        answer: Message = {"role": "assistant", "content": completion.text}
+        conversation.messages.append(answer)
+        self._state.messages = [*conversation.messages]
+        self._state.turn += 1
+        self.last_answer = Answer(
+            completion.text,
+            finished=completion.finish_reason == STOPPED,
+            messages=self._state.messages,
+            state=self._state,
+            token_ids=[token for c in self._conversations for token in c.sequence.sampled_ids],
+            max_tokens=limit,
+        )
+        return self.last_answer
+
+    @property
+    def sequences(self) -> list[TrainingSequence]:
+        """Those in which the policy said something."""
+        return [c.sequence for c in self._conversations if c.sequence.sampled_ids]
+
+    @property
+    def messages(self) -> list[list[Message]]:
+        """The conversation of each of `sequences`."""
+        return [c.messages for c in self._conversations if c.sequence.sampled_ids]
+
+    def _conversation_for(
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> _Conversation:
+        newest = self._conversations[-1] if self._conversations else None
+        if newest is not None and newest.is_continued_by(messages):
+            new = [*messages[len(newest.messages) :]]
+            last = newest.sequence.tokens[-1]
+            newest.sequence.add_prompt(self._template.turn_ids(new, last))  # type: ignore[arg-type]
+            newest.messages += new  # type: ignore[arg-type]
+            return newest
+        prompt = messages if isinstance(messages, str) else [*messages]
+        shown: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        )
+        begun = _Conversation(prompt, shown)
+        begun.sequence.add_prompt(self._template.prompt_ids(prompt, tools))
+        self._conversations.append(begun)
+        return begun
+
+    async def _sample(self, prompt_ids: list[int], limit: int, stop: Sequence[str]) -> Completion:
+        sampling: dict[str, Any] = {"temperature": self._plan.temperature, "max_tokens": limit}
+        if stop:
+            sampling["stop"] = [*stop]
+        try:
+            answer = await self._generation.generate(prompt_ids, n=1, **sampling)
+        except RequestRefused as error:
+            raise GroupLost(FailureReason.REFUSED, str(error)) from error
+        completions = answer.completions()
+        if len(completions) != 1 or answer.prompt_token_ids != prompt_ids:
+            raise ProtocolViolation(
+                "vllm-server: the response from /generate contains "
+                f"{len(completions)} completions instead of 1, or another prompt"
+            )
+        raise_if_aborted(completions)
+        return completions[0]

@@ -1,0 +1,151 @@
+"""Grades answers: calls the task's reward, checks what it returns and adds the parts up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_env.grading.parts import SHAPING, UnknownRewardPart, weighted
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Answer, Graded, Row, Task
+
+log = structlog.get_logger()
+
+SINGLE = "reward"
+"""The name of the only part, if a reward is a single number."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """`score`: the weighted sum of `parts`."""
+
+    score: float
+    parts: Mapping[str, float]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Ungraded:
+    """Why an answer could not be graded."""
+
+    problem: str
+
+
+class RewardInvalid(ValueError):
+    """A reward returned something that is not a number or named numbers."""
+
+
+@dataclass
+class SeenFailures:
+    """Logs each kind of failure once, with its traceback."""
+
+    seen: set[str] = field(default_factory=set)
+
+    def report(self, task: str, error: Exception) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        kind = f"{type(error).__name__} {place}"
+        if kind in self.seen:
+            return
+        self.seen.add(kind)
+        log.warning(
+            "reward.failed",
+            task=task,
+            error=f"{type(error).__name__}: {error}",
+            hint="this kind of failure is only counted from now on",
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+
+class Grader:
+    """Grades the answers of a group side by side.
+
+    Args:
+        weights: of the parts; they replace the task's own
+        code: calls the task
+    """
+
+    def __init__(self, weights: Mapping[str, float], code: TaskCode) -> None:
+        self._weights = weights
+        self._code = code
+        self._seen = SeenFailures()
+
+    async def grade_all(
+        self, task: Task, answers: Sequence[Answer], row: Row
+    ) -> list[Grade | Ungraded]:
+        """One entry for each answer, in order. An answer that cannot be graded never gets a score.
+
+        Raises:
+            UnknownRewardPart: a weight names no part.
+        """
+        graded = (self._grade(task, answer, row) for answer in answers)
+        return [*await asyncio.gather(*graded)]
+
+    async def _grade(self, task: Task, answer: Answer, row: Row) -> Grade | Ungraded:
+        call = self._code.call if task.blocks else self._code.call_here
+        try:
+            return self.checked(task, await call("the reward", task.reward, answer, row), answer)
+        except GrpoError:
+            raise
+        except Exception as error:  # noqa: BLE001 - code of a user
+            return self.failed(task, error)
+
+    def failed(self, task: Task, error: Exception) -> Ungraded:
+        """Report an error of the task's code, once for each kind."""
+        self._seen.report(task.name, error)
+        return Ungraded(f"{type(error).__name__}: {error}")
+
+    def checked(self, task: Task, value: Any, answer: Answer) -> Grade:
+        """The grade of what a reward returned.
+
+        Raises:
+            RewardInvalid: it is no number, no named numbers, or not finite.
+            UnknownRewardPart: a weight names no part.
+        """
+        graded = graded_of(value)
+        weights = {**task.weights, **self._weights}
+        parts = dict(graded.parts)
+        for name in weights.keys() & SHAPING.keys() - parts.keys():
+            parts[name] = SHAPING[name](answer)
+        return Grade(weighted(parts, weights), parts, graded.reason)
+
+
+def graded_of(value: Any) -> Graded:
+    """What a reward returned, as named finite numbers.
+
+    Raises:
+        RewardInvalid: see `Grader.checked`.
+    """
+    if isinstance(value, Graded):
+        return Graded(_numbers(value.parts), str(value.reason))
+    if isinstance(value, Mapping):
+        return Graded(_numbers(value))
+    return Graded(_numbers({SINGLE: value}))
+
+
+def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
+    if not parts:
+        raise RewardInvalid("the reward is empty; expected a number, or a dict of named numbers")
+    found = {}
+    for name, value in parts.items():
+        which = "the reward" if name == SINGLE else f"the part {name!r} of the reward"
+        if not isinstance(value, Real):  # bool and the numbers of numpy are Real too
+            raise RewardInvalid(
+                f"{which} is {value!r}, a {type(value).__name__}; expected a number, or a dict of "
+                "named numbers"
+            )
+        if not math.isfinite(value):
+            raise RewardInvalid(f"{which} is {value}, which is not finite")
+        found[str(name)] = float(value)
+    return found
+
+
+__all__ = ["Grade", "Grader", "RewardInvalid", "Ungraded", "UnknownRewardPart"]

@@ -1,0 +1,83 @@
+"""Calls the code of a task: outside the event loop, several calls side by side, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pebble import ThreadPool
+
+from grpo_core.process.closing import ClosesOnExit
+
+_THREADS = 32
+
+
+class TooSlow(ValueError):
+    """The code of a task did not end within its deadline."""
+
+
+class TaskCode(ClosesOnExit):
+    """Functions run in threads, coroutines in an event loop of their own.
+
+    The threads are daemons: a call that never ends does not keep the process alive.
+
+    Args:
+        deadline_s: of one call
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._threads = ThreadPool(max_workers=_THREADS)
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's value; if that is awaitable, what it yields.
+
+        Raises:
+            TooSlow: the deadline has passed. A function goes on in its thread; a coroutine is
+                cancelled.
+            Exception: any error of the function.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                if inspect.iscoroutinefunction(function):
+                    return await self._in_loop(function(*arguments))
+                value = await asyncio.wrap_future(
+                    self._threads.schedule(function, args=arguments)  # type: ignore[no-untyped-call]
+                )
+                return await self._in_loop(value) if inspect.isawaitable(value) else value
+        except TimeoutError as error:
+            raise TooSlow(
+                f"{name} did not end within {self._deadline_s:g} s; make it faster, or raise "
+                "--reward-deadline-s"
+            ) from error
+
+    async def call_here(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As `call`, in this event loop, for code that never blocks it."""
+        value = function(*arguments)
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await value
+        except TimeoutError as error:
+            raise TooSlow(f"{name} did not end within {self._deadline_s:g} s") from error
+
+    async def _in_loop(self, work: Awaitable[Any]) -> Any:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+            self._thread.start()
+
+        async def run() -> Any:
+            return await work
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads.close()

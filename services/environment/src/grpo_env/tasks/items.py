@@ -1,0 +1,190 @@
+"""Items: the rows of a task with their prompts, divided into training and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import structlog
+
+from grpo_env.tasks import Message, Row, Task
+from grpo_env.tasks.rows import DataUnusable
+
+log = structlog.get_logger()
+
+_MAX_PROBLEMS_LISTED = 10
+
+Prompt = str | Sequence[Message]
+
+
+def content_hash(prompt: Prompt) -> str:
+    """16 hexadecimal digits of the SHA-256 of a prompt. Equal prompts have equal hashes."""
+    text = json.dumps(prompt, sort_keys=True)  # ASCII: a prompt may hold half of a surrogate pair
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_held_out(key: str, share: float) -> bool:
+    """Whether an item is kept for evaluation. Each item's own hash decides, so that rows that are
+    added to the data later move no other row."""
+    return int(key[:8], 16) < share * 2**32
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a task. Each use of it makes one group."""
+
+    task: Task
+    row: Row
+    prompt: Prompt
+
+    @cached_property
+    def key(self) -> str:
+        return content_hash(self.prompt)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as messages. A text without chat template is one message of the user."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return list(self.prompt)
+
+
+def training_items(task: Task) -> list[Item]:
+    """All items of the split `train`, without those that are held out for evaluation.
+
+    Raises:
+        DataUnusable: the data is invalid, or nothing is left.
+    """
+    items = _items(task, task.rows("train") or (), "training")
+    if task.rows("test") is not None:
+        return items
+    kept = [item for item in items if not is_held_out(item.key, task.held_out)]
+    if not kept:
+        raise DataUnusable(
+            f"task {task.name}: all {len(items)} rows are held out for evaluation; give more rows, "
+            "or pass --held-out 0 or --eval-data"
+        )
+    if len(kept) < len(items):
+        log.info("data.divided", task=task.name, training=len(kept), held_out=len(items) - len(kept))
+    return kept
+
+
+def evaluation_items(task: Task) -> list[Item]:
+    """Items that training never uses: the split `test` without prompts that training has too, or
+    the rows of the training data that are held out.
+
+    Raises:
+        DataUnusable: the data is invalid, or no item is left.
+    """
+    training = _items(task, task.rows("train") or (), "training")
+    rows = task.rows("test")
+    if rows is None:
+        found = [item for item in training if is_held_out(item.key, task.held_out)]
+    else:
+        test = _items(task, rows, "evaluation")
+        used = {item.key for item in training}
+        found = [item for item in test if item.key not in used]
+        if len(found) < len(test):
+            log.warning(
+                "evaluation.items_dropped",
+                task=task.name,
+                dropped=len(test) - len(found),
+                reason="training uses the same prompts",
+            )
+    found = [*{item.key: item for item in found}.values()]  # each prompt once
+    if not found:
+        raise DataUnusable(
+            f"task {task.name}: no item for evaluation that training does not use; pass --eval-data "
+            "with other rows, or raise --held-out"
+        )
+    return found
+
+
+def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
+    found: list[Item] = []
+    wrong: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            found.append(Item(task, row, task.prompt(row)))
+        except (ValueError, KeyError) as error:
+            wrong.append(f"row {number}: {_reason(error)}")
+    if wrong:
+        listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
+        raise DataUnusable(
+            f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows have no "
+            f"usable prompt:\n{listed}"
+        )
+    if not found:
+        raise DataUnusable(f"task {task.name}: the {kind} data has no rows")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return f"no column {error}" if isinstance(error, KeyError) else str(error)
+
+
+@dataclass(frozen=True)
+class KeptItems:
+    """The number of items that were kept and skipped when a data set was filtered."""
+
+    kept: int
+    skipped: int
+
+
+class Shuffled:
+    """An endless stream that goes through all items in a new order each time.
+
+    The same items and the same seed give the same stream.
+    """
+
+    def __init__(self, items: Sequence[Item], seed: int) -> None:
+        self._items = list(items)
+        self._random = random.Random(seed)
+        self._left: list[Item] = []
+
+    def next(self) -> Item:
+        """Raises `IndexError` if there are no items."""
+        if not self._left:
+            self._left = self._random.sample(self._items, len(self._items))
+        return self._left.pop()
+
+    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
+        """Remove items that do not fit, also from the current pass."""
+        before = len(self._items)
+        self._items = [item for item in self._items if fits(item)]
+        kept = {id(item) for item in self._items}
+        self._left = [item for item in self._left if id(item) in kept]
+        return KeptItems(kept=len(self._items), skipped=before - len(self._items))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class ItemStream:
+    """The training items of one task or of a mixture.
+
+    Every item comes from the task that is furthest behind its share, so the shares are exact at
+    any time, and the same seed gives the same stream.
+
+    Args:
+        parts: items and weight of each task
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
+        self._parts = [(Shuffled(items, seed + i), w) for i, (items, w) in enumerate(parts)]
+        self._given = [0] * len(parts)
+
+    def next(self) -> Item:
+        open_ones = [i for i, (items, weight) in enumerate(self._parts) if len(items) and weight]
+        chosen = min(open_ones, key=lambda i: ((self._given[i] + 1) / self._parts[i][1], i))
+        self._given[chosen] += 1
+        return self._parts[chosen][0].next()
+
+    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
+        """Remove all items for which `fits` returns False."""
+        counts = [items.keep(fits) for items, _ in self._parts]
+        return KeptItems(sum(c.kept for c in counts), sum(c.skipped for c in counts))

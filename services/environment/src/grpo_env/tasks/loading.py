@@ -1,0 +1,171 @@
+"""Finds a task by its name: a built-in one, a file, a module, an installed package or a bridge."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grpo_core.errors import GrpoError
+from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
+from grpo_env.tasks.arithmetic import Arithmetic
+from grpo_env.tasks.gsm8k import Gsm8k
+from grpo_env.tasks.math import Math
+
+BUILT_IN: Mapping[str, type[Task]] = {"arithmetic": Arithmetic, "gsm8k": Gsm8k, "math": Math}
+ENTRY_POINTS = "grpo.tasks"
+DEFAULT_FUNCTION = "reward"
+
+
+class TaskUnusable(GrpoError):
+    """The task does not exist, or its file cannot be loaded. The message names file and line."""
+
+
+RewardFunction = Callable[[Answer, Row], Any]
+
+
+class FunctionTask(Task):
+    """A task whose reward is a function of its own, and whose prompts are the rows of `--data`."""
+
+    def __init__(self, name: str, function: RewardFunction, options: TaskOptions) -> None:
+        self.name = name
+        super().__init__(options)
+        self._function = function
+
+    def reward(self, answer: Answer, row: Row) -> Reward:
+        reward: Reward = self._function(answer, row)
+        return reward
+
+
+Make = Callable[[TaskOptions], Task]
+
+
+def find_task(name: str) -> Make:
+    """The function that makes the task of this name.
+
+    Args:
+        name: `gsm8k`; `my.py:reward` or `my.py:MyTask`; `package.module:MyTask`; the name of an
+            entry point in the group `grpo.tasks`; `verifiers:ENVIRONMENT`.
+
+    Raises:
+        TaskUnusable: there is no such task, or its code cannot be loaded.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    source, colon, attribute = name.partition(":")
+    if source == "verifiers" and colon:
+        from grpo_env.bridges.verifiers import VerifiersTask
+
+        return lambda options: VerifiersTask(attribute, options)
+    if source.endswith(".py"):
+        path = Path(source).expanduser()
+        return _task_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))
+    if colon:
+        return _task_of(_load_module(source), attribute, source.rpartition(".")[2], source)
+    return _installed(name)
+
+
+def make_task(name: str, make: Make, options: TaskOptions) -> Task:
+    """Raises `TaskUnusable` if the task's own code fails; its `GrpoError`s pass."""
+    try:
+        return make(options)
+    except GrpoError:
+        raise
+    except ValueError as error:
+        raise TaskUnusable(str(error)) from error
+    except Exception as error:  # noqa: BLE001 - code of a user
+        raise TaskUnusable(f"task {name}: cannot be created: {_where(error)}") from error
+
+
+def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make:
+    found = getattr(module, attribute, None)
+    if found is None:
+        offered = [
+            name
+            for name, value in vars(module).items()
+            if callable(value)
+            and getattr(value, "__module__", None) == module.__name__
+            and not name.startswith("_")
+        ]
+        raise TaskUnusable(
+            f"{source} has no {attribute!r}; it defines {', '.join(offered) or 'no function'}"
+        )
+    if inspect.isclass(found):
+        if not issubclass(found, Task):
+            raise TaskUnusable(f"{source}: {attribute} is a class, but no subclass of grpo_env.Task")
+        return found
+    if not callable(found):
+        raise TaskUnusable(
+            f"{source}: {attribute} is {type(found).__name__}; expected a function (answer, row) or "
+            "a subclass of grpo_env.Task"
+        )
+    _check_signature(found, attribute, source)
+    return lambda options: FunctionTask(stem, found, options)
+
+
+def _check_signature(function: Callable[..., Any], attribute: str, source: str) -> None:
+    try:
+        inspect.signature(function).bind("", {})
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        line = f" line {code.co_firstlineno}" if code else ""
+        raise TaskUnusable(
+            f"{source}{line}: {attribute} cannot be called as {attribute}(answer, row): {error}"
+        ) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TaskUnusable(f"{path}: no such file")
+    sys.path.insert(0, str(path.parent.resolve()))  # so that it finds the modules beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as import does; dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - code of a user
+        raise TaskUnusable(f"{path} cannot be loaded: {_where(error)}") from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")  # the directory that the command is started in
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - code of a user
+        raise TaskUnusable(f"the module {name} cannot be imported: {_where(error)}") from error
+
+
+def _installed(name: str) -> Make:
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        known = ", ".join([*BUILT_IN, *found])
+        raise TaskUnusable(
+            f"no task {name!r}; expected one of {known}, or a file such as my.py:reward, or a "
+            "module such as package.module:MyTask, or verifiers:ENVIRONMENT"
+        )
+    try:
+        loaded = found[name].load()
+    except Exception as error:  # noqa: BLE001 - code of a user
+        raise TaskUnusable(f"the task {name} cannot be loaded: {_where(error)}") from error
+    holder = ModuleType(name)
+    setattr(holder, name, loaded)
+    return _task_of(holder, name, name, f"entry point {name}")
+
+
+def _where(error: Exception) -> str:
+    """`my.py line 3: SyntaxError: invalid syntax`."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {error}"

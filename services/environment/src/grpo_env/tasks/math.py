@@ -1,0 +1,78 @@
+"""The task `math`: Atropos' `math_server_zero`, for base models without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_env.grading import math_zero
+from grpo_env.grading.math_grader import MathGrader
+from grpo_env.grading.parts import accuracy, think_answer_format
+from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions
+from grpo_env.tasks.arguments import checked_arguments
+from grpo_env.tasks.rows import rows_of
+
+_TRAINING_DATA = "zwhe99/DeepMath-103K"
+_EVALUATION_DATA = "HuggingFaceH4/MATH-500"
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
+ANSWER_COLUMNS = ("answer", "final_answer")
+
+
+class Math(Task):
+    """Problems with LaTeX answers, asked without examples."""
+
+    name = "math"
+    max_completion_tokens = None
+    stop = math_zero.STOP
+    weights = {"accuracy": 1.0, "format": 0.0}  # noqa: RUF012 - nothing changes it
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        checked_arguments(self.name, options.args, {})
+        self.options = replace(
+            options,
+            data=options.data or _TRAINING_DATA,
+            eval_data=options.eval_data or (None if options.data else _EVALUATION_DATA),
+        )
+        self._grader = MathGrader()
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return rows_of(self.options, split)
+
+    def prompt(self, row: Row) -> str:
+        problem = _first(row, PROBLEM_COLUMNS)
+        _first(row, ANSWER_COLUMNS)  # a row without answer is named at the start
+        return math_zero.prompt(problem)
+
+    def reward(self, answer: Answer, row: Row) -> Graded:
+        """accuracy: 1 if the last box in the last `<answer>` equals the row's answer. format: 1 for
+        `<think>…</think> <answer>…\\boxed{…}…</answer>` and nothing else.
+
+        Raises:
+            NotGraded: the result could not be compared in time.
+        """
+        gold = _first(row, ANSWER_COLUMNS)
+        result = math_zero.find_boxed_answer(answer, finished=answer.finished)
+        text = math_zero.OPENING + math_zero.with_closing_tag(answer)
+        return Graded(
+            {
+                "accuracy": accuracy(result, math_zero.boxed(gold), self._grader.is_equal),
+                "format": think_answer_format(text, finished=answer.finished),
+            },
+            f"result {result or 'none'}, expected {gold}",
+        )
+
+    def close(self) -> None:
+        self._grader.close()
+
+
+def _first(row: Row, columns: Sequence[str]) -> str:
+    """The text of the first column that the row has. Raises `ValueError` if it has none."""
+    for column in columns:
+        value = row.get(column)
+        if value is not None and str(value).strip():
+            return str(value)
+    raise ValueError(
+        f"expected one of the columns {', '.join(columns)}, found {', '.join(row) or 'none'}; name "
+        f"it with --columns {columns[0]}=COLUMN"
+    )
