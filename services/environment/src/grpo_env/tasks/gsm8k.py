@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from grpo_env.grading.final_answer import Form, read_final_answer
 from grpo_env.tasks import Answer, Item, KeptItems, Message
-from grpo_env.tasks.final_answer import Form, read_final_answer
 from grpo_env.tasks.gsm8k_data import Problem
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
@@ -51,7 +51,7 @@ class AskedProblem:
         Raises:
             NotGraded: the result could not be compared in time.
         """
-        final = read_final_answer(answer)
+        final = read_final_answer(answer.text, answer.finished)
         right = final.result is not None and self.is_equal(final.result, self.problem.gold)
         return RIGHT * right + self.format_reward * final.form / Form.MARKED_NUMBER
 

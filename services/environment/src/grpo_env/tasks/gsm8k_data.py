@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_core.errors import GrpoError
-from grpo_env.tasks.final_answer import MARK
+from grpo_env.grading.final_answer import MARK
 
 Split = Literal["train", "test"]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from grpo_env.config.settings import EnvServerSettings, TaskName
+from grpo_env.grading.math_grader import MathGrader
 from grpo_env.tasks import Task
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.gsm8k_data import DEFAULT_CONFIG, DEFAULT_DATA, read_problems
-from grpo_env.tasks.math_grader import MathGrader
 
 
 @contextmanager
