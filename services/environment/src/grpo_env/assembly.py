@@ -18,7 +18,7 @@ from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
-from grpo_env.tasks.loading import find_task, make_task
+from grpo_env.loading import find_task, make_task
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_env.grading.final_answer import LONGEST_RESULT_CHARS, read_final_answer
+from grpo_env.grading.math_grader import MathGrader, NotGraded
 from grpo_env.rollout.rollout import grade_all
 from grpo_env.tasks import Answer, DatasetTask
-from grpo_env.tasks.final_answer import LONGEST_RESULT_CHARS, read_final_answer
 from grpo_env.tasks.gsm8k import INSTRUCTION, AskedProblem, Gsm8k
 from grpo_env.tasks.gsm8k_data import DatasetsMissing, DataUnusable, Problem, read_problems
-from grpo_env.tasks.math_grader import MathGrader, NotGraded
 
 PROBLEMS = [Problem("How many eggs?", "13"), Problem("How much?", "1080000")]
 
@@ -35,7 +35,7 @@ PROBLEMS = [Problem("How many eggs?", "13"), Problem("How much?", "1080000")]
 def test_the_last_marked_place_or_a_bare_last_line_is_the_result(
     text: str, result: str | None
 ) -> None:
-    assert read_final_answer(Answer(text)).result == result
+    assert read_final_answer(text).result == result
 
 
 FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it is {}", "no {} ?"]

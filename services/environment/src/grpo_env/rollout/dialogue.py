@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_env.inference.pool import Generation
+from grpo_env.rollout.generation import Session
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.outcome import (
     STOPPED,
@@ -40,9 +40,9 @@ class RecordedDialogue:
     """One rollout. See `grpo_env.tasks.dialogue.Dialogue`."""
 
     def __init__(
-        self, generation: Generation, template: ChatTemplate, plan: SamplingPlan, task: Task, state: State
+        self, session: Session, template: ChatTemplate, plan: SamplingPlan, task: Task, state: State
     ) -> None:
-        self._generation = generation
+        self._session = session
         self._template = template
         self._plan = plan
         self._task = task
@@ -117,7 +117,7 @@ class RecordedDialogue:
         if stop:
             sampling["stop"] = [*stop]
         try:
-            answer = await self._generation.generate(prompt_ids, n=1, **sampling)
+            answer = await self._session.generate(prompt_ids, n=1, **sampling)
         except RequestRefused as error:
             raise GroupLost(FailureReason.REFUSED, str(error)) from error
         completions = answer.completions()

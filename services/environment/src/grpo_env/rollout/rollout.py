@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
-from grpo_env.inference.pool import Generation
+from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.grading import Grade, Grader, Ungraded

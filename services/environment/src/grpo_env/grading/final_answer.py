@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from grpo_env.tasks import Answer
-
 MARK = "####"
 BOXED = r"\boxed{"
 
@@ -44,16 +42,16 @@ class FinalAnswer:
     form: Form
 
 
-def read_final_answer(answer: Answer) -> FinalAnswer:
+def read_final_answer(answer: str, finished: bool = True) -> FinalAnswer:
     """Read the one result that counts, so that listing several numbers gives no extra chance.
 
     The result follows the last `####`, else starts at the last `\\boxed{`, else is a last line that
     is only a number. If the answer was cut off, its last line is ignored: digits may be missing.
     """
-    text = answer.text if answer.finished else answer.text.rpartition("\n")[0]
+    text = answer if finished else answer.rpartition("\n")[0]
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    form = _form(lines) if answer.finished else Form.NONE
-    result = _result(lines, unmarked_counts=answer.finished)
+    form = _form(lines) if finished else Form.NONE
+    result = _result(lines, unmarked_counts=finished)
     return FinalAnswer(result if result and len(result) <= LONGEST_RESULT_CHARS else None, form)
 
 
