@@ -4,6 +4,7 @@ JSON object per sequence, beside `tokenizer.json`, which shows the text of each 
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Container, Iterable, Iterator
@@ -59,7 +60,7 @@ def steps_in(directory: Path) -> list[int]:
         BrokenRollouts: the directory cannot be read.
     """
     try:
-        names = [path.name for path in directory.iterdir()]
+        names = os.listdir(directory)
     except OSError as error:
         raise BrokenRollouts(
             f"{directory} cannot be read: {error.strerror}; name the rollouts directory of a run"
@@ -81,17 +82,17 @@ def read_steps(directory: Path, steps: Container[int] | None = None) -> Iterator
 
 
 def read_step(directory: Path, step: int) -> Iterator[RolloutRecord]:
-    """Raises:
-    BrokenRollouts: the file cannot be read. Names file and line."""
-    path, number = file_of_step(directory, step), 0
+    """The records of one step, which must be there. Raises the error of `read_steps`."""
+    path, read = file_of_step(directory, step), 0
     try:
         with gzip.open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for line in file:
                 yield _ADAPTER.validate_json(line)
+                read += 1
     except ValidationError as error:
-        raise BrokenRollouts(f"{path}, line {number}: {problems_of(error)}; {_ADVICE}") from None
+        raise BrokenRollouts(f"{path}, line {read + 1}: {problems_of(error)}; {_ADVICE}") from None
     except (EOFError, zlib.error, OSError) as error:
-        raise BrokenRollouts(f"{path}, after line {number}: {error}; {_ADVICE}") from error
+        raise BrokenRollouts(f"{path}, line {read + 1}: {error}; {_ADVICE}") from error
 
 
 def remove_later_steps(directory: Path, last: int) -> None:

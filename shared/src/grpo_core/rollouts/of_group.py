@@ -14,17 +14,20 @@ from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 Versions = tuple[PolicyVersion, PolicyVersion]
 
 
-def records_of_group(step: int, group_index: int, group: ScoredGroup) -> list[RolloutRecord]:
+def records_of_group(
+    step: int, group_index: int, group: ScoredGroup, facts: RolloutFacts | None = None
+) -> list[RolloutRecord]:
     """The group's sequences without the values that the trainer computes, which are None. An
     advantage that the environment sent is included.
 
     Args:
         step: training step, counted from 1
         group_index: index of the group in the batch
+        facts: of the group; None to read them from the group
     """
     shared: Mapping[str, Any] = group.group_overrides or {}
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
-    versions = RolloutFacts.of(group).policy_version
+    versions = (facts or RolloutFacts.of(group)).policy_version
     known: list[Versions] | list[None] = (
         versions if len(versions) == group.size else [None] * group.size
     )

@@ -12,9 +12,10 @@ Message = dict[str, Any]
 """Has the keys `role` and `content`; further keys, such as `tool_calls`, are free."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RolloutRecord:
-    """One sequence: what was sampled, its reward, and what the trainer computed for it.
+    """One sequence: what was sampled, its reward, and what the trainer computed for it. It is not
+    frozen, because that makes its creation several times as slow.
 
     Args:
         step: training step, counted from 1
