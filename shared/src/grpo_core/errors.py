@@ -8,6 +8,7 @@ GrpoError                     base of all errors of this system
 │   ├── LeasesFull            batches must be acknowledged before run-api leases another one
 │   └── UnknownBatch          the run at run-api never handed out this batch
 ├── ProtocolViolation         the answer of a service breaks the protocol
+├── BrokenRollouts            recorded rollouts cannot be read
 └── WandbUnavailable          Weights & Biases was requested and does not start
 """
 
@@ -53,6 +54,10 @@ class UnknownBatch(RequestRefused):
 
 class ProtocolViolation(GrpoError):
     """A service sent an answer that its HTTP API does not allow."""
+
+
+class BrokenRollouts(GrpoError):
+    """A directory or file of recorded rollouts cannot be read. The message names file and line."""
 
 
 class WandbUnavailable(GrpoError):

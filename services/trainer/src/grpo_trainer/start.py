@@ -29,7 +29,8 @@ from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder
-from grpo_trainer.telemetry.sinks import Write, rotate_records, trim_records
+from grpo_trainer.telemetry.rollout_writer import prepare_rollouts
+from grpo_trainer.telemetry.sinks import Sinks, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.verify.data_checks import DataChecks
 from grpo_trainer.verify.group_check import GroupCheck
@@ -70,7 +71,7 @@ def start_run(
     sync: WeightSync,
     store: StateStore,
     saved: SavedState | None,
-    write_record: Write,
+    sinks: Sinks,
 ) -> tuple[Run, Position]:
     """Load the policy, restore the checkpoint if there is one, and publish the first weights."""
     # Dropout would make the trainer's logprobs differ from the server's at random.
@@ -94,6 +95,7 @@ def start_run(
             rotate_records(settings.metrics_file)
         else:
             trim_records(settings.metrics_file, saved.record.step)
+    prepare_rollouts(settings, None if saved is None else saved.record.step)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
@@ -142,7 +144,7 @@ def start_run(
         None if reference is None else ReferenceCheck(reference),
         RolloutCheck(policy, sync.served_logprobs, bound.value),
     )
-    recorder = Recorder(settings, write_record)
+    recorder = Recorder(settings, sinks)
     run = Run(
         settings=settings,
         batches=batches,

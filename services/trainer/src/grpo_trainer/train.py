@@ -28,6 +28,7 @@ from grpo_trainer.model.reference import divergences
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
+from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import open_sinks
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.build import build_weight_sync
@@ -72,11 +73,11 @@ def train(settings: TrainerSettings) -> None:
         settings = continued_settings(settings, saved)
         write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
-            open_sinks(settings, 0 if saved is None else saved.record.step) as write_record,
+            open_sinks(settings, 0 if saved is None else saved.record.step) as sinks,
             inference_server(settings),
             contextlib.closing(build_weight_sync(settings)) as sync,
         ):
-            run, position = start_run(settings, api, sync, store, saved, write_record)
+            run, position = start_run(settings, api, sync, store, saved, sinks)
             while position.step < settings.steps:
                 position = run_step(run, position)
                 # After the record: a checkpoint must not include a step that no record mentions.
@@ -130,7 +131,14 @@ def run_step(run: Run, position: Position) -> Position:
         divergence = update.gradients.sums.mean("reference_kl") or 0.0
         run.kl_coefficient.observe(divergence, len(batch.origins))
     run.batches.quarantine.step_taken()
-    run.recorder.record(outcome)
+    rollouts = StepRollouts(
+        step + 1,
+        published.version.epoch,
+        taken.filtered.groups,
+        batch,
+        update.gradients.tokens,
+    )
+    run.recorder.record(outcome, rollouts)
     return Position(step + 1, taken.batch_id, published.version.epoch)
 
 

@@ -1,9 +1,9 @@
 """The child process that sends records to Weights & Biases.
 
 `sink` starts it as `python -m grpo_core.wandb_run.process`. It reads one JSON object per line:
-first {"start": ...}, then {"record": ...} for each record, then {"finish": exit status}. It answers
-the first with {"run": URL or directory} or {"error": reason}. If the input ends without "finish",
-the parent died, and the run is marked as failed.
+first {"start": ...}, then {"record": ...} for each record and {"table": ...} for each table, then
+{"finish": exit status}. It answers the first with {"run": URL or directory} or {"error": reason}.
+If the input ends without "finish", the parent died, and the run is marked as failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(source: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
         if "finish" in message:
             exit_code = message["finish"]
             break
-        record = message["record"]
+        record = _table_of(message["table"]) if "table" in message else message["record"]
         run.log(record, step=record["step"] if start["one_record_per_step"] else None)
     run.finish(exit_code=exit_code)
 
@@ -50,6 +50,13 @@ def _start(start: dict[str, Any], answers: IO[str]) -> Any:
         run.define_metric("*", step_metric="step")
     _answer(answers, {"run": run.url or run.dir})
     return run
+
+
+def _table_of(table: dict[str, Any]) -> dict[str, Any]:
+    import wandb
+
+    value = wandb.Table(columns=table["columns"], data=table["rows"])
+    return {"step": table["step"], table["name"]: value}
 
 
 def _answer(answers: IO[str], message: dict[str, str]) -> None:

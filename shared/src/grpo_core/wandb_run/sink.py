@@ -51,6 +51,17 @@ class WandbRun:
     one_record_per_step: bool = True
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of one step. All of it must fit into the pipe, together with the records that W&B
+    has not read."""
+
+    name: str
+    step: int
+    columns: list[str]
+    rows: list[list[Any]]
+
+
 def start_wandb(run: WandbRun, api_key: str | None = None) -> WandbSink:
     """Start the child process and wait until W&B has opened a run.
 
@@ -125,10 +136,17 @@ class WandbSink:
     def write(self, record: Mapping[str, Any]) -> None:
         """Send one record, which has a key `step`. Never raises and never waits: W&B must not
         stop a run."""
+        self._send_or_give_up({"record": record})
+
+    def write_table(self, table: Table) -> None:
+        """Send a table before the record of the next step. Never raises and never waits."""
+        self._send_or_give_up({"table": asdict(table)})
+
+    def _send_or_give_up(self, message: dict[str, Any]) -> None:
         if self._given_up:
             return
         try:
-            self._send({"record": record})
+            self._send(message)
         except BlockingIOError:
             self._give_up("W&B reads no more records, and its pipe is full")
         except OSError as error:

@@ -24,6 +24,7 @@ from grpo_core.wire.fields import (
     Count,
     Float32,
     MaskValue,
+    Name,
     Rows,
     TokenId,
     WireModel,
@@ -217,6 +218,9 @@ class RewardSample(WireModel):
 
     sum: Float32
     count: Count
+    parts: dict[Name, Float32] = Field(default_factory=dict)
+    """Sum of each part of the reward by name, over the same completions; empty if there are
+    none."""
 
 
 class RolloutFacts(WireModel):

@@ -34,6 +34,8 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
 from grpo_trainer.telemetry.recorder import Recorder
+from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.sinks import Sinks
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order, preparation
@@ -61,6 +63,7 @@ class Bench:
         self.reference: Reference | None = None
         self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
+        self.rollouts: list[StepRollouts] = []
         self.mismatch = False
 
     layout = Layout(padded, in_order)
@@ -126,7 +129,8 @@ class Bench:
         )
         forward: Any = (self, self.reference, settings.kl_coefficient)
         learner: Any = (self.policy, *forward, self.optimizer, sync, checks, None)
-        run = Run(settings, source, *learner, Recorder(settings, self.records.append), saver)
+        sinks = Sinks([self.records.append], [self.rollouts.append])
+        run = Run(settings, source, *learner, Recorder(settings, sinks), saver)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
             position = train.run_step(run, position)

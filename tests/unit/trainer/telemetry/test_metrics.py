@@ -32,6 +32,7 @@ SUMS = replace(
 FACTS = BatchStats(
     tokens=100,
     reward_mean=0.25,
+    reward_parts={"format": 0.75},
     reward_std_in_group=0.5,
     zero_variance_fraction=0.1,
     truncated_fraction=0.2,
@@ -83,6 +84,7 @@ def test_every_value_by_hand() -> None:
         {
             **{"step": 8, "steps": 10, "time_s": 9.0},
             **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
+            "reward/part/format": 0.75,
             **{"reward/zero_variance_fraction": 0.1},
             **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
             **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},

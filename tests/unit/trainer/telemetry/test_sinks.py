@@ -60,7 +60,7 @@ NAMED = {"lr": 0.25, "model": "m", "mode": "shared_vllm", "pause_lease_s": 30.0}
 def settings(**changes: Any) -> TrainerSettings:
     values: dict[str, Any] = {
         **{"model": "m", "mode": "shared_vllm", "lr": 0.25},
-        **{"use_wandb": True, "wandb_project": "proj", "wandb_group": "grp"},
+        **{"keep_rollouts": 0, "use_wandb": True, "wandb_project": "proj", "wandb_group": "grp"},
     }
     return CommandLine(**(values | changes)).settings()
 
@@ -108,9 +108,9 @@ def test_the_real_package_takes_every_record_offline(
 ) -> None:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    with capture_logs() as logs, open_sinks(settings()) as write:
+    with capture_logs() as logs, open_sinks(settings()) as sinks:
         for step in (1, 2, 3):
-            write({"step": step, f"train/loss_{step}": 0.5})
+            sinks.write({"step": step, f"train/loss_{step}": 0.5})
     assert [entry["log_level"] for entry in logs] == ["info"]
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for word in (b"proj", b"grp", b"train/loss_1", b"train/loss_2", b"train/loss_3"):
@@ -149,9 +149,9 @@ def test_a_run_has_the_settings_every_record_and_its_end(
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     sent = [{"step": step, "train/loss": 0.5 * step} for step in (1, 2, 3)]
-    with suppress(NonFiniteLoss), open_sinks(settings(metrics_file=metrics)) as write:
+    with suppress(NonFiniteLoss), open_sinks(settings(metrics_file=metrics)) as sinks:
         for record in sent:
-            write(record)
+            sinks.write(record)
         if fails:
             raise NonFiniteLoss("step 3")
     assert [json.loads(line) for line in metrics.read_text().splitlines()] == sent
@@ -209,9 +209,9 @@ def test_tensorboard_has_every_metric_and_a_resumed_run_hides_the_steps_that_it_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps_taken, rewards in ((0, (0.1, 0.2, 0.3)), (1, (0.4, 0.5))):
-        with open_sinks(settings(use_wandb=False, tensorboard_dir=tmp_path), steps_taken) as write:
+        with open_sinks(settings(use_wandb=False, tensorboard_dir=tmp_path), steps_taken) as sinks:
             for step, reward in enumerate(rewards, steps_taken + 1):
-                write({"step": step, "reward/mean": reward, "train/lr": 1e-5})
+                sinks.write({"step": step, "reward/mean": reward, "train/lr": 1e-5})
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [
         (step, pytest.approx(reward)) for step, reward in ((1, 0.1), (2, 0.4), (3, 0.5))

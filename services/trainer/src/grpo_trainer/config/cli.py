@@ -132,6 +132,8 @@ COMMAND = Command(
             "log_level",
             "metrics_file",
             "tensorboard_dir",
+            "keep_rollouts",
+            "rollouts_dir",
             "benchmark",
             "use_wandb",
             "wandb_project",
@@ -244,6 +246,8 @@ class CommandLine(
             yield Mistake("save_path", problem)
         if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
             yield Mistake("metrics_file", problem)
+        if self.rollouts_dir and (problem := not_writable(self.rollouts_dir)):
+            yield Mistake("rollouts_dir", problem)
         if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
             yield Mistake(
                 "resume",

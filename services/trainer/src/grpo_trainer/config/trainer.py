@@ -167,6 +167,15 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
     tensorboard_dir: Path | None = Field(
         None, description="Directory to which the trainer writes its metrics for TensorBoard"
     )
+    keep_rollouts: int = Field(
+        500,
+        ge=0,
+        description="Number of steps whose rollouts are kept: the newest steps, one file for each. "
+        "0: no rollouts are written",
+    )
+    rollouts_dir: Annotated[Path | None, Shown(default="rollouts/ below --save-path")] = Field(
+        None, description="Directory to which the trainer writes the rollouts of each step"
+    )
     benchmark: bool = Field(
         False,
         description="At the end of the run, print its time, memory and disk space, and write "

@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RewardSample
 from grpo_trainer.data.group_checks import UsableGroup
 
 
@@ -18,6 +19,9 @@ class BatchStats:
     tokens: int
     """Prompt and completion tokens, without padding."""
     reward_mean: float
+    reward_parts: dict[str, float]
+    """Mean of each part of the reward, over all graded completions of the environments that report
+    this part."""
     reward_std_in_group: float
     """Mean over groups of the population standard deviation of their scores."""
     zero_variance_fraction: float
@@ -48,6 +52,7 @@ def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
     return BatchStats(
         tokens=sum(min(length, seq_len) for length in lengths),
         reward_mean=_reward_mean(groups),
+        reward_parts=_reward_parts(groups),
         reward_std_in_group=fmean(pstdev(s) for s in scores),
         zero_variance_fraction=fmean(len(set(s)) == 1 for s in scores),
         truncated_fraction=fmean(length > seq_len for length in lengths),
@@ -67,7 +72,22 @@ def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
 def _reward_mean(groups: Sequence[UsableGroup]) -> float:
     """Mean over all graded completions if the environments report dropped ones, else over the
     scores of the batch."""
-    samples = [s for usable in groups if (s := usable.facts.reward_sample) is not None]
+    samples = _reward_samples(groups)
     if len(samples) == len(groups):
         return sum(s.sum for s in samples) / sum(s.count for s in samples)
     return fmean(score for usable in groups for score in usable.group.scores)
+
+
+def _reward_parts(groups: Sequence[UsableGroup]) -> dict[str, float]:
+    """A completion whose reward lacks a part that others of its sample have counts as 0."""
+    samples = _reward_samples(groups)
+    names = dict.fromkeys(name for sample in samples for name in sample.parts)
+    having = {name: [s for s in samples if name in s.parts] for name in names}
+    return {
+        name: sum(s.parts[name] for s in found) / sum(s.count for s in found)
+        for name, found in having.items()
+    }
+
+
+def _reward_samples(groups: Sequence[UsableGroup]) -> list[RewardSample]:
+    return [s for usable in groups if (s := usable.facts.reward_sample) is not None]

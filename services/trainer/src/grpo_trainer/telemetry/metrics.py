@@ -107,6 +107,7 @@ def step_record(outcome: StepOutcome) -> Record:
 def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]:
     return {
         "reward/mean": facts.reward_mean,
+        **{f"reward/part/{name}": mean for name, mean in facts.reward_parts.items()},
         "reward/std_in_group": facts.reward_std_in_group,
         "reward/zero_variance_fraction": facts.zero_variance_fraction,
         "rollout/generation_time": facts.generation_s,

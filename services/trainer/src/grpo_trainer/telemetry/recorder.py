@@ -1,4 +1,5 @@
-"""Writes the record of each step to the log and to every sink, and checks it for alerts."""
+"""Writes the record of each step to the log and to every sink, and checks it for alerts. Its
+rollouts follow."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.benchmark import Stopwatch, server_status
 from grpo_trainer.telemetry.metrics import StepOutcome, step_record
-from grpo_trainer.telemetry.sinks import Write
+from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.sinks import Sinks
 
 log = structlog.get_logger()
 
@@ -19,24 +21,23 @@ log = structlog.get_logger()
 class Recorder:
     """Create the recorder when the first step of this process begins.
 
-    Args: write: writes a record to every sink
-
     `started`: time.monotonic() at creation.
     """
 
-    def __init__(self, settings: TrainerSettings, write: Write) -> None:
+    def __init__(self, settings: TrainerSettings, sinks: Sinks) -> None:
         self._settings = settings
-        self._write = write
+        self._sinks = sinks
         self._ranges = RangeWatch()
         self._stopwatch = Stopwatch()
         self.started = time.monotonic()
 
-    def record(self, outcome: StepOutcome) -> None:
+    def record(self, outcome: StepOutcome, rollouts: StepRollouts) -> None:
         record = step_record(outcome)
         # The log is read by people: the same metrics by lag are for plots.
         shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
         log.info("step.finished", **shown)
-        self._write(record)
+        self._sinks.write(record)
+        self._sinks.write_rollouts(rollouts)
         self._ranges.look(record)
         self._stopwatch.add(record, outcome.published.is_served)
 

@@ -1,11 +1,13 @@
-"""Writes the record of each step to the metrics file, TensorBoard and Weights & Biases."""
+"""Writes the record of each step to the metrics file, TensorBoard and Weights & Biases, and its
+rollouts to files."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,36 @@ from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry.metrics import Record
+from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.rollout_samples import sample_table, samples_are_due
+from grpo_trainer.telemetry.rollout_writer import rollout_writer
 
 log = structlog.get_logger()
 
 Write = Callable[[Record], None]
+WriteRollouts = Callable[[StepRollouts], None]
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """The configured sinks of a step's record, and those of its rollouts."""
+
+    records: Sequence[Write] = ()
+    rollouts: Sequence[WriteRollouts] = ()
+
+    def write(self, record: Record) -> None:
+        for writer in self.records:
+            writer(record)
+
+    def write_rollouts(self, rollouts: StepRollouts) -> None:
+        """After the record of the same step."""
+        for writer in self.rollouts:
+            writer(rollouts)
 
 
 @contextlib.contextmanager
-def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Write]:
-    """Yield a function that writes a record to every configured sink.
+def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sinks]:
+    """Yield every configured sink.
 
     Args: steps_taken: TensorBoard hides the records of later steps, which a killed trainer wrote
 
@@ -35,18 +58,18 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Writ
     """
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []
+        keepers: list[WriteRollouts] = []
         if settings.metrics_file is not None:
             writers.append(partial(append_record, settings.metrics_file))
         if settings.tensorboard_dir is not None:
             writers.append(stack.enter_context(tensorboard(settings.tensorboard_dir, steps_taken)))
         if settings.use_wandb:
-            writers.append(stack.enter_context(wandb_sink(settings)).write)
-
-        def write(record: Record) -> None:
-            for writer in writers:
-                writer(record)
-
-        yield write
+            sink = stack.enter_context(wandb_sink(settings))
+            writers.append(sink.write)
+            keepers.append(partial(write_samples, sink))
+        if settings.keep_rollouts:
+            keepers.append(stack.enter_context(rollout_writer(settings)).add)
+        yield Sinks(writers, keepers)
 
 
 @contextlib.contextmanager
@@ -73,6 +96,11 @@ def wandb_sink(settings: TrainerSettings) -> WandbSink:
     """
     run = WandbRun(settings.wandb_project, settings.wandb_group, config=_flat(settings))
     return start_wandb(run, _api_key(settings.wandb_key_file))
+
+
+def write_samples(sink: WandbSink, rollouts: StepRollouts) -> None:
+    if samples_are_due(rollouts.step):
+        sink.write_table(sample_table(rollouts))
 
 
 def _flat(settings: TrainerSettings) -> dict[str, Any]:
