@@ -9,27 +9,42 @@ from typing import Any
 import pytest
 
 from grpo_env import worker
+from grpo_env.assembly import TaskSet
 from grpo_env.config.settings import load_env_settings
-from grpo_env.rollout.chat_template import Encode
-from grpo_env.tasks import Message, Task
-from grpo_env.tasks.arithmetic import Sum
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.tasks import Answer as TaskAnswer
+from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 
 
-def encode_as_prompt(_messages: Sequence[Message]) -> list[int]:
-    return PROMPT
+class CannedTemplate:
+    """Every prompt has the tokens of the canned answers; a later turn adds the token 50."""
+
+    def prompt_ids(self, _prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
+        return PROMPT
+
+    def turn_ids(self, _messages: Sequence[Message], _last_id: int) -> list[int]:
+        return [50]
 
 
-class Sevens:
+class Sevens(Task):
     """Always 3+4, so that canned answers have known scores."""
 
     name = "sevens"
     max_completion_tokens = 4
+    held_out = 0.0
+    blocks = False
 
-    def next_item(self) -> Sum:
-        return Sum(3, 4)
+    def __init__(self) -> None:
+        super().__init__(TaskOptions())
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return [{"prompt": "3+4="}] if split == "train" else None
+
+    def reward(self, answer: TaskAnswer, _row: Row) -> Graded | float:
+        return Graded({"accuracy": float(answer == "7")}, "expected 7")
 
 
 class RunApi:
@@ -94,7 +109,7 @@ async def feed(
     engine_routes: dict[str, Route],
     *options: str,
     task: Task | None = None,
-    encode: Encode = encode_as_prompt,
+    template: ChatTemplate | None = None,
 ) -> tuple[StubServer, StubServer]:
     """Returns run-api and the inference server, with the requests that they received."""
     with (
@@ -113,5 +128,6 @@ async def feed(
             ]
         )
         async with asyncio.timeout(DEADLINE_S):
-            await worker.serve(settings, task or Sevens(), encode)
+            tasks = TaskSet((task or Sevens(),), (1.0,))
+            await worker.serve(settings, tasks, template or CannedTemplate())
     return run_api, inference

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from grpo_env.rollout.producer import NoPromptFits
-from grpo_env.tasks import Item, KeptItems, Message
-from grpo_env.tasks.arithmetic import Sum
-from grpo_env.tasks.gsm8k import Shuffled
+from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import generate_answer, inference_routes
-from tests.unit.env.feeding import RunApi, Sevens, feed, right_and_wrong, run
+from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, right_and_wrong, run
 from tests.unit.env.http_stub import Answer
 
 
@@ -91,7 +89,10 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused(
     await feed(routes, inference_routes(generate), "--env.max-concurrent-groups=1")
 
     samples = [group["group_overrides"]["reward_sample"] for group in api.groups]
-    assert samples[:2] == [{"sum": 8.0, "count": 10}, {"sum": 1.0, "count": 2}]
+    assert samples[:2] == [
+        {"sum": 8.0, "count": 10, "parts": {"accuracy": 8.0}},
+        {"sum": 1.0, "count": 2, "parts": {"accuracy": 1.0}},
+    ]
 
 
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:
@@ -120,47 +121,43 @@ async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> No
 class LongAndShort(Sevens):
     """A data set of prompts with 1 to 100 tokens."""
 
-    def __init__(self) -> None:
-        self._stream = Shuffled([Sum(0, n) for n in range(1, 101)], seed=0)
-        self.kept: list[KeptItems] = []
-
-    def next_item(self) -> Sum:
-        return self._stream.next()
-
-    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        self.kept.append(self._stream.keep(fits))
-        return self.kept[-1]
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return [{"prompt": f"{n}"} for n in range(1, 101)] if split == "train" else None
 
 
-def encode_to_length_b(messages: Sequence[Message]) -> list[int]:
-    return [5] * int(messages[0]["content"].strip("=").partition("+")[2])
+class AsLongAsItsNumber(CannedTemplate):
+    def prompt_ids(self, prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
+        assert not isinstance(prompt, str)
+        return [5] * int(prompt[0]["content"])
 
 
 async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
-    task, lengths = LongAndShort(), []
+    lengths = []
 
     def generate(body: dict[str, Any]) -> Answer:
         ids = body["prompt"]["prompt_token_ids"]
         lengths.append(len(ids))
         return 200, generate_answer(["7", "8"], prompt_token_ids=ids)
 
-    await feed(
-        RunApi(num_steps=3).routes(),
-        inference_routes(generate),
-        task=task,
-        encode=encode_to_length_b,
-    )
+    with capture_logs() as logs:
+        await feed(
+            RunApi(num_steps=3).routes(),
+            inference_routes(generate),
+            task=LongAndShort(),
+            template=AsLongAsItsNumber(),
+        )
     # A completion of 4 tokens and the trainer's limit, below 50, leave 45 tokens for the prompt.
-    assert task.kept == [KeptItems(kept=100, skipped=0), KeptItems(kept=45, skipped=55)]
+    filtered = [line for line in logs if line["event"] == "prompts.filtered"]
+    assert [(line["kept"], line["too_long"]) for line in filtered] == [(100, 0), (45, 55)]
     assert 0 < max(lengths) <= 45
 
 
 async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
-    with pytest.raises(NoPromptFits, match=r"all 100 prompts are too long: .* up to 4 tok"):
+    with pytest.raises(NoPromptFits, match=r"all 100 prompts are too long"):
         await feed(
             RunApi().routes(),
             inference_routes(right_and_wrong),
             "--env.max-token-length=5",
             task=LongAndShort(),
-            encode=encode_to_length_b,
+            template=AsLongAsItsNumber(),
         )

@@ -14,14 +14,13 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_env.config.task_names import BRIDGE, DEFAULT_FUNCTION, ENTRY_POINTS
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.math import Math
 
 BUILT_IN: Mapping[str, type[Task]] = {"arithmetic": Arithmetic, "gsm8k": Gsm8k, "math": Math}
-ENTRY_POINTS = "grpo.tasks"
-DEFAULT_FUNCTION = "reward"
 
 
 class TaskUnusable(GrpoError):
@@ -60,7 +59,7 @@ def find_task(name: str) -> Make:
     if name in BUILT_IN:
         return BUILT_IN[name]
     source, colon, attribute = name.partition(":")
-    if source == "verifiers" and colon:
+    if source == BRIDGE and colon:
         from grpo_env.bridges.verifiers import VerifiersTask
 
         return lambda options: VerifiersTask(attribute, options)
@@ -125,11 +124,12 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskUnusable(f"{path}: no such file")
     sys.path.insert(0, str(path.parent.resolve()))  # so that it finds the modules beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"grpo_task_{path.stem}"  # a file math.py must not take the place of Python's module
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as import does; dataclasses look there
+    sys.modules[name] = module  # as import does; dataclasses look there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # noqa: BLE001 - code of a user
@@ -166,6 +166,10 @@ def _where(error: Exception) -> str:
     """`my.py line 3: SyntaxError: invalid syntax`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen")  # the machinery of imports
+    ]
     place = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else ""
     return f"{place}{type(error).__name__}: {error}"

@@ -67,7 +67,7 @@ def test_the_words_of_atropos_are_understood_and_the_command_line_wins_over_the_
     assert (settings.drop_equal_scores, settings.weight) == (False, -1)
     # By default the tokenizer is the model's, and the name is the task's.
     assert (settings.tokenizer_name, settings.display_name) == ("m", "gsm8k")
-    assert "no effect: env.batch_size, env.start_tok_length" in capsys.readouterr().err
+    assert "no effect: env.batch_size, openai.api_key" in capsys.readouterr().err
 
 
 def test_only_the_token_of_run_api_is_read_from_the_variables(
@@ -95,4 +95,4 @@ def test_a_mistake_ends_with_status_2_and_names_the_option(
     for option, problem in MISTAKES.items():
         assert problem in refused([*BASE, option], capsys)
     assert "--model is required" in refused(["arithmetic", "serve"], capsys)
-    assert "TASK: expected one of arithmetic, gsm8k" in refused(["chess", *BASE[1:]], capsys)
+    assert "TASK: no task 'chess'; expected one of arithmetic, gsm8k" in refused(["chess", *BASE[1:]], capsys)

@@ -1,35 +1,85 @@
-"""The tasks' items, their order and their prompts."""
+"""The tasks' items, their order, and how they are divided into training and evaluation."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from grpo_env.rollout.chat_template import TokenizerUnusable, chat_encoder
-from grpo_env.tasks import Answer, KeptItems
-from grpo_env.tasks.arithmetic import Sum
-from grpo_env.tasks.gsm8k import Shuffled
+from grpo_env.rollout.chat_template import TokenizerUnusable, load_template
+from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions
+from grpo_env.tasks.arithmetic import Arithmetic
+from grpo_env.tasks.items import (
+    Item,
+    ItemStream,
+    KeptItems,
+    Shuffled,
+    evaluation_items,
+    is_held_out,
+    training_items,
+)
+from grpo_env.tasks.rows import DataUnusable
 
 COUNTS, SEEDS = st.integers(1, 40), st.integers()
 
 
-def take(stream: Shuffled[int], count: int) -> list[int]:
-    return [stream.next() for _ in range(count)]
+class Numbered(Task):
+    """Rows with these prompts; `test`: those of the split for evaluation, if there is one."""
+
+    def __init__(self, train: Sequence[Any], test: Sequence[Any] | None = None) -> None:
+        super().__init__(TaskOptions())
+        self._rows = {"train": train, "test": test}
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        prompts = self._rows[split]
+        return None if prompts is None else [{"prompt": prompt} for prompt in prompts]
+
+
+def items(count: int) -> list[Item]:
+    return [Item(Numbered(()), {}, str(number)) for number in range(count)]
+
+
+def numbers(found: Sequence[Item]) -> list[int]:
+    return [int(str(item.prompt)) for item in found]
+
+
+def take(stream: Shuffled | ItemStream, count: int) -> list[int]:
+    return numbers([stream.next() for _ in range(count)])
 
 
 @pytest.mark.parametrize("completion", ["8", "07", "7 or 8", "77", ""])
 def test_only_exactly_the_right_sum_scores(completion: str) -> None:
-    assert Sum(3, 4).grade(Answer(completion)) == 0.0
-    assert Sum(3, 4).grade(Answer(" 7\n")) == 1.0
+    task, row = Arithmetic(TaskOptions()), {"question": "3+4=", "answer": "7"}
+    assert task.reward(Answer(completion), row) == Graded({"accuracy": 0.0}, "expected 7")
+    assert task.reward(Answer(" 7\n"), row).parts == {"accuracy": 1.0}
+
+
+@pytest.mark.parametrize(("level", "rows"), [(1, 100), (2, 10_000), (3, 10_000), (4, 10_000)])
+def test_every_level_of_arithmetic_is_right(level: int, rows: int) -> None:
+    found = Arithmetic(TaskOptions(args={"level": level})).rows("train")
+    assert found is not None
+    assert len(found) == rows
+    assert all(eval(row["question"][:-1]) == int(row["answer"]) for row in found)
+
+
+def test_an_unknown_level_or_argument_is_named() -> None:
+    with pytest.raises(ValueError, match="level is 9; expected one of 1, 2, 3, 4"):
+        Arithmetic(TaskOptions(args={"level": 9}))
+    with pytest.raises(ValueError, match="arithmetic has no argument levle; it has level"):
+        Arithmetic(TaskOptions(args={"levle": 1}))
 
 
 def test_the_seed_and_the_epoch_decide_the_order() -> None:
     def draw(seed: int) -> list[int]:
-        return take(Shuffled(range(50), seed), 100)
+        return take(Shuffled(items(50), seed), 100)
 
     assert draw(1) == draw(1) != draw(2)
     assert draw(1)[:50] != draw(1)[50:]
@@ -37,7 +87,7 @@ def test_the_seed_and_the_epoch_decide_the_order() -> None:
 
 @given(COUNTS, SEEDS)
 def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
-    stream = Shuffled(range(count), seed)
+    stream = Shuffled(items(count), seed)
     for _ in range(3):
         assert sorted(take(stream, count)) == list(range(count))
 
@@ -46,15 +96,86 @@ def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
 def test_what_does_not_fit_never_comes_again_not_even_in_this_epoch(
     count: int, seed: int, data: st.DataObject
 ) -> None:
-    stream = Shuffled(range(count), seed)
+    stream = Shuffled(items(count), seed)
     seen = take(stream, data.draw(st.integers(0, count)))
     fitting = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
 
-    assert stream.keep(fitting.__contains__) == KeptItems(len(fitting), count - len(fitting))
+    kept = stream.keep(lambda item: int(str(item.prompt)) in fitting)
 
+    assert kept == KeptItems(len(fitting), count - len(fitting))
     rest = fitting - set(seen) if len(seen) < count else set()
     assert set(take(stream, len(rest))) == rest
     assert set(take(stream, len(fitting))) == fitting
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5), SEEDS)
+def test_a_mixture_keeps_its_shares_at_any_time(weights: list[float], seed: int) -> None:
+    parts = [[Item(Numbered(()), {}, str(number))] for number in range(len(weights))]
+    drawn = Counter(take(ItemStream([*zip(parts, weights, strict=True)], seed), 200))
+    for number, weight in enumerate(weights):
+        assert drawn[number] == pytest.approx(200 * weight / sum(weights), abs=len(weights))
+
+
+def test_a_task_of_a_mixture_without_a_fitting_prompt_is_left_out() -> None:
+    stream = ItemStream([(items(2), 1.0), (items(9)[5:], 1.0)], seed=0)
+    assert stream.keep(lambda item: int(str(item.prompt)) > 4) == KeptItems(4, 2)
+    assert set(take(stream, 8)) == {5, 6, 7, 8}
+
+
+@given(st.integers(200, 400), st.floats(0.1, 0.9))
+def test_no_item_is_in_training_and_in_evaluation(count: int, share: float) -> None:
+    task = Numbered([f"question {n}" for n in range(count)])
+    task.held_out = share
+    training = {item.key for item in training_items(task)}
+    evaluation = {item.key for item in evaluation_items(task)}
+    assert not training & evaluation
+    assert len(training | evaluation) == count
+    assert all(is_held_out(key, share) for key in evaluation)
+
+
+def test_test_data_loses_the_prompts_of_training_and_repetitions() -> None:
+    train = [f"question {n}" for n in range(100)]
+    test = [f"question {n % 150}" for n in range(60, 200)]
+    task = Numbered(train, test)
+    with capture_logs() as logs:
+        found = evaluation_items(task)
+    assert [item.messages[0]["content"] for item in found] == [
+        f"question {n}" for n in range(100, 150)
+    ]
+    assert [line["dropped"] for line in logs] == [90]
+    assert len(training_items(task)) == 100  # nothing is held out where there is test data
+
+
+def test_data_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(DataUnusable, match="no item for evaluation that training does not use"):
+        evaluation_items(Numbered(["a"], ["a"]))
+    task = Numbered(["a"])
+    task.held_out = 0.9999999
+    with pytest.raises(DataUnusable, match="all 1 rows are held out"):
+        training_items(task)
+
+
+def test_the_split_of_a_row_does_not_depend_on_other_rows() -> None:
+    few, many = ([f"question {n}" for n in range(count)] for count in (100, 1000))
+    held_out = {item.key for item in evaluation_items(Numbered(many))}
+    assert {item.key for item in evaluation_items(Numbered(few))} <= held_out
+    assert len(held_out) == pytest.approx(100, abs=40)
+
+
+BAD_PROMPTS = {
+    "": "row 1: the column 'prompt' is empty",
+    "[]": "neither a text nor a list of messages",
+    '[{"content": "x"}]': "message 0 has no role",
+    '[{"role": "user"}]': "message 0 has no text as its content",
+    '[{"role": "user", "content": [{"type": "image_url"}]}]': "parts such as images; only text",
+}
+
+
+@pytest.mark.parametrize(("prompt", "problem"), BAD_PROMPTS.items())
+def test_rows_without_a_usable_prompt_are_named(prompt: str, problem: str) -> None:
+    value = json.loads(prompt) if prompt else prompt
+    with pytest.raises(DataUnusable, match=problem):
+        training_items(Numbered([value, "a good one"]))
 
 
 def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
@@ -62,7 +183,8 @@ def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
 ) -> None:
     from transformers import AutoTokenizer
 
-    token_ids = chat_encoder(str(tokenizer_dir))(Sum(3, 4).messages)
+    template = load_template(str(tokenizer_dir))
+    token_ids = template.prompt_ids([{"role": "user", "content": "3+4="}])
 
     text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
@@ -77,4 +199,4 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
     shutil.copytree(tokenizer_dir, bare, ignore=shutil.ignore_patterns("chat_template*"))
 
     with pytest.raises(TokenizerUnusable, match="no chat template"):
-        chat_encoder(str(bare))
+        load_template(str(bare))

@@ -32,6 +32,7 @@ from grpo_env.config.mappings import (
     Weights,
     with_sections,
 )
+from grpo_env.config.task_names import problem_of, short_name
 
 PROG = "env-server"
 Action = Literal["serve", "process", "evaluate", "check"]
@@ -410,6 +411,9 @@ class EnvServerSettings(CommandSettings):
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:
+        for task in [part.task for part in self.mixture] or [self.task]:
+            if problem := problem_of(task):
+                yield Mistake("task", problem)
         for name in ("tokenizer" if self.tokenizer else "model", "data", "eval_data"):
             path = getattr(self, name)
             if path and not Path(path).expanduser().is_file():
@@ -433,14 +437,6 @@ class EnvServerSettings(CommandSettings):
     @property
     def display_name(self) -> str:
         return self.wandb_name or short_name(self.task)
-
-
-def short_name(task: str) -> str:
-    """`examples/my.py:reward` → `my`, `package.module:MyTask` → `module`."""
-    source, _, attribute = task.partition(":")
-    if source == "verifiers":
-        return attribute
-    return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
 def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:

@@ -60,12 +60,6 @@ class RecordedDialogue:
         conversation = self._conversation_for(messages, tools)
         sequence = conversation.sequence
         room = self._plan.max_token_length - len(sequence.tokens)
-        if room < 1:
-            raise ContextFull(
-                f"the conversation has {len(sequence.tokens)} tokens, and the limit for a whole "
-                f"sequence is {self._plan.max_token_length}; raise --seq-len of the environment and "
-                "of the trainer, or end conversations earlier"
-            )
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
         completion = await self._sample(sequence.tokens, limit, stop)
         sequence.add_completion(completion)
@@ -100,7 +94,9 @@ class RecordedDialogue:
         if newest is not None and newest.is_continued_by(messages):
             new = [*messages[len(newest.messages) :]]
             last = newest.sequence.tokens[-1]
-            newest.sequence.add_prompt(self._template.turn_ids(new, last))  # type: ignore[arg-type]
+            turn_ids = self._template.turn_ids(new, last)  # type: ignore[arg-type]
+            self._check_room(len(newest.sequence.tokens) + len(turn_ids))
+            newest.sequence.add_prompt(turn_ids)
             newest.messages += new  # type: ignore[arg-type]
             return newest
         prompt = messages if isinstance(messages, str) else [*messages]
@@ -109,8 +105,17 @@ class RecordedDialogue:
         )
         begun = _Conversation(prompt, shown)
         begun.sequence.add_prompt(self._template.prompt_ids(prompt, tools))
+        self._check_room(len(begun.sequence.tokens))
         self._conversations.append(begun)
         return begun
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens >= self._plan.max_token_length:
+            raise ContextFull(
+                f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
+                f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
+                "trainer, or end conversations earlier"
+            )
 
     async def _sample(self, prompt_ids: list[int], limit: int, stop: Sequence[str]) -> Completion:
         sampling: dict[str, Any] = {"temperature": self._plan.temperature, "max_tokens": limit}

@@ -126,7 +126,8 @@ class RolloutEngine:
             try:
                 answer = await dialogue.say(messages, tools, stop=task.stop)
             except ContextFull:
-                break  # the conversation ends with what was said so far
+                answer.finished = False  # the conversation ends with what was said so far
+                break
             if not answer.finished or state.turn >= task.max_turns:
                 break
             more = await self._step(task, state, answer)

@@ -31,8 +31,7 @@ class TaskCode(ClosesOnExit):
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._threads = ThreadPool(max_workers=_THREADS)
-        self._loop = asyncio.new_event_loop()
-        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; if that is awaitable, what it yields.
@@ -68,9 +67,9 @@ class TaskCode(ClosesOnExit):
             raise TooSlow(f"{name} did not end within {self._deadline_s:g} s") from error
 
     async def _in_loop(self, work: Awaitable[Any]) -> Any:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-            self._thread.start()
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
 
         async def run() -> Any:
             return await work
@@ -78,6 +77,11 @@ class TaskCode(ClosesOnExit):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
     def close(self) -> None:
-        if self._thread is not None:
+        if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

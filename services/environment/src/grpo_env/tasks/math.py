@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_env.grading import math_zero
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, think_answer_format
 from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions
+from grpo_env.tasks import math_zero_prompt as math_zero
 from grpo_env.tasks.arguments import checked_arguments
 from grpo_env.tasks.rows import rows_of
 

@@ -1,0 +1,74 @@
+"""A rollout engine on a scripted inference server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from grpo_env.inference.pool import InferencePool
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Row, Split, Task, TaskOptions
+from grpo_env.tasks.items import Item
+from tests.support.wait import DEADLINE_S
+from tests.unit.env.feeding import CannedTemplate
+from tests.unit.env.http_stub import Route, StubServer, stub_server
+
+PLAN = SamplingPlan(
+    group_size=2,
+    temperature=0.7,
+    max_token_length=100,
+    max_completion_tokens=16,
+    drop_equal_scores=True,
+)
+
+
+class Rewarded(Task):
+    """Prompt "3+4=", with the reward that the test gives."""
+
+    def __init__(self, reward: Callable[..., Any], *, blocks: bool = True) -> None:
+        super().__init__(TaskOptions())
+        self._reward = reward
+        self.blocks = blocks
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return [{"prompt": "3+4="}] if split == "train" else None
+
+    def reward(self, answer: Any, row: Row) -> Any:
+        return self._reward(answer, row)
+
+
+def sevens(answer: str, _row: Row) -> float:
+    return float(answer == "7")
+
+
+def item_of(task: Task) -> Item:
+    rows = task.rows("train")
+    assert rows
+    return Item(task, rows[0], task.prompt(rows[0]))
+
+
+@asynccontextmanager
+async def engine_on(
+    generate: Route,
+    template: ChatTemplate | None = None,
+    weights: Mapping[str, float] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> AsyncIterator[tuple[RolloutEngine, StubServer]]:
+    routes = {"GET /health": lambda _body: (200, {}), "POST /generate": generate}
+    with stub_server(routes) as server:
+        async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
+            with TaskCode(deadline_s) as code:
+                grader = Grader(weights or {}, code)
+                yield RolloutEngine(pool, template or CannedTemplate(), grader, code), server
+
+
+async def sample(
+    generate: Route, task: Task | None = None, plan: SamplingPlan = PLAN, **how: Any
+) -> tuple[Rollout | RolloutFailure, StubServer]:
+    async with engine_on(generate, **how) as (engine, server):
+        return await engine.roll_out(item_of(task or Rewarded(sevens)), plan), server

@@ -1,0 +1,211 @@
+"""Conversations: token-exact continuation, masks, several sequences, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
+from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
+from grpo_env.rollout.rollout import TooManySequences
+from grpo_env.tasks import Answer, Message, Row, State
+from grpo_env.tasks.dialogue import Dialogue
+from tests.unit.env.canned import generate_answer
+from tests.unit.env.http_stub import Answer as HttpAnswer
+from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, sample
+
+END = 257  # <|im_end|> of the tokenizer
+ONE = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
+SAID = [300, 301, END]
+"""No tokenizer would make these ids of the text "3+4": only what was sampled may come back."""
+
+
+class Talk(Rewarded):
+    """Answers every message of the model with `next_messages`."""
+
+    def __init__(self, next_messages: Callable[[State, Answer], Any], **how: Any) -> None:
+        super().__init__(lambda answer, _row: float(answer == "7"), **how)
+        self._next_messages = next_messages
+
+    async def step(self, state: State, message: Answer) -> Sequence[Message] | None:
+        found: Sequence[Message] | None = self._next_messages(state, message)
+        return found
+
+
+def twice(state: State, message: Answer) -> list[Message] | None:
+    assert message == "3+4"
+    return [{"role": "tool", "content": "7"}] if state.turn == 1 else None
+
+
+def scripted(*texts: str, ids: Sequence[int] = SAID, finish: str = "stop") -> Any:
+    """Each request gets the next text, with the same token ids."""
+    left = iter(texts)
+
+    def generate(body: dict[str, Any]) -> HttpAnswer:
+        text = next(left, texts[-1])
+        answer = generate_answer(
+            [text],
+            prompt_token_ids=body["prompt"]["prompt_token_ids"],
+            token_ids=[list(ids)],
+            logprobs=[[[{str(token): -0.25}] for token in ids]],
+            finish_reasons=[finish],
+        )
+        return 200, answer
+
+    return generate
+
+
+@pytest.fixture
+def template(tokenizer_dir: Path) -> TokenizerTemplate:
+    return load_template(str(tokenizer_dir))
+
+
+async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
+    template: TokenizerTemplate, tokenizer_dir: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(tokenizer_dir).encode
+    prompt = encode("<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
+    between = encode("\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+
+    outcome, server = await sample(
+        scripted("3+4", "3+4"), Talk(twice), ONE, template=template
+    )
+
+    first, second = server.bodies("POST /generate")
+    assert (first["n"], first["prompt"]["prompt_token_ids"]) == (1, prompt)
+    assert second["prompt"]["prompt_token_ids"] == prompt + SAID + between
+    assert isinstance(outcome, Rollout)
+    group = outcome.group
+    assert group.tokens == [prompt + SAID + between + SAID]
+    masked, unmasked = [-100] * len(prompt), [-100] * len(between)
+    assert group.masks == [masked + SAID + unmasked + SAID]
+    assert group.inference_logprobs == [
+        [1.0] * len(prompt) + [-0.25] * 3 + [1.0] * len(between) + [-0.25] * 3
+    ]
+    assert group.messages is not None
+    assert [m["role"] for m in group.messages[0]] == ["user", "assistant", "tool", "assistant"]
+    assert group.generation_params == {"temperature": 0.7}
+    assert outcome.completion_tokens == 6
+
+
+async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_turn(
+    template: TokenizerTemplate,
+) -> None:
+    _, server = await sample(
+        scripted("3+4", ids=[300, 301]), Talk(twice), ONE, template=template
+    )
+    ids = server.bodies("POST /generate")[1]["prompt"]["prompt_token_ids"]
+    first = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
+    assert ids[len(first) : len(first) + 3] == [300, 301, END]
+
+
+async def test_an_answer_that_was_cut_off_and_the_last_turn_end_the_conversation(
+    template: TokenizerTemplate,
+) -> None:
+    endless = Talk(lambda _state, _message: [{"role": "user", "content": "go on"}])
+    endless.max_turns = 3
+    _, cut = await sample(scripted("3", finish="length"), endless, ONE, template=template)
+    _, whole = await sample(scripted("3"), endless, ONE, template=template)
+    assert len(cut.bodies("POST /generate")) == 1
+    assert len(whole.bodies("POST /generate")) == 3
+
+
+async def test_a_full_context_ends_the_conversation_with_what_was_said(
+    template: TokenizerTemplate,
+) -> None:
+    endless = Talk(lambda _state, _message: [{"role": "user", "content": "x" * 100}])
+    seen: list[Answer] = []
+    endless.reward = lambda answer, _row: seen.append(answer) or 1.0  # type: ignore[method-assign]
+    outcome, server = await sample(
+        scripted("3"), endless, replace(ONE, max_token_length=140), template=template
+    )
+    assert len(server.bodies("POST /generate")) == 1
+    assert [(answer.finished, len(answer.messages)) for answer in seen] == [(False, 2)]
+    assert isinstance(outcome, Rollout)
+
+
+async def test_a_step_that_fails_quarantines_the_group(template: TokenizerTemplate) -> None:
+    outcome, _ = await sample(
+        scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN, template=template
+    )
+    assert isinstance(outcome, RolloutFailure)
+    assert (outcome.reason, outcome.detail) == (FailureReason.QUARANTINED_REWARD, "KeyError: 'x'")
+
+
+def starting_again(state: State, _message: Answer) -> list[Message] | None:
+    """The second turn knows nothing of the first one; only odd rollouts have one."""
+    if state.turn > 1 or state.row.get("short"):
+        return None
+    state.messages = []
+    return [{"role": "user", "content": "again"}]
+
+
+async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
+    template: TokenizerTemplate,
+) -> None:
+    task = Talk(starting_again)
+    with pytest.raises(TooManySequences, match="2 sequences"):
+        await sample(scripted("7"), task, ONE, template=template)
+
+    outcome, _ = await sample(
+        scripted("7"), task, replace(ONE, max_sequences=3), template=template
+    )
+
+    assert isinstance(outcome, Rollout)
+    group = outcome.group
+    assert group.size == 3
+    assert group.scores == [1.0] * 3
+    assert group.overrides
+    assert [o["rollout"] for o in group.overrides] == [0, 0, 0]
+    assert [o["finish_reason"] for o in group.overrides] == ["stop", "stop", "padding"]
+    # Padding fills the group up to its size; nothing of it is trained on.
+    assert group.masks[2] == [-100, -100]
+    assert group.tokens[2] == group.tokens[0][:2]
+    assert group.messages
+    assert [len(conversation) for conversation in group.messages] == [2, 2, 0]
+
+
+class SelfDriven(Rewarded):
+    """Conducts its own rollout, as a bridge to another library does."""
+
+    drives_itself = True
+
+    def __init__(self) -> None:
+        super().__init__(lambda _answer, _row: 0.0)
+
+    async def run(self, row: Row, dialogue: Dialogue) -> dict[str, float]:
+        messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+        first = await dialogue.say(messages, max_tokens=5, stop=["."])
+        messages.append({"role": "assistant", "content": str(first)})
+        messages.append({"role": "user", "content": "sure?"})
+        last = await dialogue.say(messages)
+        return {"accuracy": float(last == "8"), "turns": 2.0}
+
+
+async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate) -> None:
+    outcome, server = await sample(
+        scripted("7", "8"), SelfDriven(), ONE, template=template, weights={"turns": 0.0}
+    )
+    assert isinstance(outcome, Rollout)
+    assert [(g.score, g.parts) for g in outcome.grades] == [(1.0, {"accuracy": 1.0, "turns": 2.0})]
+    first, second = server.bodies("POST /generate")
+    assert (first["max_tokens"], first["stop"]) == (5, ["."])
+    ids = second["prompt"]["prompt_token_ids"]
+    assert ids[: len(first["prompt"]["prompt_token_ids"]) + 3] == (
+        first["prompt"]["prompt_token_ids"] + SAID
+    )
+    assert outcome.group.size == 1
+
+
+async def test_a_text_is_continued_without_template(template: TokenizerTemplate) -> None:
+    task = Rewarded(lambda _answer, _row: 1.0)
+    task.prompt = lambda row: row["prompt"]  # type: ignore[method-assign]
+    assert item_of(task).messages == [{"role": "user", "content": "3+4="}]
+    _, server = await sample(scripted("7"), task, ONE, template=template)
+    assert len(server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]) == len("3+4=")

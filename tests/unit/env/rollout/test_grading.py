@@ -1,0 +1,162 @@
+"""Rewards of a task: what they may return, and what happens if they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from grpo_env.grading.parts import UnknownRewardPart
+from grpo_env.pacing.reward_failures import RewardFailures, RewardsFail
+from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.outcome import FailureReason, RolloutFailure
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Answer, Graded
+from tests.support.wait import DEADLINE_S
+from tests.unit.env.canned import generate_answer
+from tests.unit.env.rollout.rig import Rewarded, sample
+
+
+async def grade(
+    value: Any, weights: dict[str, float] | None = None, answer: Answer | None = None
+) -> Grade | Ungraded:
+    """The grade of a reward that returns this value."""
+    return await grade_by(lambda _answer, _row: value, weights, answer)
+
+
+async def grade_by(
+    reward: Any, weights: dict[str, float] | None = None, answer: Answer | None = None
+) -> Grade | Ungraded:
+    with TaskCode(DEADLINE_S) as code:
+        task = Rewarded(reward)
+        [found] = await Grader(weights or {}, code).grade_all(task, [answer or Answer("7")], {})
+        return found
+
+
+async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
+    parts = {"accuracy": 1, "format": 0.5}
+    assert await grade(0.25) == Grade(0.25, {"reward": 0.25})
+    assert await grade(True) == Grade(1.0, {"reward": 1.0})
+    assert await grade(parts) == Grade(1.5, parts)
+    assert await grade(parts, {"format": 0.2, "accuracy": 2.0}) == Grade(2.1, parts)
+    assert await grade(Graded({"a": 1.0}, "why"), {"a": 0.0}) == Grade(0.0, {"a": 1.0}, "why")
+    # Half of the tokens that the limit allows; -0.5, with the weight 0.1.
+    answer = Answer("7", token_ids=[1, 2], max_tokens=4)
+    assert await grade(1.0, {"length": 0.1}, answer) == Grade(0.95, {"reward": 1.0, "length": -0.5})
+
+
+async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
+    async def reward(_answer: str, _row: Any) -> float:
+        assert threading.current_thread() is not threading.main_thread()
+        return 0.5
+
+    assert await grade_by(reward) == Grade(0.5, {"reward": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (float("nan"), "the reward is nan, which is not finite"),
+        ({"a": 1.0, "b": float("inf")}, "the part 'b' of the reward is inf, which is not finite"),
+        ("7", "the reward is '7', a str; expected a number, or a dict of named numbers"),
+        (None, "the reward is None, a NoneType; expected a number, or a dict of named numbers"),
+        ({}, "the reward is empty; expected a number, or a dict of named numbers"),
+    ],
+)
+async def test_what_is_no_number_is_never_a_score(value: Any, problem: str) -> None:
+    assert await grade(value) == Ungraded(f"RewardInvalid: {problem}")
+
+
+async def test_a_weight_without_a_part_ends_the_run() -> None:
+    with pytest.raises(UnknownRewardPart, match="acuracy"):
+        await grade({"accuracy": 1.0}, {"acuracy": 1.0})
+
+
+async def test_an_exception_quarantines_the_group_and_is_shown_once() -> None:
+    def reward(answer: Answer, _row: Any) -> float:
+        if answer == "8":
+            raise KeyError("solution")
+        return 1.0
+
+    with capture_logs() as logs:
+        outcome, _ = await sample(
+            lambda _body: (200, generate_answer(["7", "8"])), Rewarded(reward)
+        )
+        for _ in range(3):
+            assert isinstance(await grade_by(reward, answer=Answer("7")), Grade)
+
+    assert isinstance(outcome, RolloutFailure)
+    assert outcome.reason is FailureReason.QUARANTINED_REWARD
+    assert outcome.detail == "completion 1: KeyError: 'solution'"
+    assert [g.score for g in outcome.grades] == [1.0]
+    [shown] = [line for line in logs if line["event"] == "reward.failed"]
+    assert 'raise KeyError("solution")' in shown["traceback"]
+
+
+async def test_the_same_failure_is_logged_once_and_another_one_too() -> None:
+    def reward(answer: Answer, _row: Any) -> float:
+        return 1 / 0 if answer == "a" else float(answer)
+
+    with TaskCode(DEADLINE_S) as code, capture_logs() as logs:
+        answers = [Answer("a"), Answer("a"), Answer("b")]
+        await Grader({}, code).grade_all(Rewarded(reward), answers, {})
+    assert sorted(line["error"][:10] for line in logs) == ["ValueError", "ZeroDivisi"]
+
+
+async def test_rewards_of_a_group_run_side_by_side_and_hold_up_no_other_group() -> None:
+    together = threading.Barrier(3, timeout=DEADLINE_S)  # two answers, and this test
+
+    def slow(_answer: Answer, _row: Any) -> float:
+        together.wait()
+        return 1.0
+
+    with TaskCode(DEADLINE_S) as code:
+        grader = Grader({}, code)
+        waiting = asyncio.create_task(
+            grader.grade_all(Rewarded(slow), [Answer("a"), Answer("b")], {})
+        )
+        [quick] = await grader.grade_all(Rewarded(lambda _a, _r: 0.5), [Answer("c")], {})
+        assert quick == Grade(0.5, {"reward": 0.5})
+        assert not waiting.done()
+        await asyncio.to_thread(together.wait)
+        assert await waiting == [Grade(1.0, {"reward": 1.0})] * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_reward_that_never_ends_is_given_up(is_async: bool) -> None:
+    never = threading.Event()
+
+    async def hang(_answer: Answer, _row: Any) -> float:
+        await asyncio.sleep(DEADLINE_S)
+        return 0.0
+
+    def block(_answer: Answer, _row: Any) -> float:
+        never.wait(DEADLINE_S)
+        return 0.0
+
+    with TaskCode(deadline_s=0.05) as code:
+        task = Rewarded(hang if is_async else block)
+        [found] = await Grader({}, code).grade_all(task, [Answer("7")], {})
+        never.set()
+    assert isinstance(found, Ungraded)
+    assert "did not end within 0.05 s" in found.problem
+
+
+def test_a_share_of_failed_groups_ends_the_run_by_name() -> None:
+    failures = RewardFailures(share=0.5)
+    for _ in range(4):
+        failures.graded()
+        failures.failed("boom")
+    with pytest.raises(RewardsFail, match=r"5 of the last 9 groups.*the last problem was: boom"):
+        failures.failed("boom")
+
+
+def test_few_groups_prove_nothing() -> None:
+    failures = RewardFailures(share=0.0)
+    for _ in range(7):
+        failures.failed("boom")
+    with pytest.raises(RewardsFail):
+        failures.failed("boom")

@@ -1,0 +1,145 @@
+"""Tasks of users: files, modules, entry points, and the mistakes in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_env import loading
+from grpo_env.config import task_names
+from grpo_env.config.task_names import problem_of, short_name
+from grpo_env.loading import TaskUnusable, find_task, make_task
+from grpo_env.tasks import Answer, TaskOptions
+from grpo_env.tasks.items import training_items
+
+REWARD = """
+from helper import right
+
+def reward(answer, row):
+    return {"accuracy": float(answer == right(row))}
+"""
+TASK = """
+from grpo_env.tasks import Task
+
+class Shout(Task):
+    max_completion_tokens = 5
+
+    def rows(self, split):
+        return [{"word": "hi"}] if split == "train" else None
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+
+    async def reward(self, answer, row):
+        return float(answer == row["word"].upper())
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "helper.py").write_text("def right(row): return row['answer']\n")
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "shouting.py").write_text(TASK)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "3+4=", "answer": "7"}) + "\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(directory: Path) -> TaskOptions:
+    return TaskOptions(data=str(directory / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["mine.py:reward", "mine.py", "mine:reward"])
+def test_a_function_in_a_file_or_a_module_is_a_task(directory: Path, name: str) -> None:
+    task = make_task(name, find_task(name), options(directory))
+    task.held_out = 0.0
+    [item] = training_items(task)
+    assert item.messages == [{"role": "user", "content": "3+4="}]
+    assert task.reward(Answer("7"), item.row) == {"accuracy": 1.0}
+    assert task.name == short_name(name) == "mine"
+
+
+@pytest.mark.parametrize("name", ["shouting.py:Shout", "shouting:Shout"])
+def test_a_class_in_a_file_or_a_module_is_a_task(directory: Path, name: str) -> None:
+    task = make_task(name, find_task(name), options(directory))
+    reward: Any = task.reward(Answer("HI"), {"word": "hi"})
+    assert asyncio.run(reward) == 1.0
+    assert task.name == "shout"
+
+
+def test_an_installed_package_may_offer_tasks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(directory)
+    point = EntryPoint("loud", "shouting:Shout", loading.ENTRY_POINTS)
+    for module in (loading, task_names):
+        monkeypatch.setattr(module, "entry_points", lambda group: [point])
+    assert problem_of("loud") is None
+    assert make_task("loud", find_task("loud"), options(directory)).name == "shout"
+
+
+BROKEN = {
+    "def reward(answer, row)\n    return 1": "broken.py line 1: ",
+    "def rewrad(answer, row): return 1": "broken.py has no 'reward'; it defines rewrad",
+}
+BROKEN_WHEN_RUN = {
+    "import nowhere\ndef reward(a, r): ...": "broken.py line 1: ModuleNotFoundError: No module",
+    "x = 1 / 0\ndef reward(a, r): ...": "broken.py line 1: ZeroDivisionError",
+    "def reward(answer): return 1": r"line 1: reward cannot be called as reward\(answer, row\)",
+    "reward = 3": "reward is int; expected a function",
+    "class reward: ...": "is a class, but no subclass of grpo_env.Task",
+}
+
+
+@pytest.mark.parametrize(("code", "problem"), {**BROKEN, **BROKEN_WHEN_RUN}.items())
+def test_a_mistake_in_a_file_is_named_with_its_line(
+    directory: Path, code: str, problem: str
+) -> None:
+    (directory / "broken.py").write_text(code)
+    with pytest.raises(TaskUnusable, match=problem):
+        find_task("broken.py:reward")
+    without_running = problem_of("broken.py:reward")
+    assert (without_running is not None) == (code in BROKEN)
+
+
+def test_names_that_cannot_be_tasks_are_known_without_running_code(directory: Path) -> None:
+    assert "no task 'chess'; expected one of arithmetic, gsm8k" in str(problem_of("chess"))
+    assert "cannot read no.py: No such file" in str(problem_of("no.py:reward"))
+    assert problem_of("gsm8k") is problem_of("any.module:Task") is problem_of("mine.py") is None
+
+
+def run_check(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_env", "check", *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_check_grades_answers_of_a_file(directory: Path) -> None:
+    (directory / "answers.txt").write_text('7\n8\n{"row": 1, "answer": " 7"}\n')
+    words = ["mine.py:reward", "--data", "rows.jsonl", "--answers", "answers.txt", "--held-out=0"]
+    done = run_check(directory, *words)
+    assert done.returncode == 0, done.stderr
+    assert "prompt: '3+4='" in done.stdout
+    assert [line.split()[:3] for line in done.stdout.splitlines() if "score" in line] == [
+        ["score", "1.000", "'7'"],
+        ["score", "0.000", "'8'"],
+        ["score", "0.000", "'"],
+    ]
+    (directory / "helper.py").write_text("def right(row): return row['solution']\n")
+    broken = run_check(directory, *words)
+    assert broken.returncode == 1
+    assert "not graded   '7'" in broken.stdout
+    assert "KeyError: 'solution'" in broken.stdout
+    assert "RewardWrong: 3 of 3 answers could not be graded" in broken.stderr
