@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from grpo_env.grading.final_answer import Form, read_final_answer
+from grpo_env.grading.final_answer import find_result
+from grpo_env.grading.parts import accuracy, marked_number_format
 from grpo_env.tasks import Answer, Item, KeptItems, Message
 from grpo_env.tasks.gsm8k_data import Problem
 
@@ -51,9 +52,10 @@ class AskedProblem:
         Raises:
             NotGraded: the result could not be compared in time.
         """
-        final = read_final_answer(answer.text, answer.finished)
-        right = final.result is not None and self.is_equal(final.result, self.problem.gold)
-        return RIGHT * right + self.format_reward * final.form / Form.MARKED_NUMBER
+        result = find_result(answer.text, finished=answer.finished)
+        right = accuracy(result, self.problem.gold, self.is_equal)
+        form = marked_number_format(answer.text, finished=answer.finished)
+        return RIGHT * right + self.format_reward * form
 
 
 class Shuffled(Generic[T]):
