@@ -2,40 +2,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.grading.final_answer import LONGEST_RESULT_CHARS, read_final_answer
-from grpo_env.grading.math_grader import MathGrader, NotGraded
+from grpo_env.grading.math_grader import NotGraded
 from grpo_env.rollout.rollout import grade_all
 from grpo_env.tasks import Answer, DatasetTask
 from grpo_env.tasks.gsm8k import INSTRUCTION, AskedProblem, Gsm8k
 from grpo_env.tasks.gsm8k_data import DatasetsMissing, DataUnusable, Problem, read_problems
 
 PROBLEMS = [Problem("How many eggs?", "13"), Problem("How much?", "1080000")]
-
-
-@pytest.mark.parametrize(
-    ("text", "result"),
-    [
-        ("9 eggs at 2 dollars.\n#### $1,080.50\n\n", "$1,080.50"),
-        ("#### 17\nno\n#### 18\nGood luck!", "18"),
-        (r"so \boxed{18}.", r"\boxed{18}."),
-        ("so it is\n18%", "18%"),
-        ("she makes 18.", None),
-        ("#### " + "7" * (LONGEST_RESULT_CHARS + 1), None),
-    ],
-)
-def test_the_last_marked_place_or_a_bare_last_line_is_the_result(
-    text: str, result: str | None
-) -> None:
-    assert read_final_answer(text).result == result
 
 
 FORMS = ["#### {}", "{}", "#### {}\nBye", "#### 5\n#### {}", "so\n#### {}", "it is {}", "no {} ?"]
@@ -154,47 +133,3 @@ def test_what_is_neither_a_directory_nor_a_hub_id_or_is_empty_is_named(tmp_path:
         read_problems("/no/such/directory", "main", "train")
     with pytest.raises(DataUnusable, match=r"train\.jsonl contains no rows"):
         read_problems(write_lines(tmp_path), "main", "train")
-
-
-@pytest.fixture(scope="module")
-def grader() -> Iterator[MathGrader]:
-    """The real process, with a deadline that even a busy machine meets."""
-    before = set(active_children())
-    with MathGrader(deadline_s=60.0) as grader:
-        yield grader
-    assert set(active_children()) <= before, "closing ends the process"
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "equal"),
-    [
-        ("1,080", "1080", True),
-        ("$18", "18", True),
-        ("36/2", "18", True),
-        (r"$\frac{36}{2}$", "18", True),
-        ("17.999", "18", False),
-        ("17 or 18 or 19", "18", False),
-        ("0 < 18 < 100", "18", False),
-        (r"\frac{\frac{", "18", False),
-    ],
-)
-def test_equal_is_what_a_mathematician_calls_equal(
-    grader: MathGrader, answer: str, gold: str, equal: bool
-) -> None:
-    assert grader.is_equal(answer, gold) is equal
-
-
-def test_an_endless_computation_is_not_graded_and_the_next_one_is(
-    grader: MathGrader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as short:
-        short.setattr(grader, "_deadline_s", 1.0)
-        with pytest.raises(NotGraded, match="was not graded within 1 s"):
-            grader.is_equal("9^9^9^9^9", "18")
-    assert grader.is_equal("18", "18")
-
-
-def test_threads_may_ask_at_once(grader: MathGrader) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(lambda n: grader.is_equal(str(n), "18"), range(40)))
-    assert [n for n, equal in enumerate(verdicts) if equal] == [18]

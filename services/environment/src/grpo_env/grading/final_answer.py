@@ -1,79 +1,117 @@
-"""Finds the result in an answer, and rates how well the answer follows the requested form.
+"""Finds the one result that an answer states, in the forms that a task allows.
 
-The requested form is a last line `#### <number>`, as in GSM8K's own solutions.
+Only one result counts, so listing several numbers gives no extra chance: the first allowed form
+that the answer contains decides, and of several results in this form the last one counts.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Sequence
+from enum import StrEnum
+
+from grpo_env.grading.numbers import read_number
 
 MARK = "####"
-BOXED = r"\boxed{"
+BOX = r"\boxed{"
+ANSWER_TAG, END_OF_ANSWER = "<answer>", "</answer>"
 
 LONGEST_RESULT_CHARS = 64
 """Longer results are ignored: they are no plausible numbers, and parsing them is slow."""
 
-_NUMBER = r"[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?%?"
-_ENDS_IN_NUMBER = re.compile(rf"(?:.*[^0-9.,])?{_NUMBER}\.?")
-_BARE_NUMBER = re.compile(_NUMBER)
-_MARKED_NUMBER = re.compile(rf"{MARK} *{_NUMBER}")
+_BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
-class Form(IntEnum):
-    """Steps towards the requested form. Each step includes the previous ones, so that a policy that
-    reaches one step also finds the next one in its own samples."""
+class ResultForm(StrEnum):
+    """A way to state the result."""
 
-    NONE = 0
-    """The answer was cut off, or its last line does not end in a number."""
-    ENDS_IN_NUMBER = 1
-    BARE_NUMBER = 2
-    """The last line is only a number, with or without the mark."""
-    MARKED_NUMBER = 3
-    """The last line is `#### <number>`, and no other line contains the mark."""
-
-
-@dataclass(frozen=True)
-class FinalAnswer:
-    """`result`: the text of the stated result; None if the answer states none."""
-
-    result: str | None
-    form: Form
+    MARKED = "marked"
+    """The text after the last `####`, up to the end of the line, as in GSM8K's own solutions."""
+    TAGGED = "tagged"
+    """The last `<answer>…</answer>`: its last `\\boxed{…}`, or all of its text if it has no box."""
+    TAGGED_BOX = "tagged_box"
+    """The last `\\boxed{…}` in the last `<answer>…</answer>`. Other text does not count."""
+    BOXED = "boxed"
+    """The last `\\boxed{…}`, with its box."""
+    LAST_LINE = "last_line"
+    """The last line, if it is only a number, with or without a unit."""
 
 
-def read_final_answer(answer: str, finished: bool = True) -> FinalAnswer:
-    """Read the one result that counts, so that listing several numbers gives no extra chance.
+NUMBER_FORMS = (ResultForm.MARKED, ResultForm.TAGGED, ResultForm.BOXED, ResultForm.LAST_LINE)
 
-    The result follows the last `####`, else starts at the last `\\boxed{`, else is a last line that
-    is only a number. If the answer was cut off, its last line is ignored: digits may be missing.
+
+def find_result(
+    text: str,
+    forms: Sequence[ResultForm] = NUMBER_FORMS,
+    *,
+    finished: bool = True,
+    longest_chars: int = LONGEST_RESULT_CHARS,
+) -> str | None:
+    """The text of the stated result, ready to compare; None if the answer states none.
+
+    The result is also None if the deciding form is empty or longer than `longest_chars`: no other
+    form takes its place.
+
+    Args:
+        forms: the allowed forms, in the order in which they are tried.
+        finished: False if the token limit cut the answer off. Its last line is then ignored,
+            because digits may be missing.
     """
-    text = answer if finished else answer.rpartition("\n")[0]
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    form = _form(lines) if finished else Form.NONE
-    result = _result(lines, unmarked_counts=finished)
-    return FinalAnswer(result if result and len(result) <= LONGEST_RESULT_CHARS else None, form)
-
-
-def _result(lines: list[str], unmarked_counts: bool) -> str | None:
-    for sign in (MARK, BOXED):
-        signed = [line for line in lines if sign in line]
-        if signed:
-            return _behind_last(sign, signed[-1])
-    if unmarked_counts and lines and _BARE_NUMBER.fullmatch(lines[-1]):
-        return lines[-1]
+    text = text if finished else text.rpartition("\n")[0]
+    for form in forms:
+        found = _FINDERS[form](text)
+        if found is not None:
+            result = found.strip()
+            return result if 0 < len(result) <= longest_chars else None
     return None
 
 
-def _behind_last(sign: str, line: str) -> str:
-    before, _, rest = line.rpartition(sign)
-    return rest.strip() if sign == MARK else line[len(before) :]
+def last_box(text: str) -> str | None:
+    """The last complete `\\boxed{…}`, box included. Braces may be nested, or escaped as `\\{`."""
+    last: tuple[int, int] | None = None
+    opened: list[int | None] = []  # where a box starts; None: another brace
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match.group().startswith(r"\boxed"):
+            opened.append(match.start())
+        elif match.group() == "{":
+            opened.append(None)
+        elif match.group() == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = start, match.end()
+    return text[slice(*last)] if last else None
 
 
-def _form(lines: list[str]) -> Form:
-    last = lines[-1] if lines else ""
-    if _MARKED_NUMBER.fullmatch(last) and sum(line.count(MARK) for line in lines) == 1:
-        return Form.MARKED_NUMBER
-    if _BARE_NUMBER.fullmatch(last) or _MARKED_NUMBER.fullmatch(last):
-        return Form.BARE_NUMBER
-    return Form.ENDS_IN_NUMBER if _ENDS_IN_NUMBER.fullmatch(last) else Form.NONE
+def _marked(text: str) -> str | None:
+    _, mark, rest = text.rpartition(MARK)
+    return rest.partition("\n")[0] if mark else None
+
+
+def _last_tagged(text: str) -> str | None:
+    before, end, _ = text.rpartition(END_OF_ANSWER)
+    _, start, content = before.rpartition(ANSWER_TAG)
+    return content if end and start else None
+
+
+def _tagged(text: str) -> str | None:
+    content = _last_tagged(text)
+    return content if content is None else last_box(content) or content
+
+
+def _tagged_box(text: str) -> str | None:
+    content = _last_tagged(text)
+    return None if content is None else last_box(content)
+
+
+def _last_line(text: str) -> str | None:
+    line = text.rstrip().rpartition("\n")[2].strip()
+    return line if read_number(line) else None
+
+
+_FINDERS = {
+    ResultForm.MARKED: _marked,
+    ResultForm.TAGGED: _tagged,
+    ResultForm.TAGGED_BOX: _tagged_box,
+    ResultForm.BOXED: last_box,
+    ResultForm.LAST_LINE: _last_line,
+}

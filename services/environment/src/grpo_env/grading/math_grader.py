@@ -1,26 +1,18 @@
-"""Compares two mathematical expressions with `math-verify`, in a separate process.
-
-sympy would compute `9^9^9^9` for ever, but a process can be ended at any time. The library's own
-timeouts use signals, which work only in a main thread, and not during one long multiplication.
-"""
+"""Compares two expressions: exactly if both are plain numbers, otherwise with `math-verify`."""
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import resource
-
-from pebble import ProcessPool
+import threading
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnExit
+from grpo_env.grading.math_process import MathProcess
+from grpo_env.grading.numbers import exact_verdict, respelled_pair
 
 GRADING_DEADLINE_S = 2.0
-"""For one comparison. A typical comparison takes a thousandth of this."""
+"""CPU time of one comparison. A typical comparison takes a thousandth of this."""
 
-_START_DEADLINE_S = 120.0
-_MEMORY_BYTES = 4 * 2**30
-"""Address space of the process. An expression that needs more counts as invalid."""
+_MOST_CHARS_SHOWN = 80
 
 
 class GraderUnusable(GrpoError):
@@ -34,67 +26,81 @@ class NotGraded(ValueError):
 class MathGrader(ClosesOnExit):
     """Compares expressions. Several threads may call it.
 
+    Args:
+        deadline_s: CPU time of one comparison, in seconds.
+
     Raises:
         GraderUnusable: the process does not start, or finds that 2 does not equal 2.
     """
 
     def __init__(self, deadline_s: float = GRADING_DEADLINE_S) -> None:
         self._deadline_s = deadline_s
-        # Not a fork, because this process has threads, and a fork may inherit a held lock.
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(max_workers=1, initializer=_prepare, context=spawn)
+        self._lock = threading.Lock()
+        self._process: MathProcess | None = MathProcess()
         try:
-            works = self._pool.schedule(_equal, ("2", "2")).result(_START_DEADLINE_S)
-        except (OSError, TimeoutError, ImportError) as error:
+            _check(self._process)
+        except GraderUnusable:
             self.close()
-            raise GraderUnusable(
-                f"the grading process does not start ({error!r}); install math-verify: "
-                "pip install -c constraints.txt math-verify"
-            ) from error
-        if not works:
-            self.close()
-            raise GraderUnusable(
-                "math-verify is broken: it finds that 2 does not equal 2; reinstall math-verify"
-            )
+            raise
 
     def is_equal(self, answer: str, gold: str) -> bool:
         """False also if `answer` is not an expression.
 
         Raises:
-            NotGraded: the comparison did not end within the deadline.
+            NotGraded: the comparison did not end within the deadline, or the grader is closed.
+            GraderUnusable: the process ended and does not start again.
         """
-        verdict = self._pool.schedule(_equal, (answer, gold), timeout=self._deadline_s)
-        try:
-            return bool(verdict.result())
-        except TimeoutError as error:
-            raise NotGraded(
-                f"the answer {answer!r} was not graded within {self._deadline_s:g} s"
-            ) from error
-        except OSError as error:  # pebble's ProcessExpired
-            raise NotGraded(
-                f"the answer {answer!r} crashed the grading process: {error!r}"
-            ) from error
+        verdict = exact_verdict(answer, gold)
+        if verdict is not None:
+            return verdict
+        with self._lock:
+            # Plain strings: subclasses of str would take all their fields to the process.
+            return self._verify(str(answer), str(gold))
 
     def close(self) -> None:
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        """Wait for the comparison that is running, then end the process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.end()
+                self._process = None
+
+    def _verify(self, answer: str, gold: str) -> bool:
+        if self._process is None:
+            raise NotGraded("the grader is closed")
+        if not self._process.is_alive():
+            self._process = _restarted(self._process)
+        _check(self._process)
+        try:
+            return self._process.compare(*respelled_pair(answer, gold), self._deadline_s)
+        except TimeoutError as error:
+            reason = f"was not graded within {self._deadline_s:g} s of CPU time"
+            failure: OSError = error
+        except ChildProcessError as error:
+            reason = f"crashed the grading process: {error}"
+            failure = error
+        self._process = _restarted(self._process)
+        raise NotGraded(f"the answer {_shortened(answer)!r} {reason}") from failure
 
 
-def _prepare() -> None:
-    """Prepare the process once, so that no comparison has to import."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    # Its warning that timeouts are off does not apply: the pool enforces the deadline.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    import math_verify  # noqa: F401
+def _restarted(process: MathProcess) -> MathProcess:
+    """Does not wait until the new process works: the next comparison does."""
+    process.end()
+    return MathProcess()
 
 
-def _equal(answer: str, gold: str) -> bool:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+def _check(process: MathProcess) -> None:
+    try:
+        works = process.works()
+    except (TimeoutError, ChildProcessError) as error:
+        raise GraderUnusable(
+            f"the grading process does not start ({error}); install math-verify: "
+            "pip install -c constraints.txt math-verify"
+        ) from error
+    if not works:
+        raise GraderUnusable(
+            "math-verify is broken: it finds that 2 does not equal 2; reinstall math-verify"
+        )
 
-    # A boxed expression has priority over the rest of the line.
-    extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    parsed, expected = (
-        parse(text, extraction, extraction_mode="first_match", parsing_timeout=None)
-        for text in (answer, gold)
-    )
-    return bool(verify(expected, parsed, timeout_seconds=None))
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARS_SHOWN else text[:_MOST_CHARS_SHOWN] + "…"

@@ -1,0 +1,119 @@
+"""Reward parts, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_env.grading.math_grader import NotGraded
+from grpo_env.grading.parts import (
+    SHAPING,
+    UnknownRewardPart,
+    accuracy,
+    length,
+    overlong,
+    repetition,
+    weighted,
+)
+
+
+class Said(str):
+    """Text with the fields that the penalties read."""
+
+    def __new__(
+        cls, text: str = "", tokens: int = 0, max_tokens: int = 100, finished: bool = True
+    ) -> Said:
+        said = super().__new__(cls, text)
+        said.token_ids = range(tokens)
+        said.max_tokens = max_tokens
+        said.finished = finished
+        return said
+
+    token_ids: range
+    max_tokens: int
+    finished: bool
+
+
+def test_accuracy_is_one_for_the_right_result_only() -> None:
+    def same(result: str, gold: str) -> bool:
+        if "^" in result:
+            raise NotGraded(result)
+        return result == gold
+
+    assert accuracy("18", "18", same) == 1.0
+    assert accuracy("17", "18", same) == 0.0
+    assert accuracy(None, "18", same) == 0.0
+    with pytest.raises(NotGraded):
+        accuracy("9^9^9", "18", same)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "penalty"),
+    [(0, 100, 0.0), (1, 100, -0.01), (50, 100, -0.5), (100, 100, -1.0), (150, 100, -1.0)],
+)
+def test_length_is_the_used_share_of_the_limit(
+    tokens: int, max_tokens: int, penalty: float
+) -> None:
+    assert length(Said("", tokens, max_tokens)) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize(
+    ("text", "penalty"),
+    [
+        ("", 0.0),
+        ("one two three", 0.0),
+        ("one two three four", 0.0),
+        ("one two three four five", 0.0),
+        # Words: a b c d a b c d. 4-grams: abcd bcda cdab dabc abcd, so 4 of 5 differ.
+        ("a b c d\na B  c d", -0.2),
+        # 13 words have 10 4-grams, which are all the same.
+        ("no " * 13, -0.9),
+    ],
+)
+def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -> None:
+    assert repetition(Said(text)) == pytest.approx(penalty)
+
+
+def test_the_length_of_ngrams_is_a_choice() -> None:
+    # 2-grams: ab ba ab ba, so 2 of 4 differ.
+    assert repetition(Said("a b a b a"), ngram_words=2) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    # Limit 100, buffer 20: the penalty starts at 80 tokens.
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)],
+)
+def test_overlong_falls_in_the_last_fifth_of_the_limit(tokens: int, penalty: float) -> None:
+    assert overlong(Said("", tokens)) == pytest.approx(penalty)
+    assert overlong(Said("", tokens, finished=False)) == -1.0
+
+
+def test_overlong_has_the_numbers_of_the_paper() -> None:
+    # DAPO: 16,384 expected tokens and a buffer of 4,096.
+    assert overlong(Said("", 16_384, 20_480)) == 0.0
+    assert overlong(Said("", 18_432, 20_480)) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("name", SHAPING)
+def test_penalties_are_no_rewards_and_handle_100_kb(name: str) -> None:
+    assert -1.0 <= SHAPING[name](Said("no " * 33_000, tokens=100)) < -0.9
+    assert SHAPING[name](Said("")) == 0.0
+
+
+@pytest.mark.parametrize("part", [length, overlong])
+def test_an_answer_without_a_limit_has_no_share_of_it(part: object) -> None:
+    assert callable(part)
+    with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
+        part(Said("", 1, max_tokens=0))
+
+
+def test_the_score_is_the_weighted_sum() -> None:
+    parts = {"accuracy": 1.0, "format": 0.5, "length": -0.25}
+    # 2 * 1 + 1 * 0.5 - 0.4 * 0.25
+    assert weighted(parts, {"accuracy": 2.0, "length": 0.4}) == pytest.approx(2.4)
+    assert weighted({}, {}) == 0.0
+
+
+def test_a_weight_without_a_part_names_the_parts_that_exist() -> None:
+    with pytest.raises(UnknownRewardPart, match="lenght; the parts of this reward are accuracy, l"):
+        weighted({"length": 0.0, "accuracy": 1.0}, {"lenght": 1.0})
