@@ -157,9 +157,10 @@ def test_facts_by_hand() -> None:
     overrides = {
         "policy_version": [[[1, 4], [1, 5]], [[1, 3], [1, 3]]],
         "generation_seconds": 0.5,
-        "reward_sample": {"sum": 3.0, "count": 4},
+        "reward_sample": {"sum": 3.0, "count": 4, "parts": {"format": 2.0}},
     }
-    equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": {"sum": 5.0, "count": 6}})
+    sample = {"sum": 5.0, "count": 6, "parts": {"format": 1.5, "length": -3.0}}
+    equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": sample})
     facts = collated(group(group_overrides=overrides), equal, seq_len=4).stats
     assert facts.tokens == 14
     assert facts.truncated_fraction == 0.5
@@ -167,6 +168,7 @@ def test_facts_by_hand() -> None:
     assert facts.generation_s == 0.5
     assert facts.zero_variance_fraction == 0.5
     assert facts.reward_mean == pytest.approx(8 / 10)
+    assert facts.reward_parts == pytest.approx({"format": 3.5 / 10, "length": -3 / 6})
     assert facts.reward_std_in_group == pytest.approx((0.5 + 0.0) / 2)
     assert facts.completion_tokens_mean == 2.0
 

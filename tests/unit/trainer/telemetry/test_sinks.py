@@ -18,6 +18,7 @@ from grpo_trainer.checkpoint.resume import continued_settings
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.telemetry.rollout_samples import COLUMNS
 from grpo_trainer.telemetry.sinks import (
     append_record,
     open_sinks,
@@ -28,6 +29,8 @@ from grpo_trainer.telemetry.sinks import (
 from tests.support.directories import names
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
+from tests.unit.trainer.groups import group
+from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, usable_of
 
 STAND_IN = """
 import json, os, time
@@ -111,10 +114,18 @@ def test_the_real_package_takes_every_record_offline(
     with capture_logs() as logs, open_sinks(settings()) as sinks:
         for step in (1, 2, 3):
             sinks.write({"step": step, f"train/loss_{step}": 0.5})
+            sinks.write_rollouts(rollouts_of([usable_of(group())], step=step))
     assert [entry["log_level"] for entry in logs] == ["info"]
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for word in (b"proj", b"grp", b"train/loss_1", b"train/loss_2", b"train/loss_3"):
         assert word in log.read_bytes()
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts/samples_1_*.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == COLUMNS
+    assert table["data"] == [
+        [1, "", "", "token ids: 5 6 8 9 10", 0.0, -1.0, ""],
+        [1, "", "", "token ids: 5 6 7", 1.0, 1.0, ""],
+    ]
 
 
 class StandIn:

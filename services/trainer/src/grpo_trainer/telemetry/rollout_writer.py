@@ -70,17 +70,18 @@ def _move_away(directory: Path) -> None:
 
 
 def _save_tokenizer(model: str, directory: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if tokenizer.is_fast:
-        write_whole(directory / TOKENIZER, tokenizer.backend_tokenizer.to_str())
-    else:
+    try:
+        source = cached_file(model, TOKENIZER)
+    except OSError as error:  # none, or the hub does not answer
+        source = None
         log.info(
             "rollouts.tokenizer_skipped",
-            reason=f"{type(tokenizer).__name__} has no {TOKENIZER}, so readers of the rollouts "
-            "show token ids instead of each token's text",
+            reason=f"readers of the rollouts cannot show the text of each token: {error}",
         )
+    if source is not None:
+        write_whole(directory / TOKENIZER, Path(source).read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""The records of a scored group, and the text of a conversation, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_core.rollouts.of_group import records_of_group
+from grpo_core.rollouts.text import split_conversation, text_of, trained_runs
+from grpo_core.wire.scored_group import ScoredGroup
+from tests.unit.core.rollouts.records import record
+
+SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+GROUP: dict[str, Any] = {
+    "tokens": [[5, 6, 7], [5, 6, 8, 9, 10]],
+    "masks": [[-100, -100, 7], [-100, -100, 8, -100, 10]],
+    "scores": [1.0, 0.25],
+}
+
+
+def records(**changes: Any) -> list[Any]:
+    return records_of_group(4, 2, ScoredGroup.model_validate(GROUP | changes))
+
+
+def test_everything_that_an_environment_sends_of_a_sequence() -> None:
+    _, found = records(
+        env_id=3,
+        inference_logprobs=[[1, 1, -0.1], [1, 1, -0.2, 1, -0.4]],
+        advantages=[[0.0], [0.0, 0.0, 1.0, 7.0, 2.0]],
+        messages=[SAID, SAID],
+        generation_params={"temperature": 0.5},
+        overrides=[
+            {},
+            {
+                **{"reward_parts": {"accuracy": 1, "format": -0.5}, "grade_reason": "no unit"},
+                **{"finish_reason": "length", "temperature": 0.75},
+            },
+        ],
+        group_overrides={
+            **{"task": "gsm8k", "item": "ab12"},
+            "policy_version": [[[1, 2], [1, 2]], [[1, 2], [1, 3]]],
+        },
+    )
+    assert found == record(
+        **{"step": 4, "group": 2, "index": 1, "env_id": 3, "task": "gsm8k", "item": "ab12"},
+        **{"messages": SAID, "tokens": [5, 6, 8, 9, 10], "mask": [0, 0, 1, 0, 1]},
+        **{"behaviour_logprobs": [-0.2, -0.4], "logprobs": None, "score": 0.25},
+        **{"parts": {"accuracy": 1.0, "format": -0.5}, "reason": "no unit", "advantage": 1.5},
+        **{"versions": [[1, 2], [1, 3]], "staleness": None, "finish_reason": "length"},
+        **{"temperature": 0.75, "completion_tokens": 2},
+    )
+
+
+def test_a_bare_group_and_keys_with_a_foreign_meaning() -> None:
+    foreign = {"reward_parts": ["x"], "grade_reason": 3, "finish_reason": None}
+    partly = {"reward_parts": {"a": 1, "b": "x", "c": True}}
+    for found in (
+        records()[0],
+        records(overrides=[foreign] * 2, group_overrides={"task": 1, "policy_version": [1]})[0],
+    ):
+        assert found == record(
+            **{"step": 4, "group": 2, "env_id": None, "task": None, "item": None},
+            **{"messages": [], "tokens": [5, 6, 7], "mask": [0, 0, 1], "behaviour_logprobs": []},
+            **{"logprobs": None, "parts": {}, "reason": None, "advantage": None},
+            **{"versions": None, "staleness": None, "finish_reason": None},
+            **{"completion_tokens": 1},
+        )
+    assert records(overrides=[partly] * 2)[0].parts == {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("roles", "mask", "prompt"),
+    [
+        ("user assistant", [0, 1], 1),
+        ("system user assistant user assistant", [0, 0, 1, 1], 4),  # an example in the prompt
+        ("user assistant tool assistant", [0, 1, 0, 1], 1),  # two turns
+        ("user assistant", [0, 0], 1),  # all of it was cut off
+        ("user", [0, 1], 1),
+        ("", [0, 1], 0),
+    ],
+)
+def test_the_completion_begins_with_the_policys_first_turn(
+    roles: str, mask: list[int], prompt: int
+) -> None:
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles.split())]
+    first, rest = split_conversation(record(messages=messages, mask=mask))
+    assert (first, rest) == (messages[:prompt], messages[prompt:])
+    assert trained_runs([1, 1, 0, 1]) == 2
+
+
+def test_text_of_messages() -> None:
+    call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert text_of(SAID[:1]) == "q"
+    assert text_of([SAID[0], call]) == 'user: q\nassistant: tool_calls: [{"name": "add"}]'
+    assert text_of([{"role": "user", "content": [{"type": "text"}]}]) == '[{"type": "text"}]'

@@ -1,0 +1,35 @@
+"""Rollouts of a step whose numbers can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.algo.logprob_comparison import TokenTable
+from grpo_trainer.data.collate import collate
+from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.micro_batches import Tokens
+from grpo_trainer.model.logprobs import TokenValues
+from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.telemetry.rollout_records import StepRollouts
+from tests.unit.trainer.groups import VOCABULARY
+
+
+def shuffled(sequences: Sequence[Tokens], size: int) -> list[list[int]]:
+    """The last sequence first, `size` in each micro-batch, as a packed batch reorders them."""
+    numbers = list(range(len(sequences)))[::-1]
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+
+def rollouts_of(
+    groups: list[UsableGroup], seq_len: int = 100, step: int = 6, size: int = 2
+) -> StepRollouts:
+    """The trainer's logprob of token t is -t / 100."""
+    batch = collate(groups, seq_len, size, shuffled, GRPO)
+    values = [TokenValues(*[-micro.targets / 100] * 3) for micro in batch.micro_batches]
+    tokens = TokenTable.of(batch.micro_batches, values)
+    return StepRollouts(step, epoch=1, groups=groups, batch=batch, tokens=tokens)
+
+
+def usable_of(sent: ScoredGroup, recomputes: bool = False) -> UsableGroup:
+    return usable_group(0, sent, GroupLimits(VOCABULARY, 100, recomputes))

@@ -1,0 +1,202 @@
+"""The rollouts of a step as the trainer records them: by hand, and for a real update."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from grpo_core.rollouts.files import read_steps, steps_in, write_step
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_tiny_model.model import Recipe, build_model
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import collate
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.telemetry import rollout_writer
+from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.rollout_samples import MAX_BYTES, sample_table
+from grpo_trainer.telemetry.rollout_writer import RolloutWriter, prepare_rollouts
+from tests.support.directories import files_of_at_most, names
+from tests.support.wait import DEADLINE_S
+from tests.unit.core.rollouts.records import record
+from tests.unit.trainer.groups import LIMITS, good, group
+from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, shuffled, usable_of
+from tests.unit.trainer.tiny_policy import model_directory
+
+PER_TOKEN = [[0.0, 0.0, 0.5], [0.0, 0.0, 1.0, 2.0, 6.0]]
+"""Advantages for each token of `group()`."""
+
+
+def test_every_value_finds_its_sequence_in_a_reordered_and_cut_batch() -> None:
+    """Step 6 updates the weights that took 5 steps."""
+    sampled = {"policy_version": [[[1, 3], [1, 4]], [[2, 3], [2, 3]]]}
+    hot = {"temperature": 0.5}
+    groups = [
+        usable_of(group(advantages=PER_TOKEN)),
+        usable_of(group(group_overrides=sampled | hot)),
+    ]
+    found = rollouts_of(groups, seq_len=4).records()
+    assert [(r.group, r.index, r.score) for r in found] == [
+        *[(0, 0, 1.0), (0, 1, 0.0)],
+        *[(1, 0, 1.0), (1, 1, 0.0)],
+    ]
+    assert [r.logprobs for r in found] == [[-0.07], [-0.08, -0.09]] * 2
+    assert [r.behaviour_logprobs for r in found] == [[-0.1], [-0.2, -0.3]] * 2
+    assert [r.mask for r in found] == [[0, 0, 1], [0, 0, 1, 1, 0]] * 2
+    assert [len(r.tokens) for r in found] == [3, 5] * 2
+    assert [r.completion_tokens for r in found] == [1, 3] * 2
+    assert [r.advantage for r in found] == [0.5, 1.5, 1.0, -1.0]
+    assert [r.versions for r in found] == [None, None, [[1, 3], [1, 4]], [[2, 3], [2, 3]]]
+    assert [r.staleness for r in found] == [None, None, 2, None]  # steps of another epoch
+    assert [r.temperature for r in found] == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_values_that_are_missing_or_impossible() -> None:
+    """A sequence whose trained tokens are all cut off, logprobs that were not logged, a version
+    that is only bounded, and a token that the policy cannot sample."""
+    late = group(masks=[[-100, -100, 7], [-100, -100, -100, -100, 10]], advantages=PER_TOKEN)
+    unlogged = usable_of(group(inference_logprobs=None), recomputes=True)
+    groups = [usable_of(late), unlogged]
+    groups[1] = UsableGroup(**{**vars(unlogged), "version_bound": PolicyVersion(1, 1)})
+    step = rollouts_of(groups, seq_len=4)
+    step.tokens.logp[0] = -float("inf")
+    _, cut, plain, other = step.records()
+    assert (cut.mask, cut.logprobs, cut.behaviour_logprobs) == ([0] * 5, [], [])
+    assert (cut.advantage, cut.completion_tokens) == (None, 1)
+    assert (plain.behaviour_logprobs, plain.logprobs) == ([], [-0.07])
+    assert (plain.versions, plain.staleness) == (None, 4)
+    assert other.logprobs == [pytest.approx(-3.4e38, rel=0.01), -0.09]
+
+
+def test_the_logprobs_are_the_policys_before_the_update() -> None:
+    torch.manual_seed(0)
+    policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
+    groups = [usable_of(good(1)), usable_of(good(2, generation_params={"temperature": 0.5}))]
+    batch = collate(groups, 100, 3, shuffled, GRPO)
+    tokens = accumulate_gradients(policy, batch, GRPO, step=0).tokens
+    for found in StepRollouts(1, 1, groups, batch, tokens).records():
+        with torch.no_grad():
+            logits = policy(input_ids=torch.tensor([found.tokens])).logits[0] / found.temperature
+        logp = logits.log_softmax(-1)
+        trained = [t for t, trains in enumerate(found.mask) if trains]
+        expected = [float(logp[t - 1, found.tokens[t]]) for t in trained]
+        assert found.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_last_step_is_on_disk_when_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        writer.add(rollouts_of([usable_of(good(step))], step=step))
+    writer.close()
+    found = list(read_steps(tmp_path))
+    assert [(r.step, r.index) for r in found] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+    assert found[2:] == rollouts_of([usable_of(good(3))], step=3).records()
+
+
+def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, begins = [], threading.Event(), threading.Event()
+
+    def write(*arguments: Any) -> None:
+        begun.append(arguments[1])
+        begins.set()
+        goes_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(rollout_writer, "write_step", write)
+    writer = RolloutWriter(tmp_path, keep=9, deadline_s=0.2)
+    step = rollouts_of([usable_of(good(1))])
+    with capture_logs() as logs:
+        writer.add(step)
+        begins.wait(DEADLINE_S)
+        writer.add(step)
+        assert (begun, logs) == ([6], [])
+        for _ in range(3):  # waits once
+            writer.add(step)
+        writer.close()
+    assert [entry["event"] for entry in logs] == ["rollouts.stopped"]
+    assert "took no rollouts for 0.2 s" in logs[0]["reason"]
+    goes_on.set()
+
+
+def test_a_full_disk_warns_once_and_the_writer_tries_again(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, keep=9)
+    with capture_logs() as logs:
+        with files_of_at_most(16):
+            for step in (1, 2, 3, 4):  # the fourth waits, so the second has been tried
+                writer.add(rollouts_of([usable_of(good(step))], step=step))
+        writer.add(rollouts_of([usable_of(good(5))], step=5))
+        writer.close()
+    assert [(entry["event"], entry["step"]) for entry in logs] == [("rollouts.not_written", 1)]
+    assert "File too large" in logs[0]["reason"]
+    assert {1, 2, 5} & set(steps_in(tmp_path)) == {5}
+
+
+def settings(model: Path, save_path: Path, **changes: Any) -> TrainerSettings:
+    command = CommandLine(model=str(model), mode="shared_vllm", save_path=save_path, **changes)
+    return command.settings()
+
+
+def test_a_start_keeps_the_steps_of_its_run_alone(tmp_path: Path) -> None:
+    model, save_path = model_directory(tmp_path / "model"), tmp_path / "run"
+    own, elsewhere = save_path / "rollouts", tmp_path / "other"
+    for directory in (own, elsewhere):
+        for step in (1, 2, 3):
+            write_step(directory, step, [record(step=step)])
+    prepare_rollouts(settings(model, save_path), steps_taken=2)
+    assert names(own) == ["step-000001.jsonl.gz", "step-000002.jsonl.gz", "tokenizer.json"]
+    assert (own / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+    for _ in range(2):  # a new run, whose trainer was killed before its first step
+        prepare_rollouts(settings(model, save_path), steps_taken=None)
+        assert names(own) == ["tokenizer.json"]
+    assert steps_in(save_path / "rollouts.1") == [1, 2]
+    prepare_rollouts(settings(model, save_path, rollouts_dir=elsewhere), steps_taken=0)
+    assert steps_in(elsewhere) == []
+    prepare_rollouts(settings(model, tmp_path / "none", keep_rollouts=0), steps_taken=None)
+    assert not (tmp_path / "none").exists()
+    (model / "tokenizer.json").unlink()
+    with capture_logs() as logs:
+        prepare_rollouts(settings(model, tmp_path / "slow"), steps_taken=None)
+    assert [entry["event"] for entry in logs] == ["rollouts.tokenizer_skipped"]
+
+
+def test_a_directory_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointNotSaved, match=r"file/tokenizer\.json could not be written"):
+        prepare_rollouts(settings(model, tmp_path, rollouts_dir=tmp_path / "file"), None)
+
+
+def test_samples_range_from_the_worst_score_to_the_best_and_fit_into_the_pipe() -> None:
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "é" * 10_000}]
+    scores = [[0.0, 0.9], [0.1, 0.8], [0.2, 0.7], [0.3, 0.6], [0.4, 0.5]]
+    graded = {"grade_reason": "why"}
+    groups = [
+        usable_of(
+            group(
+                scores=pair,
+                messages=[said] * 2,
+                overrides=[graded] * 2,
+                group_overrides={"task": "sums"},
+            )
+        )
+        for pair in scores
+    ]
+    table = sample_table(rollouts_of(groups, step=10))
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["score"] for row in rows] == [0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9]
+    assert {(row["step"], row["task"], row["prompt"], row["reason"]) for row in rows} == {
+        (10, "sums", "q", "why")
+    }
+    assert [row["advantage"] for row in rows] == [-1.0] * 4 + [1.0] * 4
+    assert len(str(rows).encode("unicode_escape")) < MAX_BYTES
+    (bare,) = sample_table(rollouts_of([usable_of(group())], size=1)).rows[:1]
+    assert bare[2:5] == ["", "token ids: 5 6 8 9 10", 0.0]
